@@ -19,8 +19,7 @@ from typing import Any
 from benchmarks.harness import Bench, main
 from benchmarks.large_model import large_shapes, small_shapes
 from benchmarks.whole_run import WholeRun
-from dips.client.parallel.plan import make_plan
-from dips.client.parallel.rank_layout import Holding, RankLayout, gather_layouts
+from dips.client.parallel.plan import Holding, RankLayout, gather_layouts, make_plan
 from dips.client.parallel.rect import box_rects
 from dips.protocol.manifest import Manifest
 

@@ -23,8 +23,7 @@ from benchmarks.large_model import Shape, small_shapes
 from dips.client import OuterLoop
 from dips.client.ipc.address import find_address
 from dips.client.parallel import HostMemory, lay_out
-from dips.client.rank.agent_client import AgentClient
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import AgentClient, JobCollectives
 from dips.client.rank.joining import attach_trainer
 from dips.config import load_cluster
 from dips.errors import DifferentModel

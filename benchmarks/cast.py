@@ -11,8 +11,7 @@ import numpy as np
 
 from dips.codecs import Codec
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Layer, Manifest, Parameter
-from dips.transport.shares import Piece
-from dips.wire.chunks import Range, encode_ranges, split_chunks
+from dips.wire.chunks import Piece, Range, encode_ranges, split_chunks
 
 RUN, SINC, CHUNK_BYTES, WAIT_S = "ablation", 1, 1 << 20, 120.0
 

@@ -30,7 +30,7 @@ from dips.outer.updates import Update, count_blocks
 from dips.outer_step import nesterov_numbers, returned_share
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.quantisers import QUANTISERS, Codes
-from dips.slave.outgoing_pull import cut_updates
+from dips.slave.sender import cut_updates
 from dips.wire import bodies
 from dips.wire.chunks import LayerLayout, Range, range_type, split_chunks
 

@@ -38,8 +38,7 @@ from benchmarks.harness import Bench, main
 from benchmarks.record import ROOT
 from dips.study.report import SHOWN as COLUMNS
 from dips.study.report import compare_row, list_lines, losses_of, spell_table, write_csv
-from dips.study.runner import StudyResult, run_study
-from dips.study.store import ResultStore
+from dips.study.runner import ResultStore, StudyResult, run_study
 from dips.study.study_file import DEFAULT_FACTORY, Study, StudyFile, make_study
 from dips.transport.pipeline import available_cores
 

@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks.line_program import print_answer, read_requests
 from benchmarks.link_end import CLUSTER, RUN, SINC, SLAVE, WAIT_S, LinkEvents
 from dips.client.parallel import HostMemory, lay_out
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId

@@ -22,7 +22,7 @@ from dips.ids import GENESIS, PullId, PushId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
-from dips.slave.moves import FlowEvent, PushOver, Released, Staged
+from dips.slave.ports import FlowEvent, PushOver, Released, Staged
 from dips.transport import curve
 
 RUN, SLAVE, CLUSTER, SINC = "links", "s0", "west", 1

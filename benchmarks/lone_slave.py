@@ -34,7 +34,7 @@ import yaml
 from benchmarks.record import ROOT
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.master.links import SlaveLink
+from dips.master.runtime import SlaveLink
 from dips.outer.pool import BYTES, MemorySum
 from dips.protocol import effects as e
 from dips.protocol.events import Answer, OrderAnswered, PushRefused, PushStaged, SlaveRegistered

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dips.client import OuterLoop
-from dips.client.rank.lone_agent import CLUSTER_FILE
+from dips.client.rank.joining import CLUSTER_FILE
 
 
 def meet(directory: Path, clusters: int) -> None:

@@ -1,9 +1,8 @@
 """Orders to one slave beside a snapshot that is not answered: how long each takes, over gRPC on loopback.
 
-Both ends are ours (master/links.py, transport/gate.py), in one process and one event loop, so each time is that of two.
-The slave answers all but Persist at once. ORDERS orders are given, AT_ONCE of them under way: a round opens a push of
-each cluster at each slave, and pulls.
-"""
+Both ends are ours (master/runtime.py, transport/gate.py), in one process and one event loop, so each time is that of
+two. The slave answers all but Persist at once. ORDERS orders are given, AT_ONCE of them under way: a round opens a
+push of each cluster at each slave, and pulls."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any
 
 from benchmarks.harness import Bench, main
 from dips.ids import VersionId
-from dips.master.links import SlaveLink
+from dips.master.runtime import SlaveLink
 from dips.protocol.effects import Order, Persist, Ping
 from dips.protocol.events import Done, OrderAnswered
 from dips.transport import control

@@ -14,15 +14,14 @@ from typing import Any
 from zlib import crc32
 
 from dips.ids import GENESIS, PullId, PushId
-from dips.master.core import MasterCore
-from dips.master.outbox import HeartbeatReply, WriteRecords
+from dips.master.core import HeartbeatReply, MasterCore, WriteRecords
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
+from dips.protocol.data import Intervals
 from dips.protocol.effects import Apply, Effect, Fold, Measure, Order, OrderBody, Pending, Persist, Refused, Reply
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import Event
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
-from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options, TimingOptions

@@ -26,7 +26,7 @@ from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.slave.flow import ZmqFlow
-from dips.slave.moves import FlowEvent, PushOver, Staged
+from dips.slave.ports import FlowEvent, PushOver, Staged
 from dips.transport import curve
 
 TRANSIT_BYTES, STALL_S = 256 << 20, 30.0

@@ -25,8 +25,8 @@ from dips.outer_step import nesterov_step
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
-from dips.slave.moves import FlowEvent, PushOver, Staged
-from dips.transport.shares import Piece
+from dips.slave.ports import FlowEvent, PushOver, Staged
+from dips.wire.chunks import Piece
 
 RUN, SLAVE, CLUSTER = "bytes", "s0", "west"
 WAIT_S = 60.0

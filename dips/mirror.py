@@ -23,7 +23,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from dips.errors import ConfigError, DipsError, FailedMirror
-from dips.fsync import make_directory, sync_path, write_durably
+from dips.files import make_directory, sync_path, write_durably
 
 PIECE_BYTES = 8 << 20  # read and written at a time
 ASIDE = ".unfinished-"

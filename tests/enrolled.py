@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dips.identity import certificates, pem_files
+from dips.identity import certificates
 from dips.identity.authority import Authority
 from dips.identity.names import PeerRole, make_identity
 from dips.identity.paths import REVOCATIONS, ROOT, TlsFiles
@@ -24,8 +24,8 @@ class Enrolled:
         identity, key = make_identity(name, role, self.run), certificates.new_key()
         certificate = self.authority.issue(certificates.make_request(identity, key), identity.label, days)
         files = self.files_of(identity.label)
-        pem_files.write_public(files.cert, pem_files.to_pem(certificate))
-        pem_files.write_private(files.key, certificates.key_to_pem(key))
+        certificates.write_public(files.cert, certificates.to_pem(certificate))
+        certificates.write_private(files.key, certificates.key_to_pem(key))
         return files
 
     def files_of(self, label: str) -> TlsFiles:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
-from dips.transport.guard import PEM_KEY, Guard
+from dips.transport.gate import PEM_KEY, Guard
 from dips.transport.tls import TlsSource
 from dips.wire.generated import cluster_pb2
 from tests.enrolled import Enrolled

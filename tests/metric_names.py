@@ -11,14 +11,14 @@ from pathlib import Path
 
 from dips.client.agent import metrics as agent_metrics
 from dips.slave import metrics as slave_metrics
-from dips.telemetry import process
+from dips.telemetry import metrics
 from dips.telemetry.metrics import Table
 from dips.view import prometheus
 
 GUIDE = Path(__file__).parents[1].joinpath("docs/guides/metrics.md")
 BEGIN, END = "<!-- {} begins: python -m tests.metric_names --write -->", "<!-- {} ends -->"
 ROLES: dict[str, tuple[Table, ...]] = {
-    "process": process.TABLES,
+    "process": metrics.TABLES,
     "master": prometheus.TABLES,
     "slave": slave_metrics.TABLES,
     "agent": agent_metrics.TABLES,

@@ -19,24 +19,19 @@ import typer
 
 from dips import daemon
 from dips.client.agent import metrics as agent_metrics
-from dips.client.agent.agent import Agent
+from dips.client.agent.agent import Agent, IncarnationFile, MasterLink
 from dips.client.agent.core import AgentCore
-from dips.client.agent.incarnation_file import IncarnationFile
 from dips.client.agent.launch import PR_SET_CHILD_SUBREAPER, set_process_attribute
-from dips.client.agent.listen import listen_for_ranks
-from dips.client.agent.master_link import MasterLink
 from dips.client.agent.pace import Pace
-from dips.client.agent.questions import MOST_PAUSE_S
+from dips.client.agent.rank_server import listen_for_ranks
 from dips.client.agent.relay import Relay
-from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
-from dips.client.ipc.address import PID_FILE, over_network
-from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
+from dips.client.agent.state import MOST_PAUSE_S, AgentSettings, AgentState, ClusterIdentity
+from dips.client.ipc.address import AGENT_HOME, AGENT_PID, PID_FILE, over_network, process_home
 from dips.config import AUTO_LANES, ClusterFile, load_cluster
 from dips.errors import ConfigError
+from dips.files import PidLock, keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import PeerRole
-from dips.pidlock import PidLock
-from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline

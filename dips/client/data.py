@@ -27,8 +27,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dips.client.rank.outer_loop import OuterLoop
-from dips.data.deal import deal_rows
-from dips.data.order import shuffle_numbers
+from dips.data.deal import deal_rows, shuffle_numbers
 from dips.data.reader import DataSet
 from dips.data.steps import Part, StepCutter, samples_of, share_step
 from dips.errors import ConfigError

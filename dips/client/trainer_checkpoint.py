@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerState, TrainingArguments
 
-from dips.fsync import sync_path, write_aside
+from dips.files import sync_path, write_aside
 
 FILE = "outer_state_{rank}.pt"
 MISSING = (

@@ -29,8 +29,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dips.client.rank.joining import find_config
-from dips.client.rank.lone_agent import is_alone
+from dips.client.rank.joining import find_config, is_alone
 from dips.client.rank.outer_loop import OuterLoop
 from dips.client.trainer_checkpoint import (
     MISSING,

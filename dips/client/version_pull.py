@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dips.client.agent.master_link import MasterLink
-from dips.client.rank.transfer import pull_pieces
-from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
+from dips.client.agent.agent import MasterLink
+from dips.client.rank.transfer import TransferIdentity, TransferRate, TransferStats, pull_pieces
 from dips.errors import Denied, StaleIncarnation, UnavailableMaster
 from dips.ids import PullId, VersionId, check_name
 from dips.protocol.effects import Dropped, Finished, Grant, Joined, Pending, Refused, Result
@@ -29,7 +28,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.manifest import Manifest
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint
-from dips.transport.shares import F32, Piece
+from dips.wire.chunks import F32, Piece
 from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 

@@ -12,7 +12,7 @@ from cryptography import x509
 
 from dips.commands.options import AS_JSON
 from dips.errors import ConfigError, Denied
-from dips.identity import certificates, pem_files
+from dips.identity import certificates
 from dips.identity.authority import LEAF_DAYS, ROOT_DAYS, Authority
 from dips.identity.certificates import fingerprint_of, identity_of, read_requested_key, utc_now
 from dips.identity.names import PeerIdentity, PeerRole, make_identity
@@ -93,10 +93,10 @@ def issue_command(
     the sender, compare the key's fingerprint, which `dips certs request` and `dips certs show` print.
     """
     authority = Authority.open(directory)
-    asked = pem_files.parse_request(pem_files.read_pem(request, "request"), request, "request")
+    asked = certificates.parse_request(certificates.read_pem(request, "request"), request, "request")
     live = authority.find_live(identity_of(asked))
     certificate, signed = authority.issue(asked, label, days), request.with_suffix(CRT)
-    pem_files.write_public(signed, pem_files.to_pem(certificate))
+    certificates.write_public(signed, certificates.to_pem(certificate))
     besides = f"; {len(live)} more of this name valid until {max(r.until for r in live):%Y-%m-%d}" if live else ""
     print(f"{signed}: {identity_of(certificate)}, valid until {certificate.not_valid_after_utc:%Y-%m-%d}{besides}")
 
@@ -116,8 +116,8 @@ def renew_command(
     stem = certificate.with_suffix("")
     key, request, signed = (stem.with_name(stem.name + RENEWAL + end) for end in (KEY, CSR, CRT))
     if not signed.exists():
-        content = pem_files.read_pem(certificate, "certificate")
-        identity = identity_of(pem_files.parse_certificate(content, certificate, "certificate"))
+        content = certificates.read_pem(certificate, "certificate")
+        identity = identity_of(certificates.parse_certificate(content, certificate, "certificate"))
         if not key.exists():
             _write_request(identity, key, request)
         if authority is None:
@@ -152,11 +152,11 @@ def show_command(
     """
     states = []
     for path in files:
-        content = pem_files.read_pem(path, "certificate")
-        if pem_files.is_request(content):
-            row, text = _show_request(path, pem_files.parse_request(content, path, "request"))
+        content = certificates.read_pem(path, "certificate")
+        if certificates.is_request(content):
+            row, text = _show_request(path, certificates.parse_request(content, path, "request"))
         else:
-            row, text = _show_certificate(path, pem_files.parse_certificate(content, path, "certificate"))
+            row, text = _show_certificate(path, certificates.parse_certificate(content, path, "certificate"))
         states.append(row["state"])
         print(json.dumps(row) if as_json else text)
     raise typer.Exit(0 if set(states) <= {VALID, EXPIRES_SOON, REQUEST} else 1)
@@ -200,8 +200,8 @@ def _describe(certificate: x509.Certificate) -> tuple[str, str]:
 
 def _write_request(identity: PeerIdentity, key: Path, request: Path) -> None:
     secret = certificates.new_key()
-    pem_files.write_private(key, certificates.key_to_pem(secret))
-    pem_files.write_public(request, pem_files.to_pem(certificates.make_request(identity, secret)))
+    certificates.write_private(key, certificates.key_to_pem(secret))
+    certificates.write_public(request, certificates.to_pem(certificates.make_request(identity, secret)))
     fingerprint = fingerprint_of(secret.public_key())
     print(f"{key}: stays here; {request}: {identity}, key {fingerprint}, for `dips certs issue`")
 
@@ -210,9 +210,9 @@ def _put_in_place(signed: Path, key: Path, certificate: Path, old_key: Path) -> 
     """Rename the new files over the old; between the two renames a daemon sees files that do not match and keeps its
     own.
     """
-    new = pem_files.parse_certificate(pem_files.read_pem(signed, "certificate"), signed, "certificate")
+    new = certificates.parse_certificate(certificates.read_pem(signed, "certificate"), signed, "certificate")
     if key.exists():
-        secret = pem_files.parse_key(pem_files.read_key_pem(key, "key"), key, "key")
+        secret = certificates.parse_key(certificates.read_key_pem(key, "key"), key, "key")
         if new.public_key() != secret.public_key():
             raise ConfigError(f"{signed} was not signed for {key}: sign {key.with_suffix(CSR)} again")
         key.rename(old_key)

@@ -100,8 +100,7 @@ def _load_readable(files: list[Path]) -> list[tuple[Path, ClusterFile]] | None:
 def _ask(
     file: ClusterFile, factory: str | None, model: Path | None, most_mib: int, seconds: float
 ) -> list[CheckFinding]:
-    from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
-    from dips.client.preflight.app import ask_peers
+    from dips.client.preflight.peers import ask_peers, manifest_of_factory, manifest_of_file
 
     grouping, ours = file.shared.grouping, None
     if factory:

@@ -11,7 +11,7 @@ from pathlib import Path
 from dips.cgroup import available_memory
 from dips.config import ClusterFile, RunFile, host_port, load_cluster, load_run
 from dips.config.reading import is_cluster_file
-from dips.config.tls import TlsKey
+from dips.config.section import TlsKey
 from dips.differences import differing_options
 from dips.errors import ConfigError, DipsError
 from dips.identity.certificates import utc_now

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dips.client.version_pull import pull_version
 from dips.errors import ConfigError
-from dips.fsync import sync_path, write_aside
+from dips.files import sync_path, write_aside
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile

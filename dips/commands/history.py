@@ -1,4 +1,4 @@
-"""The command `dips history`: lists the versions and rounds in the ledger."""
+"""The command `dips history`: lists the versions and rounds in the ledger, or with --audit the operators' requests."""
 
 from __future__ import annotations
 
@@ -6,18 +6,57 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from dips.commands.history_audit import show_audit
 from dips.commands.options import CONFIG
 from dips.config import load_run
 from dips.ids import VersionId
+from dips.protocol.records import OperatorActed
 from dips.telemetry.listing import Column, Listing, ListingRow
 from dips.view.terminal import NONE, format_count
+
+# ---- history audit --------------------------------------------------------------------------------------------------
+# `dips history --audit`: lists the operators' requests in the ledger.
+
+
+AUDIT_COLUMNS = tuple(Column(name, left=True) for name in ("when (UTC)", "who", "what", "of what"))
+
+
+def show_audit(config: Path, last: int, as_json: bool) -> None:
+    """Print the newest `last` rows, oldest first; with `as_json` one object per line."""
+    from dips.master.genesis import ledger_path
+    from dips.master.ledger import Ledger
+
+    with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
+        rows = ledger.read_audit(last)
+    if as_json:
+        for row in rows:
+            print(json.dumps(asdict(row)))
+    else:
+        Console().print(draw_audit(rows))
+
+
+def draw_audit(rows: Sequence[OperatorActed]) -> Listing:
+    """Draw the requests, each with its outcome in a line below."""
+    return Listing("operators", AUDIT_COLUMNS, [_draw_row(row) for row in rows])
+
+
+def _draw_row(row: OperatorActed) -> ListingRow:
+    when = datetime.fromtimestamp(row.wall, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    passed = f"before it {row.passed_over} requests that changed nothing, without rows" if row.passed_over else ""
+    return ListingRow(
+        (when, row.caller, row.action, row.arguments), (row.outcome, passed), "red" if row.refused else ""
+    )
+
+
+# ---- history --------------------------------------------------------------------------------------------------------
+# The command `dips history`: lists the versions and rounds in the ledger.
+
 
 COLUMNS = (
     *(Column(name, left=True) for name in ("round", "ended", "version")),

@@ -11,7 +11,7 @@ import typer
 from dips.commands.first_model import load_tensors
 from dips.commands.options import CONFIG
 from dips.config import RunFile, load_run
-from dips.private_files import keep_files_private
+from dips.files import keep_files_private
 
 
 def init(

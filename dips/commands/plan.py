@@ -149,7 +149,7 @@ def find_shares(
 
 
 def _read_manifest(model: Path | None, factory: str | None, grouping: Grouping) -> Manifest:
-    from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
+    from dips.client.preflight.peers import manifest_of_factory, manifest_of_file
 
     if model is not None:
         return manifest_of_file(model, grouping)

@@ -1,7 +1,7 @@
 """The sums of `dips plan`: memory and disk of each slave, host memory of each rank, bytes on a cluster's link.
 
 A slave's sum is the one it prints when it starts (dips/outer/pool.py), a rank's sum that of its parts
-(dips/client/parallel/host_sum.py); nothing is estimated twice.
+(dips/client/parallel/shard_buffer.py); nothing is estimated twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.slave.machine import memory_of
 
 SNAPSHOT_BYTES = 2 * BYTES_PER_PARAMETER  # θ and m
-RANK_PROCESS_BYTES = 60_000_000  # as in dips/client/parallel/host_sum.py, which needs torch
+RANK_PROCESS_BYTES = 60_000_000  # as in dips/client/parallel/shard_buffer.py, which needs torch
 MASTER_BYTES = 400_000_000  # measured: 89 MB idle, 126 MB with 2,000 connections; the rest is for working clusters
 LEDGER_BYTES_ROUND = 2_000  # per round of ten clusters, without journal and timeline
 HEADROOM = 1.1  # factor from a sum to a Kubernetes request

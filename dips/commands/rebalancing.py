@@ -19,11 +19,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from dips.cgroup import available_memory
 from dips.config import RunFile, SlaveSection
 from dips.errors import ConfigError, DipsError, FailedDisk
+from dips.files import PidLock
 from dips.ids import GENESIS, VersionId
 from dips.master.genesis import check_is_of_run, ledger_path
 from dips.master.ledger import Ledger
 from dips.master.local_audit import make_local_row
-from dips.pidlock import PidLock
 from dips.protocol.manifest import Manifest
 from dips.protocol.rebalancing import RebalancePlan, plan_rebalance
 from dips.protocol.records import LedgerState
@@ -31,7 +31,7 @@ from dips.protocol.run_state import OLD_LEDGER
 from dips.slave import rebalance as files
 from dips.slave.machine import memory_of
 from dips.slave.snapshot_files import read_manifest, read_through
-from dips.slave.staged_snapshots import delete_snapshot, keep_snapshot, promote_snapshot, staged_path, staged_versions
+from dips.slave.snapshots import delete_snapshot, keep_snapshot, promote_snapshot, staged_path, staged_versions
 
 MOST_MOVES = 40  # layers that the plan lists by name
 

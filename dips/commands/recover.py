@@ -9,7 +9,7 @@ import typer
 
 from dips.commands.options import CONFIG
 from dips.config import load_run
-from dips.private_files import keep_files_private
+from dips.files import keep_files_private
 from dips.telemetry import logs
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from dips.config import RunFile
 from dips.errors import ConfigError
+from dips.files import lock_holder
 from dips.ids import VersionId
 from dips.master import genesis, restore
 from dips.master import recover as counters
 from dips.master.ledger import Ledger, hold_ledger, put_in_place
 from dips.master.local_audit import make_local_row
-from dips.master.mirror_files import newest_term
-from dips.pidlock import lock_holder
+from dips.master.restore import newest_term
 from dips.protocol.records import RoundReserved, RunRow
 from dips.slave.rebuild import Rebuild, SlaveFinding
 from dips.telemetry.logs import Log

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from dips.client.rank.transfer_types import TransferRate
+from dips.client.rank.transfer import TransferRate
 from dips.commands import operator
 from dips.commands.first_model import check_source, load_tensors
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
@@ -89,7 +89,7 @@ def _model_of_init(config: Path) -> Path:
 
 async def _bring_model(peer: Endpoint, load: Any, bar: _SeedBar, wait_s: float) -> None:
     from dips.commands.seed_lanes import SeedTransfer, SeedWatch, await_master
-    from dips.master.begin import propose_run
+    from dips.master.waiting import propose_run
 
     watch = SeedWatch(bar.show_rate, bar.show_wait)
     found = await await_master(peer, watch, wait_s)
@@ -106,7 +106,7 @@ async def _bring_model(peer: Endpoint, load: Any, bar: _SeedBar, wait_s: float) 
 
 
 async def _describe(peer: Endpoint) -> dict[str, Any]:
-    from dips.client.preflight.app import describe_run
+    from dips.client.preflight.peers import describe_run
 
     return await describe_run(peer)
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dips.client.rank.transfer import push_pieces
-from dips.client.rank.transfer_types import TransferIdentity, TransferRate
+from dips.client.rank.transfer import TransferIdentity, TransferRate, push_pieces
 from dips.commands import operator
 from dips.errors import ConfigError, DipsError, UnavailableMaster, UnavailableSlave
 from dips.protocol.effects import Acknowledged, Dropped, Grant, Pending, Refused, Result, SeedGranted
@@ -26,7 +25,7 @@ from dips.protocol.events import SeedAsked
 from dips.protocol.manifest import Manifest
 from dips.transport import curve
 from dips.transport.endpoints import Endpoint
-from dips.transport.shares import F32, Piece
+from dips.wire.chunks import F32, Piece
 
 ASK_S = 1.0  # pause between two questions; a lease is ten seconds by default
 STALL_S = 30.0  # a transfer to a slave that asks for nothing for this long is ended and tried again

@@ -12,8 +12,7 @@ from dips.commands.new import read_template
 from dips.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dips.study.runner import StudyResult
-    from dips.study.store import ResultStore
+    from dips.study.runner import ResultStore, StudyResult
     from dips.study.study_file import Study
 
 TEMPLATE, RUNS, NUMBERS, PICTURE, WORDS = "study.yaml", "runs", "results.csv", "losses.png", "recommendation.txt"
@@ -59,8 +58,7 @@ def study(
     if file is None:
         raise typer.BadParameter("which study? name its file, or write one with --template", param_hint="STUDY.yaml")
     _require_torch()
-    from dips.study.runner import run_study
-    from dips.study.store import ResultStore
+    from dips.study.runner import ResultStore, run_study
     from dips.study.study_file import read_study
     from dips.study.task import load_task, make_model
 
@@ -143,7 +141,7 @@ def _print_result(result: StudyResult, directory: Path) -> None:
 def _draw(result: StudyResult, path: Path) -> str:
     """Draw the picture if matplotlib is installed; return text about it for the output."""
     try:
-        from dips.study.drawing import draw_study
+        from dips.study.report import draw_study
     except ImportError:
         return f"; {path.name} needs matplotlib: pip install 'di-ps[plot]'"
     draw_study(result).savefig(path, dpi=130)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dips.client.agent.command import END_GRACE_S
+from dips.client.agent.agent import END_GRACE_S
 from dips.commands.new import CLUSTER, RUN
 from dips.commands.options import OPERATOR, operator_peer
 from dips.config import ClusterFile, RunFile, load_cluster, load_run

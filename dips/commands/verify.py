@@ -119,7 +119,7 @@ def _local_slaves(config: RunFile, only: str | None) -> list[SlaveSection]:
 
 
 def _read_snapshots(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Results:
-    from dips.slave import verify as reading
+    from dips.slave import snapshot_files as reading
 
     found = {slave.name: reading.snapshot_sizes(slave.directory) for slave in slaves}
     results: dict[str, dict[VersionId, str]] = {}

@@ -5,11 +5,10 @@ There are two files. The *run file* (`dips.yaml`) is read by master and slaves; 
 of a third file: the options on which all must agree, compared by digest at Join.
 """
 
-from dips.config.addresses import host_port, is_loopback
 from dips.config.cluster import ClusterFile, load_cluster
 from dips.config.master import MasterSection, OnVersionSection, TrackSection
 from dips.config.run import RunFile, load_run
-from dips.config.section import STALL_HEARTBEATS
+from dips.config.section import STALL_HEARTBEATS, host_port, is_loopback
 from dips.config.shared import Shared
 from dips.config.slave import AUTO_LANES, SlaveSection
 

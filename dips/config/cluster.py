@@ -7,11 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dips.config.http import HttpKey, HttpTokenKey
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import STALL_HEARTBEATS, LogLevel, Section
+from dips.config.section import STALL_HEARTBEATS, HttpKey, HttpTokenKey, LogLevel, Section, TlsKey
 from dips.config.shared import Shared
-from dips.config.tls import TlsKey
 from dips.errors import ConfigError
 from dips.protocol.enums import DivergencePolicy
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from dips.config.http import HttpKey
-from dips.config.section import Section
+from dips.config.section import HttpKey, Section
 from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, RequeuePolicy, WindowRule
 from dips.protocol.options import MOST_ROLLBACK, TimingOptions
 
@@ -18,7 +17,7 @@ LEAST_TRANSFER_HEARTBEATS = 15  # least deadline of a transfer: a broken stream 
 
 class OnVersionSection(Section):
     """A command that the master runs for every n-th version, in a separate process
-    (master/on_version.py).
+    (master/hooks.py).
     """
 
     every: Annotated[int, Field(ge=1)]  # versions

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dips.config.addresses import host_port, is_loopback
+from dips.config.section import host_port, is_loopback
 from dips.errors import ConfigError
 from dips.ids import check_name
 

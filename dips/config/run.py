@@ -6,14 +6,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from dips.config.http import HttpTokenKey
-from dips.config.limits import LimitsSection
 from dips.config.master import MasterSection
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import LogLevel
+from dips.config.section import HttpTokenKey, LimitsSection, LogLevel, TlsKey
 from dips.config.shared import Shared
 from dips.config.slave import SlaveSection
-from dips.config.tls import TlsKey
 from dips.errors import ConfigError
 from dips.protocol.options import Options
 

@@ -1,12 +1,21 @@
-"""The base class and common types of all sections of the configuration files."""
+"""The base class, the common types and the small sections of the configuration files."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from dips.codecs import PULL_CODECS, Codec
+from dips.errors import ConfigError
+from dips.identity.names import PeerRole
+from dips.identity.paths import TlsFiles
+
+# ---- section --------------------------------------------------------------------------------------------------------
+# The base class and common types of all sections of the configuration files.
+
 
 MIB = 1 << 20
 STALL_HEARTBEATS = 15  # who owes bytes and is silent for so long has stalled, at both ends of a lane: 30 s by default
@@ -26,3 +35,90 @@ class Section(BaseModel):
     """A mapping in a configuration file; unknown keys are rejected by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# ---- addresses ------------------------------------------------------------------------------------------------------
+# Addresses in the configuration files.
+
+
+def host_port(address: str) -> tuple[str, int]:
+    """Split `host:port` (IPv6 hosts in brackets). Raises ConfigError for anything else."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"expected an address like 127.0.0.1:7800, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is `localhost` or a loopback address, so that traffic to it stays on this machine."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# ---- http -----------------------------------------------------------------------------------------------------------
+# The keys of a daemon's HTTP port, which serves probes, metrics, and on the master the page.
+
+
+class HttpKey(Section):
+    """The address of the HTTP port: a key of `master`, of each of `slaves`, and of the cluster file."""
+
+    http: str | None = None  # host:port; null: no port. Off loopback it uses TLS by the key `tls`
+
+
+class HttpTokenKey(Section):
+    """The token of those who read HTTP ports without a certificate: a key of both files."""
+
+    http_token: Path | None = None  # the file with it; null: certificates only
+
+
+# ---- tls ------------------------------------------------------------------------------------------------------------
+# The key `tls` of both files.
+
+
+CERTIFICATE = ".crt"
+
+
+def _read_certificate(value: Any) -> Any:
+    """Return the path of a certificate, or False for `tls: off`, as YAML reads it; refuse everything else."""
+    if value is False or (isinstance(value, str | Path) and str(value).endswith(CERTIFICATE)):
+        return value
+    raise ValueError(
+        "expected the path of a certificate, as in `tls: certs/{name}.{role}.crt` (`dips certs` makes them), or "
+        "`tls: off` for plain text on loopback"
+    )
+
+
+class TlsKey(Section):
+    """The key `tls`: the certificate of a process, or plain text. Required, so that plain text is never a default."""
+
+    # `{name}` and `{role}` are those of the process; its key, ca.crt and crl.pem lie beside its certificate (TlsFiles).
+    tls: Annotated[Path | Literal[False], BeforeValidator(_read_certificate)] = Field(None, validate_default=True)
+
+    def tls_files(self, name: str, role: PeerRole) -> TlsFiles | None:
+        """Return the certificate files of a process; None: plain text."""
+        return TlsFiles.of(self.tls, name, role) if self.tls else None
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+# The section `limits`: the rate of calls to the master's control server (docs/guides/threats.md).
+
+
+LEAST_PEER_CALLS_PER_S = 20.0  # calls/s; one cluster makes fewer than ten, a slave may report 1,000 pushes at once
+
+
+PEERS_AT_FULL_RATE = 60  # sets the limit of all calls: 1,000 pushing clusters make about 11,000 a second
+
+
+class LimitsSection(Section):
+    """Limits in calls per second; bursts of five times one peer's rate, of twice the total. May change while the master
+    runs.
+    """
+
+    peer_calls_per_s: Annotated[float, Field(ge=LEAST_PEER_CALLS_PER_S, allow_inf_nan=False)] = 200.0
+
+    @property
+    def calls_per_s(self) -> float:
+        """The limit for all peers together."""
+        return PEERS_AT_FULL_RATE * self.peer_calls_per_s

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dips.config.addresses import host_port
-from dips.config.http import HttpKey
+from dips.config.section import HttpKey, host_port
 
 MOST_LANES = 16
 CORES_PER_LANE = 2  # for its I/O thread and its stage; with fewer cores a second lane only adds wake-ups

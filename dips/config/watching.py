@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from dips.config.reading import list_files
 from dips.config.section import Section
 from dips.errors import ConfigError
-from dips.file_stamps import FileStamp, stamp_file
+from dips.files import FileStamp, stamp_file
 
 LOOK_S = 1.0  # pause between two checks of the files' dates
 MOST_VALUE = 80  # characters of a value in a message

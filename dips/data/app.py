@@ -11,11 +11,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from dips.data import index
-from dips.data.balance import Balance
 from dips.data.build import BuildPlan, build_dataset, parse_source
-from dips.data.deal import TOLERANCE
+from dips.data.deal import TOLERANCE, Balance
+from dips.data.documents import make_tokenizer as make_tokenizer
 from dips.data.reader import DataSet
-from dips.data.text import make_tokenizer as make_tokenizer
 
 words = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make the data set of a run, and look at one.")
 

@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 
 from dips.data import index
-from dips.data.balance import Balance, weigh_sources
-from dips.data.deal import TOLERANCE, Documents, cut_of, deal_documents
-from dips.data.documents import check_texts, is_tokens
-from dips.data.text import Tokenizer, write_tokens
-from dips.data.tokenfile import TokenFile, find_tokens
+from dips.data.deal import TOLERANCE, Balance, Documents, cut_of, deal_documents, weigh_sources
+from dips.data.documents import Tokenizer, check_texts, is_tokens, write_tokens
+from dips.data.index import TokenFile, find_tokens
 from dips.errors import ConfigError
 from dips.ids import check_name
 

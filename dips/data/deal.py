@@ -1,19 +1,102 @@
-"""Deals documents into ranges so that every range is a fair sample of every source (§4.2).
-
-Each source is shuffled and laid end to end; range i gets the documents whose middle lies in the i-th of `ranges` equal
-parts. So a range's share of a source is off by at most one document, and documents that are longer than that allows are
-cut. Inside a range all sources are shuffled together. Pure; memory: about 60 bytes for each document.
-"""
+"""Deals documents into ranges so that every range is a fair sample of every source (§4.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from dips.data.order import I64, shuffle_numbers
 from dips.errors import ConfigError
+
+# ---- order ----------------------------------------------------------------------------------------------------------
+# Permutations that depend only on seeds: the same on every machine and with every version of numpy.
+#
+# Numpy does not promise stable streams of its generators, so a mixing function of three lines is used.
+
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def shuffle_numbers(count: int, *seeds: int) -> I64:
+    """Return a permutation of the numbers 0 … count − 1 that depends on the seeds: int64[count]."""
+    state = 0
+    for seed in seeds:
+        state = int(_mix_bits(np.array([(state ^ (seed & _MASK)) & _MASK], np.uint64))[0])
+    keys = _mix_bits(np.arange(count, dtype=np.uint64) ^ np.uint64(state))
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+def _mix_bits(x: U64) -> U64:
+    """Apply splitmix64's step (Steele, Lea and Flood 2014): a bijective, random-looking map of 64 bits."""
+    x = x + np.uint64(_GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+# ---- balance --------------------------------------------------------------------------------------------------------
+# The balance of ranges: the share of each source in every range against its share of the whole data set.
+
+
+@dataclass(frozen=True)
+class SourceBalance:
+    """Shares of one source, from 0 to 1."""
+
+    share: float  # of the whole data set
+    least: float  # in the range with the smallest share
+    most: float
+
+    @property
+    def deviation(self) -> float:
+        """The largest distance between a range's share and the data set's."""
+        return max(self.share - self.least, self.most - self.share)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The balance of all sources, and the lengths of the ranges in tokens."""
+
+    sources: tuple[SourceBalance, ...]
+    shortest: int
+    mean: float
+    longest: int
+
+    @property
+    def deviation(self) -> float:
+        return max(source.deviation for source in self.sources)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "deviation": self.deviation}
+
+
+def weigh_sources(shares: I64) -> Balance:
+    """Compute the balance from tokens by range and source, int64[ranges, sources]; an empty range has a share of 0 of
+    each.
+    """
+    lengths = shares.sum(axis=1)
+    inside = shares / np.maximum(lengths, 1)[:, None]
+    whole = shares.sum(axis=0) / max(int(lengths.sum()), 1)
+    sources = (
+        SourceBalance(float(whole[s]), float(inside[:, s].min()), float(inside[:, s].max()))
+        for s in range(shares.shape[1])
+    )
+    return Balance(tuple(sources), int(lengths.min()), float(lengths.mean()), int(lengths.max()))
+
+
+# ---- deal -----------------------------------------------------------------------------------------------------------
+# Deals documents into ranges so that every range is a fair sample of every source (§4.2).
+#
+# Each source is shuffled and laid end to end; range i gets the documents whose middle lies in the i-th of `ranges`
+# equal parts. So a range's share of a source is off by at most one document, and documents that are longer than that
+# allows are cut. Inside a range all sources are shuffled together. Pure; memory: about 60 bytes for each document.
+
 
 TOLERANCE = 0.02  # of a range's tokens: largest difference between a source's share of a range and of the data set
 LEAST_CUT = 256  # tokens: shorter pieces teach little

@@ -15,8 +15,8 @@ from typing import Any, cast
 import numpy as np
 
 from dips.data import index
-from dips.data.order import I64, shuffle_numbers
-from dips.data.tokenfile import Tokens, open_tokens
+from dips.data.deal import I64, shuffle_numbers
+from dips.data.index import Tokens, open_tokens
 from dips.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dips.data.order import I64
+from dips.data.deal import I64
 from dips.errors import ConfigError
 
 

@@ -19,10 +19,9 @@ from dips.demo.watch import Watch
 from dips.ids import VersionId
 from dips.local import run as local
 from dips.local.processes import LocalProcesses, ProcessEnded
-from dips.protocol.enums import SlaveCause
-from dips.protocol.moves import SlaveState
+from dips.protocol.enums import SlaveCause, SlaveState
 from dips.protocol.view import RunView
-from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
+from dips.slave.snapshot_files import MANIFEST_FILE, MODEL_FILE
 from dips.transport.endpoints import Endpoint
 
 Way = Literal["kept", "mirrored", "unmirrored"]  # whether the killed slave's directory is kept, and is mirrored

@@ -19,9 +19,9 @@ from dips.demo.layout import CLUSTERS, EVALUATE_EVERY, FULL_S
 from dips.demo.lost_machines import LostMachines
 from dips.demo.model import build, loss_of, next_byte_loss
 from dips.ids import VersionId
-from dips.protocol.moves import SlaveState
+from dips.protocol.enums import SlaveState
 from dips.protocol.view import RunView
-from dips.slave.snapshot_manifest import MODEL_FILE, MOMENTUM, THETA
+from dips.slave.snapshot_files import MODEL_FILE, MOMENTUM, THETA
 from dips.view.points import RoundHistory
 
 VALIDATION_ROWS, VALIDATION_LENGTH = 256, 256

@@ -1,17 +1,14 @@
-"""The HTTP port of a daemon: what it reads on which thread.
-
-The daemon's loop builds a view at most once a second, however many clients scrape; disks are measured on a separate
-thread; text is formatted on a thread of the port. /healthz asks the loop itself each time.
-"""
+"""The HTTP port of a daemon: what it reads on which thread, and whether its loop answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
@@ -22,16 +19,73 @@ from dips import __version__
 from dips.config import host_port, is_loopback
 from dips.errors import ConfigError
 from dips.http import HttpSubject
-from dips.http.access import Door, ReaderToken
-from dips.http.answers import RequestGate, make_app
-from dips.http.cached_view import CachedView
-from dips.http.loop_watch import LoopWatch, wait_for_answer
+from dips.http.answers import CachedView, Door, ReaderToken, RequestGate, make_app
 from dips.http.server import HttpServer, bind_socket
 from dips.identity.certificates import utc_now
-from dips.telemetry import process
+from dips.telemetry import metrics
 from dips.telemetry.logs import Log
+from dips.telemetry.metrics import LAG_S, Histogram
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport.tls import TlsSource
+
+# ---- loop watch -----------------------------------------------------------------------------------------------------
+# Measures whether an event loop answers, and how late it wakes: from within, and from another thread.
+
+
+WAKE_S = 0.25  # interval of wake-ups
+T = TypeVar("T")
+
+
+class LoopWatch:
+    """Watches the loop on which it is made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.lag = Histogram(LAG_S)
+        self._task = self._loop.create_task(self._watch(), name="loop watch")
+
+    async def _watch(self) -> None:
+        while True:
+            due = time.monotonic() + WAKE_S
+            await asyncio.sleep(WAKE_S)
+            self.lag.observe_value(max(0.0, time.monotonic() - due))
+
+    def call_on_loop(self, ask: Callable[[], T]) -> Future[T]:
+        """Have the loop call `ask`; from another thread. It is not called if the future was cancelled before."""
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(ask())
+                except Exception as error:  # noqa: BLE001 (any exception is returned to the caller)
+                    answer.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            answer.set_exception(TimeoutError("the event loop has ended"))
+        return answer
+
+    async def stop_watching(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def wait_for_answer(answer: Future[T], within_s: float) -> T:
+    """Await, on any loop, the answer of another loop; raise TimeoutError if it does not come in time."""
+    waiting: Awaitable[Any] = asyncio.wrap_future(answer)
+    async with asyncio.timeout(within_s):
+        result: T = await waiting
+    return result
+
+
+# ---- daemon ---------------------------------------------------------------------------------------------------------
+# The HTTP port of a daemon: what it reads on which thread.
+#
+# The daemon's loop builds a view at most once a second, however many clients scrape; disks are measured on a separate
+# thread; text is formatted on a thread of the port. /healthz asks the loop itself each time.
+
 
 PROBE_S = 2.0  # a loop that does not answer within this time is not healthy
 READ_S = 5.0  # deadline for a view; Prometheus waits for 10 s
@@ -81,7 +135,7 @@ class _HttpPort:
     def __init__(self, subject: HttpSubject, tls: TlsSource | None) -> None:
         self._subject, self._tls = subject, tls
         self._watch = LoopWatch()
-        self._disks = process.DiskLooks(self._look_at_disks)
+        self._disks = metrics.DiskLooks(self._look_at_disks)
         self.threads = ThreadPoolExecutor(THREADS, "http text")
         self.text = CachedView(self._make_text)
         self.count_connections: Callable[[], int] = lambda: 0
@@ -103,7 +157,7 @@ class _HttpPort:
         return not reason, {"ready": not reason, "reason": reason}
 
     def _look_at_disks(self) -> dict[str, Any]:
-        return {"disks": process.measure_disks(self._subject.directories), **self._subject.look()}
+        return {"disks": metrics.measure_disks(self._subject.directories), **self._subject.look()}
 
     def _make_text(self) -> bytes:
         reading = self._watch.call_on_loop(lambda: (self._subject.read(), self._subject.explain_unready()))
@@ -113,7 +167,7 @@ class _HttpPort:
             "role": self._subject.role,
             "version": __version__,
             "ready": not unready,
-            "resident": process.resident_bytes(),
+            "resident": metrics.resident_bytes(),
             "lag": self._watch.lag,
             "expiry_s": None if self._tls is None else self._expiry_s(self._tls),
             "connections": self.count_connections(),
@@ -121,7 +175,7 @@ class _HttpPort:
             **looked,
         }
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Found(chain(self._subject.collect({**status, **looked}), process.collect(ours))))
+        registry.register(_Found(chain(self._subject.collect({**status, **looked}), metrics.collect(ours))))
         return generate_latest(registry)
 
     @staticmethod

@@ -1,13 +1,10 @@
-"""Accepts connections of the HTTP port on its own thread and loop, so that readers do not use the daemon's loop.
-
-What must stay true: there are never more than MOST_CONNECTIONS sockets, handshakes included, and a client that fills
-them cannot keep a probe out: the oldest connection is closed for a new one.
-"""
+"""Accepts connections of the HTTP port on its own thread and loop, so that readers do not delay the daemon."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 import threading
@@ -17,13 +14,131 @@ from functools import partial
 from typing import Any
 
 from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from dips.errors import ConfigError
-from dips.http.connection import IDLE_S, MAX_HEADER_BYTES, HttpConnection
-from dips.http.contexts import ServerContexts
+from dips.identity.tls_files import LoadedTls
 from dips.telemetry.refusals import count_refusal
 from dips.transport.tls import TlsSource
+
+# ---- contexts -------------------------------------------------------------------------------------------------------
+# The TLS of the HTTP port: presents the daemon's own certificate and requests one from the client, which may have none.
+#
+# Each connection uses the files of its time, so that a renewed certificate needs no restart.
+
+
+class ServerContexts:
+    """The SSL context for the present files; on one thread."""
+
+    def __init__(self, source: TlsSource) -> None:
+        self._source = source
+        self._loaded = source.read_current()
+        self._context = make_context(self._loaded)
+
+    def current_context(self) -> ssl.SSLContext:
+        loaded = self._source.read_current()
+        if loaded is not self._loaded:
+            self._loaded, self._context = loaded, make_context(loaded)
+        return self._context
+
+
+def make_context(loaded: LoadedTls) -> ssl.SSLContext:
+    """Return a context with our certificate that accepts clients of our authority and clients without a certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_OPTIONAL
+    context.load_verify_locations(cadata=loaded.ca.decode("ascii"))
+    # Python reads certificates from files only: this one is in memory, so it holds what was verified together.
+    file = os.memfd_create("certificate", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(file), "wb") as writer:
+            writer.write(loaded.cert + b"\n" + loaded.key)
+        context.load_cert_chain(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)
+    return context
+
+
+# ---- connection -----------------------------------------------------------------------------------------------------
+# One connection of the HTTP port: uvicorn's, with the client's certificate in its scope and a limit on every wait.
+
+
+REQUEST_S = 10.0  # from a request's first byte, or the connection's beginning, to the end of its answer
+IDLE_S = 20  # between two requests: a scraper with an interval of 15 s keeps its connection
+CONNECTION_S = 600.0  # then a client must reconnect, with a certificate that is still valid
+MAX_HEADER_BYTES = 16 << 10  # of a request, with its first line
+CERTIFICATE = "dips.certificate"  # key in the scope: DER of the client's certificate, None without one
+
+
+class HttpConnection(H11Protocol):
+    """A connection that calls `on_lost` once at its end."""
+
+    def __init__(self, config: Config, state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(config, state, {}, _loop=loop)
+        self.on_lost: Callable[[], None] = lambda: None
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        tls = transport.get_extra_info("ssl_object")
+        certificate = tls.getpeercert(binary_form=True) if tls is not None else None
+        app = self.app
+
+        async def with_certificate(scope: Any, receive: Any, send: Any) -> None:
+            await app({**scope, CERTIFICATE: certificate}, receive, send)
+
+        self.app = with_certificate
+        self._end_timer = self.loop.call_later(CONNECTION_S, self._end_soon)
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        self._start_timer()
+        super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Count a request that h11 rejects."""
+        count_refusal("http_request")
+        super().send_400_response(msg)
+
+    def on_response_complete(self) -> None:
+        self._stop_timer()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        if self._end_timer is not None:
+            self._end_timer.cancel()
+        super().connection_lost(exc)
+        self.on_lost()
+
+    def _start_timer(self) -> None:
+        if self._request_timer is None:
+            self._request_timer = self.loop.call_later(REQUEST_S, self._end_slow)
+
+    def _end_slow(self) -> None:
+        """End a connection whose client sends half a request, or does not read the answer."""
+        count_refusal("http_slow")
+        self.transport.abort()
+
+    def _stop_timer(self) -> None:
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+
+    def _end_soon(self) -> None:
+        """End the connection after the answer in progress, if there is one."""
+        self.shutdown()
+        self._start_timer()
+
+
+# ---- server ---------------------------------------------------------------------------------------------------------
+# Accepts connections of the HTTP port on its own thread and loop, so that readers do not use the daemon's loop.
+#
+# What must stay true: there are never more than MOST_CONNECTIONS sockets, handshakes included, and a client that fills
+# them cannot keep a probe out: the oldest connection is closed for a new one.
+
 
 MOST_CONNECTIONS = 64  # a few scrapers, probes and people
 BACKLOG = 64

@@ -14,7 +14,7 @@ from pathlib import Path
 from cryptography import x509
 
 from dips.errors import ConfigError, Denied
-from dips.identity import certificates, pem_files
+from dips.identity import certificates
 from dips.identity.certificates import Key, utc_now
 from dips.identity.names import PeerIdentity, parse_san
 from dips.identity.paths import REVOCATIONS, ROOT
@@ -50,18 +50,18 @@ class Authority:
                 raise ConfigError(f"{directory / name}: there is an authority already; name another directory")
         key = certificates.new_key()
         authority = cls(directory, run, certificates.make_authority(run, key, utc_now(), days), key)
-        pem_files.write_private(directory / ROOT_KEY, certificates.key_to_pem(key))
-        pem_files.write_private(directory / ISSUED, json.dumps({"run": run}).encode() + b"\n")
+        certificates.write_private(directory / ROOT_KEY, certificates.key_to_pem(key))
+        certificates.write_private(directory / ISSUED, json.dumps({"run": run}).encode() + b"\n")
         authority._write_revocations({})
-        pem_files.write_public(directory / ROOT, pem_files.to_pem(authority.root))
+        certificates.write_public(directory / ROOT, certificates.to_pem(authority.root))
         return authority
 
     @classmethod
     def open(cls, directory: Path) -> Authority:
         """Read an authority's directory; raise ConfigError if it is not complete."""
         root, key = directory / ROOT, directory / ROOT_KEY
-        certificate = pem_files.parse_certificate(pem_files.read_pem(root, "authority"), root, "authority")
-        secret = pem_files.parse_key(pem_files.read_key_pem(key, "authority"), key, "authority")
+        certificate = certificates.parse_certificate(certificates.read_pem(root, "authority"), root, "authority")
+        secret = certificates.parse_key(certificates.read_key_pem(key, "authority"), key, "authority")
         if certificate.public_key() != secret.public_key():
             raise ConfigError(f"{key} is not the key of {root}: put back the file that `dips certs init` wrote")
         try:
@@ -132,4 +132,4 @@ class Authority:
 
     def _write_revocations(self, serials: dict[int, datetime]) -> None:
         revoked = certificates.make_revocations(serials, self.root, self._key, utc_now())
-        pem_files.write_public(self.directory / REVOCATIONS, pem_files.to_pem(revoked))
+        certificates.write_public(self.directory / REVOCATIONS, certificates.to_pem(revoked))

@@ -12,7 +12,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from dips.errors import ConfigError, Denied
-from dips.identity import certificates, pem_files
+from dips.identity import certificates
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerIdentity, PeerRole
 from dips.identity.paths import TlsFiles
@@ -38,12 +38,12 @@ class LoadedTls:
 def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
     """Read and verify the files; raise ConfigError naming the file and the remedy."""
     now = now or utc_now()
-    ca = pem_files.read_pem(files.ca, "tls")
-    cert = pem_files.read_pem(files.cert, "tls")
-    key = pem_files.read_key_pem(files.key, "tls")
-    authorities = pem_files.parse_certificates(ca, files.ca, "tls")
-    certificate = pem_files.parse_certificate(cert, files.cert, "tls")
-    if certificate.public_key() != pem_files.parse_key(key, files.key, "tls").public_key():
+    ca = certificates.read_pem(files.ca, "tls")
+    cert = certificates.read_pem(files.cert, "tls")
+    key = certificates.read_key_pem(files.key, "tls")
+    authorities = certificates.parse_certificates(ca, files.ca, "tls")
+    certificate = certificates.parse_certificate(cert, files.cert, "tls")
+    if certificate.public_key() != certificates.parse_key(key, files.key, "tls").public_key():
         raise ConfigError(f"tls: {files.key} is not the key of {files.cert}: one of them was renewed without the other")
     certificates.check_validity(certificate, now, f"tls: {files.cert}")
     _check_signed(certificate, authorities, files, now)
@@ -87,7 +87,7 @@ def _is_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bo
 def _read_revoked(files: TlsFiles, authorities: list[x509.Certificate]) -> frozenset[int]:
     if not files.crl.exists():
         return frozenset()
-    lists = pem_files.parse_revocations(pem_files.read_pem(files.crl, "tls"), files.crl, "tls")
+    lists = certificates.parse_revocations(certificates.read_pem(files.crl, "tls"), files.crl, "tls")
     for crl in lists:
         signers = [authority for authority in authorities if authority.subject == crl.issuer]
         if not any(crl.is_signature_valid(authority.public_key()) for authority in signers):  # type: ignore[arg-type]

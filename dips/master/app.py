@@ -17,20 +17,18 @@ from grpc_health.v1 import health
 from dips import daemon
 from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.errors import ConfigError, CorruptManifest
+from dips.files import keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import MASTER_NAME, PeerRole
-from dips.master import begin, genesis, operate, restore, waiting
+from dips.master import genesis, operate, restore, waiting
 from dips.master.core import MasterCore, Step
 from dips.master.journal import SEGMENTS_KEPT, Journal
 from dips.master.ledger import Ledger
-from dips.master.manifest_desk import ManifestDesk
-from dips.master.outside import MasterOutside
 from dips.master.page import MasterPage
 from dips.master.reloading import CHANGEABLE, OTHERS, MasterReload
-from dips.master.runtime import Runtime
-from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
+from dips.master.runtime import MasterOutside, Runtime
+from dips.master.servicer import ClusterServicer, ManifestDesk, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
-from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event, RunProposed
@@ -41,7 +39,7 @@ from dips.tasks import start_task
 from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
-from dips.transport.guard import Guard
+from dips.transport.gate import Guard
 from dips.transport.limits import MASTER_LIMITS, CallLimits
 from dips.transport.tls import TlsSource
 from dips.view import prometheus
@@ -267,7 +265,7 @@ async def _add_services(
 
 
 async def _check_repeated(row: RunRow, proposed: RunProposed) -> None:
-    begin.check_repeated(row, proposed)
+    waiting.check_repeated(row, proposed)
 
 
 async def _serve_http(

@@ -1,35 +1,356 @@
-"""All decisions of a master as a pure state machine: no clock, socket, thread or event loop.
-
-It owns the Coordinator (rounds, pushes and versions), the Judge (which peers are alive), the alignment of pushes, open
-questions, and the outbox. A shell around it passes in what arrived and what time it is, carries out the returned
-actions, and writes records; the daemon (runtime.py) and the simulated master (dips/sim/master.py) are two such shells.
-
-What must stay true: nothing behind a Record leaves before the record is durable, answers to heartbeats included.
-Silence counts only while the shell runs: after a gap every deadline is shifted, and messages that arrived meanwhile are
-read before any peer is judged.
-"""
+"""All decisions of a master as a pure state machine, its ordered outbox, orders and open questions."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeGuard, get_args
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+from typing import NamedTuple, Protocol, TypeGuard, cast, get_args
 
-from dips.dataclass import replace
-from dips.errors import StaleTerm
-from dips.master.held import HeldQuestion, HeldQuestions, PollOptions
-from dips.master.orders import SlavePatience
-from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveEndpoint
-from dips.master.ports import CoordinatorLike, JudgeLike
-from dips.protocol.alignment import Alignment
-from dips.protocol.effects import Effect, Exit, Joined, Pending, Registered, Reply
+from dips.dataclass import dataclass, replace
+from dips.errors import DipsError, StaleTerm, UnavailableSlave, UnresponsiveSlave
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.alignment import Alignment, WindowTiming
+from dips.protocol.effects import Effect, Exit, Joined, Note, OpenPush, Order, Pending, Progress, Registered, Reply
 from dips.protocol.enums import ClusterStanding
-from dips.protocol.events import Blind, ClusterExpelled, ClusterJoined, Event, PushFinished, SlaveRegistered, Ticked
-from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.protocol.events import (
+    Answer,
+    Blind,
+    ClusterExpelled,
+    ClusterJoined,
+    Event,
+    OrderAnswered,
+    OrderFailed,
+    PushFinished,
+    SlaveRegistered,
+    Ticked,
+)
+from dips.protocol.heartbeats import (
+    ClusterHeartbeat,
+    ClusterHeartbeatAnswer,
+    LiveTransfers,
+    SlaveHeartbeat,
+    SlaveHeartbeatAnswer,
+)
 from dips.protocol.options import TimingOptions
-from dips.protocol.records import ClusterEnded, RangesLeased
+from dips.protocol.records import ClusterEnded, RangesLeased, Record
 from dips.protocol.slaves import EXIT_STALE
 from dips.protocol.view import RunView
+
+# ---- ports ----------------------------------------------------------------------------------------------------------
+# The interfaces of the master's core and of its runtime: the state machines that it drives, and the targets of its
+# actions.
+#
+# The daemon uses the Coordinator, the Judge, the ledger's thread and gRPC; tests use small ones that they can observe.
+
+
+class CoordinatorLike(Protocol):
+    """The part of protocol.coordinator.Coordinator that the core uses."""
+
+    @property
+    def term(self) -> int: ...
+    @property
+    def proven_term(self) -> int: ...
+    def step(self, event: Event, now: float) -> list[Effect]: ...
+    def next_deadline(self) -> float: ...
+    def progress(self) -> Progress: ...
+    def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]: ...
+    def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, LiveTransfers]: ...
+    def mirror_wanted(self) -> tuple[VersionId, ...]: ...
+    def window_timing(self) -> WindowTiming: ...
+    def build_view(self, now: float) -> RunView: ...
+    def explain_unready(self) -> str: ...
+
+
+class JudgeLike(Protocol):
+    """The part of protocol.membership.Judge that the core uses."""
+
+    def on_cluster_heartbeat(self, heartbeat: ClusterHeartbeat, now: float) -> list[Event]: ...
+    def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]: ...
+    def welcome_cluster(self, cluster: str, inc: int, now: float) -> None: ...
+    def welcome_slave(self, slave: str, sinc: int, now: float) -> None: ...
+    def heard_s(self, cluster: str, now: float) -> float: ...
+    def slave_heard_s(self, slave: str, now: float) -> float: ...
+    def report_tokens(self, cluster: str) -> list[Event]: ...
+    def forget_cluster(self, cluster: str) -> None: ...
+    def judge_silence(self, now: float) -> list[Event]: ...
+    def skip_gap(self, gap_s: float) -> None: ...
+    def next_deadline(self) -> float: ...
+
+
+class Outside(Protocol):
+    """The targets of the core's actions: the ledger's thread and the slaves."""
+
+    def write_records(self, records: Sequence[Record]) -> Awaitable[None]: ...
+    def complete_view(self, view: RunView) -> RunView: ...
+    def learn_address(self, slave: str, address: str) -> None: ...
+    def on_progress(self, progress: SlaveProgress) -> None: ...
+    def execute_order(self, order: Order) -> Awaitable[OrderAnswered | OrderFailed]: ...
+
+
+# ---- outbox ---------------------------------------------------------------------------------------------------------
+# The ordered outbox: effects leave in their order, and nothing behind a Record leaves before that record is durable.
+#
+# All records that wait when the writer is free become one transaction (group commit), so a slow disk costs time and
+# never order. Pure: the caller writes, and reports when the transaction is durable. The meaning of effects is not known
+# here.
+
+
+_RECORDS = frozenset(get_args(Record))
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReply:
+    """Answer to heartbeat `req`."""
+
+    req: int
+    answer: ClusterHeartbeatAnswer | SlaveHeartbeatAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveEndpoint:
+    """The address of a slave's control server, to which its orders go from now on."""
+
+    slave: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveProgress:
+    """Extension of the deadlines of a slave's orders: its kernels or disk have worked since its last heartbeat.
+
+    Or it has not worked, and some of its orders wait for its disk.
+    """
+
+    slave: str
+    waiting: frozenset[int] | None = None  # numbers of the orders that are extended; None: all
+    most_s: float = inf  # limit of the extension
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecords:
+    """Make these records durable in one transaction, then call `on_written`: nothing behind them leaves before."""
+
+    records: tuple[Record, ...]
+
+
+Outgoing = (
+    Order | Reply | HeartbeatReply | Note | Exit | SlaveEndpoint | SlaveProgress
+)  # what may have to wait for a record
+Action = Outgoing | WriteRecords  # carried out by the shell, at once and in order
+
+
+class Outbox:
+    """A queue of outgoing items and records, of which at most one transaction is being written."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Outgoing | Record] = deque()
+        self._writing = False
+
+    def put_item(self, item: Outgoing | Record) -> None:
+        """Append an item."""
+        self._queue.append(item)
+
+    def take_actions(self) -> list[Action]:
+        """Remove and return the actions that may leave now, in order; a WriteRecords can only be the last."""
+        actions: list[Action] = []
+        if self._writing:
+            return actions
+        while self._queue:
+            if type(self._queue[0]) in _RECORDS:
+                actions.append(self._begin_transaction())
+                break
+            actions.append(cast(Outgoing, self._queue.popleft()))
+        return actions
+
+    def has_unwritten(self) -> bool:
+        """Whether a record waits, or is being written."""
+        return self._writing or any(_is_record(item) for item in self._queue)
+
+    def on_written(self) -> None:
+        """Record that the transaction is durable: items behind it may leave."""
+        self._writing = False
+
+    def _begin_transaction(self) -> WriteRecords:
+        records = tuple(item for item in self._queue if _is_record(item))
+        self._queue = deque(item for item in self._queue if not _is_record(item))
+        self._writing = True
+        return WriteRecords(records)
+
+
+def _is_record(item: Outgoing | Record) -> TypeGuard[Record]:
+    return type(item) in _RECORDS
+
+
+# ---- held -----------------------------------------------------------------------------------------------------------
+# Questions with the answer Pending: kept open, and asked again when something has changed.
+#
+# A long poll costs its caller one call in about ten seconds, and the master one step for each change that may end the
+# wait. Many open questions are asked again less often, so that together they cost about as much as a few. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class PollOptions:
+    """Durations of open questions and intervals of asking them again, in seconds."""
+
+    patience_s: float = 10.0  # then the answer is Pending: well before a client's own deadline of 30 s
+    again_s: float = 2.0  # longest time until questions are asked again without a change
+    pause_s: float = 0.002  # least pause between two rounds of asking, for each open question
+    longest_pause_s: float = 1.0
+
+
+class HeldQuestion(NamedTuple):
+    """A question that is open `until` its caller's patience ends."""
+
+    event: Event
+    until: float
+
+
+class HeldQuestions:
+    """All open questions by their `req`, in the order in which they were first asked, so the first one ends first."""
+
+    def __init__(self, options: PollOptions) -> None:
+        self._options = options
+        self._held: dict[int, HeldQuestion] = {}
+        self._asked_at = -inf  # time of the last round of asking
+        self._again_at = inf
+
+    def hold_question(self, req: int, question: HeldQuestion, now: float) -> None:
+        """Keep a question open that was answered with Pending."""
+        self._held[req] = question
+        self._again_at = min(self._again_at, now + self._options.again_s)
+
+    def withdraw_question(self, req: int) -> None:
+        """Drop a question whose caller has gone."""
+        self._held.pop(req, None)
+
+    def on_change(self, now: float) -> None:
+        """Plan to ask all questions again after a change that may end the wait of any."""
+        if self._held and self._again_at > now:
+            pause_s = min(self._options.longest_pause_s, self._options.pause_s * len(self._held))
+            self._again_at = min(self._again_at, max(now, self._asked_at + pause_s))
+
+    def next_deadline(self) -> float:
+        """Return when to call `take_due`; inf if no question is open."""
+        if not self._held:
+            return inf
+        until = next(iter(self._held.values())).until
+        return until if until < self._again_at else self._again_at
+
+    def take_due(self, now: float) -> list[HeldQuestion]:
+        """Remove and return the questions to ask again now: all of them, or those whose patience ends."""
+        if now >= self._again_at:
+            due = list(self._held.values())
+            self._held.clear()
+            self._asked_at, self._again_at = now, inf
+            return due
+        due = []
+        while self._held and (first := next(iter(self._held.items())))[1].until <= now:
+            due.append(self._held.pop(first[0]))
+        return due
+
+
+# ---- orders ---------------------------------------------------------------------------------------------------------
+# One order to a slave, from its first sending to the event that ends it: when to send it again, and what is a failure.
+#
+# A deadline limits silence: neither the time that a model's size takes, nor a wait for a disk that heartbeats report.
+# Pure: the daemon's links and the simulated master send, and report the results here. An order that is sent again keeps
+# its number, so the slave repeats its answer and not the work.
+
+
+class SentOrder:
+    """An order that was first sent at `now`, on the sender's clock in seconds."""
+
+    def __init__(self, order: Order, now: float) -> None:
+        self.order, self.until = order, now + order.deadline_s
+
+    def left_s(self, now: float) -> float:
+        """Return how long the slave still has to answer."""
+        return max(0.0, self.until - now)
+
+    def on_progress(self, now: float, most_s: float = inf) -> None:
+        """Restart the deadline, by at most `most_s`, since the slave works or waits for its disk."""
+        self.until = max(self.until, now + min(self.order.deadline_s, most_s))
+
+    @property
+    def needs_listener(self) -> bool:
+        """Whether to fail at once if the slave's address refuses connections, instead of sending until the deadline.
+
+        True for OpenPush, since a trainer waits for its slot and can ask again.
+        """
+        return isinstance(self.order.body, OpenPush)
+
+    def on_answer(self, answer: Answer) -> OrderAnswered:
+        """Return the event for the slave's answer."""
+        return OrderAnswered(self.order.slave, self.order.sinc, self.order.number, answer)
+
+    def on_error(self, error: DipsError, now: float) -> OrderFailed | None:
+        """Return the event for a refusal; None, to send the order again, if the slave was unavailable before the
+        deadline.
+        """
+        if isinstance(error, UnavailableSlave):
+            return None if now < self.until else self.on_deadline()
+        return self.on_refusal(error)
+
+    def on_refusal(self, error: DipsError) -> OrderFailed:
+        """Return the event for an order that will not be carried out."""
+        return OrderFailed(self.order.slave, self.order.sinc, self.order.number, type(error), str(error))
+
+    def on_deadline(self) -> OrderFailed:
+        """Return the event for an order without an answer in time."""
+        return self.on_refusal(UnresponsiveSlave(f"no answer within {self.order.deadline_s:g} s"))
+
+
+class SlavePatience:
+    """Decides from heartbeats which orders of a slave get more time, and how much.
+
+    If the slave has worked, all of them do. Otherwise those that wait for the disk do, until no work was reported for
+    `compute_s`: then the disk hangs (docs/protocol.md#timing).
+    """
+
+    def __init__(self, compute_s: float) -> None:
+        self._compute_s = compute_s
+        self._seen: dict[str, tuple[int, int]] = {}  # slave → (incarnation, bytes processed)
+        self._waiting_since: dict[str, float] = {}  # slave → time since which its disk has reported no work
+
+    def knows(self, slave: str) -> bool:
+        return slave in self._seen
+
+    def judge_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> SlaveProgress | None:
+        """Return the extension that a heartbeat gives its slave's orders; None if none."""
+        slave, seen = heartbeat.slave, (heartbeat.sinc, heartbeat.work_bytes)
+        before = self._seen.get(slave, seen)
+        self._seen[slave] = seen
+        has_worked = before[0] == seen[0] and before[1] < seen[1]
+        if has_worked or before[0] != seen[0] or not heartbeat.waits:
+            self._waiting_since.pop(slave, None)
+        if has_worked:
+            return SlaveProgress(slave)
+        if not heartbeat.waits:
+            return None
+        left_s = self._waiting_since.setdefault(slave, now) + self._compute_s - now
+        if left_s <= 0.0:
+            return None
+        return SlaveProgress(slave, frozenset(wait.number for wait in heartbeat.waits), left_s)
+
+    def skip_gap(self, gap_s: float) -> None:
+        """Shift all times by `gap_s`, in which the master did not run and received no heartbeats."""
+        self._waiting_since = {slave: since + gap_s for slave, since in self._waiting_since.items()}
+
+
+# ---- core -----------------------------------------------------------------------------------------------------------
+# All decisions of a master as a pure state machine: no clock, socket, thread or event loop.
+#
+# It owns the Coordinator (rounds, pushes and versions), the Judge (which peers are alive), the alignment of pushes,
+# open questions, and the outbox. A shell around it passes in what arrived and what time it is, carries out the returned
+# actions, and writes records; the daemon (runtime.py) and the simulated master (dips/sim/master.py) are two such
+# shells.
+#
+# What must stay true: nothing behind a Record leaves before the record is durable, answers to heartbeats included.
+# Silence counts only while the shell runs: after a gap every deadline is shifted, and messages that arrived meanwhile
+# are read before any peer is judged.
+
 
 EXIT_LEDGER = 74  # EX_IOERR: a record could not be written; the next term reads the ledger's true state
 LEAST_SLEEP_S = 0.001  # least sleep, so that the shell does not spin on a deadline that has passed

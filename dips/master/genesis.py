@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from dips.config import RunFile
 from dips.differences import differing_options
 from dips.errors import ConfigError, FailedMirror
-from dips.fsync import make_directory, sync_path
+from dips.files import make_directory, sync_path
 from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger, remove_beside
 from dips.mirror import PIECE_BYTES, SEEN, MirrorStore

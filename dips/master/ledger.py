@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dips.errors import ConfigError, Corrupt, StaleTerm
-from dips.fsync import make_directory, sync_path
+from dips.files import PidLock, make_directory, sync_path
 from dips.ids import VersionId
 from dips.master import ledger_operators
-from dips.master.ledger_chain import ChainedRows, verify_chain, verify_pages
-from dips.master.ledger_errors import refuse_failing
+from dips.master.ledger_chain import ChainedRows, refuse_failing, verify_chain, verify_pages
 from dips.master.ledger_history import (
     find_unprocessed,
     read_history,
@@ -27,7 +26,6 @@ from dips.master.ledger_history import (
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
 from dips.master.schema import APPLICATION_ID, CHAIN, SCHEMA, SCHEMA_VERSION
-from dips.pidlock import PidLock
 from dips.protocol.records import LedgerState, OperatorActed, Record, RunRow
 from dips.view.points import RoundHistory
 

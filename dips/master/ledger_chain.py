@@ -1,19 +1,10 @@
-"""The ledger's hash chain: each transaction is hashed over its rows and the hash before it, so that every changed bit
-is found.
-
-`chain` has a row for each transaction: its number, the rows that it wrote (by table: keys, and a digest of each row; 0
-for a deleted one), and the hash of the former link's hash, its number and these. A row is hashed as SQLite returns it,
-its rowid and all columns in msgpack. Rows that are rewritten (`score_history`) are compared with their newest digest.
-The tables' definitions are hashed by the first link.
-
-What must stay true: every row of the ledger is written through ChainedRows. A ledger is verified whenever it is opened:
-first SQLite's own integrity_check of pages and indexes, which checks no values; then every row against the chain, in
-one pass. A flipped bit may still cut the end of a WAL that a crash left, which gives an older ledger; a later term in
-the mirror, or a slave that has seen more, reveals that (docs/rationale.md#2).
+"""The ledger's hash chain: each transaction is hashed over its rows and the hash before it, and what SQLite says of
+damaged files.
 """
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from array import array
 from collections import defaultdict
@@ -26,8 +17,68 @@ from typing import Any
 import msgspec
 import xxhash
 
-from dips.errors import CorruptLedger
-from dips.master.ledger_errors import ADVICE, is_failing, refuse_failing
+from dips.errors import CorruptLedger, FailedDisk
+
+# ---- ledger errors --------------------------------------------------------------------------------------------------
+# Classification of SQLite's exceptions about a ledger's file: its bytes are damaged, or the disk or the process fails.
+#
+# An operator who reads "damaged" moves a file away, so it must not be said of a full disk, or of missing file
+# descriptors.
+
+
+ADVICE = (
+    "this ledger is damaged. Move it away, with its -wal and -shm, and start dips-master, which restores it from "
+    "master.mirror; without a mirror put a backup in its place and run `dips-master recover`, without a backup run "
+    "`dips recover` (docs/guides/operations.md#restore)"
+)
+# SQLite's primary result codes that do not concern a file's bytes.
+FAILING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
+}
+PRIMARY = 0xFF  # mask for extended codes: SQLITE_IOERR_FSYNC is an SQLITE_IOERR
+
+
+def is_failing(error: Exception) -> bool:
+    """Whether an exception of the sqlite3 module means that the disk or this process fails."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # exceptions of the module's Python part have none
+    return code & PRIMARY in FAILING and code != sqlite3.SQLITE_IOERR_SHORT_READ  # a file that ends in a page
+
+
+def refuse_failing(error: Exception, path: str) -> None:
+    """Raise FailedDisk if the exception means that the disk or this process fails; else return.
+
+    Raise CorruptLedger for a read-only error on a writable file: SQLite does not write a file whose header requires a
+    later version of SQLite.
+    """
+    if not is_failing(error):
+        return
+    name = getattr(error, "sqlite_errorname", "")
+    if name == "SQLITE_READONLY" and os.access(path, os.W_OK):
+        raise CorruptLedger(f"{path}: its head says that SQLite may not write it; {ADVICE}") from error
+    raise FailedDisk(f"{path}: SQLite cannot use this ledger: {error} ({name})") from error
+
+
+# ---- ledger chain ---------------------------------------------------------------------------------------------------
+# The ledger's hash chain: each transaction is hashed over its rows and the hash before it, so that every changed bit is
+# found.
+#
+# `chain` has a row for each transaction: its number, the rows that it wrote (by table: keys, and a digest of each row;
+# 0 for a deleted one), and the hash of the former link's hash, its number and these. A row is hashed as SQLite returns
+# it, its rowid and all columns in msgpack. Rows that are rewritten (`score_history`) are compared with their newest
+# digest. The tables' definitions are hashed by the first link.
+#
+# What must stay true: every row of the ledger is written through ChainedRows. A ledger is verified whenever it is
+# opened: first SQLite's own integrity_check of pages and indexes, which checks no values; then every row against the
+# chain, in one pass. A flipped bit may still cut the end of a WAL that a crash left, which gives an older ledger; a
+# later term in the mirror, or a slave that has seen more, reveals that (docs/rationale.md#2).
+
 
 CHAIN, SCHEMA = "chain", "sqlite_schema"
 DELETED = 0  # in place of a digest; a row's own is never 0

@@ -19,8 +19,8 @@ from random import Random
 
 from dips.dataclass import dataclass
 from dips.errors import DipsError, StaleTerm
-from dips.master import mirror_files
-from dips.master.ledger_rebuild import MirroredTransaction
+from dips.master import restore
+from dips.master.restore import MirroredTransaction
 from dips.mirror import MirrorStore
 from dips.protocol.records import Record
 from dips.protocol.view import LedgerMirrorView
@@ -156,7 +156,7 @@ class LedgerMirror:
 
     def _require_newest(self) -> None:
         """Stop if a later master has begun in this mirror; slaves fence this one, but it should end before that."""
-        newest = mirror_files.newest_term(self._store)
+        newest = restore.newest_term(self._store)
         if newest > self._term:
             with self._changed:
                 self._fenced = True
@@ -166,7 +166,7 @@ class LedgerMirror:
 
     def _write_base(self) -> None:
         number, content = self._take_base()
-        mirror_files.write_base(self._store, self._run, self._term, number, content)
+        restore.write_base(self._store, self._run, self._term, number, content)
         with self._changed:
             self._base_due, self._logs, self._unqueued = False, 0, 0
             while self._queue and self._queue[0].number <= number:
@@ -177,7 +177,7 @@ class LedgerMirror:
     def _write_next(self) -> None:
         with self._changed:
             waiting = self._queue[0]
-        mirror_files.write_transaction(self._store, self._run, self._term, waiting.number, waiting.written)
+        restore.write_transaction(self._store, self._run, self._term, waiting.number, waiting.written)
         with self._changed:
             if self._queue and self._queue[0] is waiting:
                 self._queue.popleft()

@@ -10,10 +10,8 @@ from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
 from dips.master import ledger_operators
 from dips.master.ledger_rows import OUTCOMES, RowReader, read_begun, read_ints, read_real
-from dips.protocol.data import BegunRange
+from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind
-from dips.protocol.intervals import Intervals
-from dips.protocol.lineage import oldest_offered
 from dips.protocol.records import (
     ClusterTotals,
     LedgerState,
@@ -24,6 +22,7 @@ from dips.protocol.records import (
     ScoreHistory,
     VersionRow,
 )
+from dips.protocol.run_state import oldest_offered
 
 _PENALTY, _HISTORY = RowReader(PenaltyRow, "penalty"), RowReader(ScoreHistory, "score_history")
 

@@ -10,7 +10,8 @@ import typer
 from dips.config import load_run
 from dips.errors import ConfigError
 from dips.ids import VersionId
-from dips.master import recover, replay
+from dips.master import recover
+from dips.master.journal import Replayed, find_gaps, replay_journal
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
 
@@ -35,17 +36,17 @@ def replay_command(
       dips-master replay master/
       dips-master replay master/journal-3-1.jsonl --show | less
     """
-    done = replay.replay_journal(journal, _show_step if show else lambda *_: None)
+    done = replay_journal(journal, _show_step if show else lambda *_: None)
     for one in done:
         print(_replay_line(one))
-    for gap in replay.find_gaps(done):
+    for gap in find_gaps(done):
         print(f"note: {gap}")
     if done[-1].differs:
         print(done[-1].differs)
         raise typer.Exit(EXIT_DIFFERS)
 
 
-def _replay_line(one: replay.Replayed) -> str:
+def _replay_line(one: Replayed) -> str:
     notes = [
         "other effects" if one.differs else "the same effects",
         "its last line is torn: the master was killed" if one.torn else "",

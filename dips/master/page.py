@@ -15,14 +15,13 @@ from dips.errors import UnavailableMaster
 from dips.ids import GENESIS, VersionId
 from dips.master.ledger import Ledger
 from dips.protocol.effects import Effect
+from dips.protocol.enums import ClusterState
 from dips.protocol.events import Event
-from dips.protocol.moves import ClusterState
 from dips.protocol.records import LedgerState
 from dips.protocol.view import SlaveView
 from dips.telemetry.refusals import refusals_by_reason
 from dips.view.page.document import make_state
-from dips.view.page.memory import PageMemory
-from dips.view.page.spans import SpanKind
+from dips.view.page.memory import PageMemory, SpanKind
 from dips.view.points import RoundHistory
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from dips.errors import ConfigError, FailedMirror
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis, journal
 from dips.master.ledger import Ledger
-from dips.master.ledger_rebuild import SPARE
 from dips.master.local_audit import make_local_row
+from dips.master.restore import SPARE
 from dips.mirror import MirrorStore
 from dips.outer_step import NO_STEP
 from dips.protocol.enums import Role, RoundResult

@@ -19,7 +19,7 @@ from dips.master.runtime import Runtime
 from dips.protocol import events
 from dips.protocol.operator import REQUESTS, cut_text
 from dips.telemetry import logs
-from dips.transport.guard import Guard
+from dips.transport.gate import Guard
 from dips.transport.limits import CallLimits
 from dips.wire import messages
 

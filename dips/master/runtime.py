@@ -1,32 +1,266 @@
-"""The daemon's shell around the core: inbox, futures, the ledger's thread, a task for each order. It decides nothing.
-
-What must stay true: one event loop owns the core, and it never waits for the disk. Messages that have arrived are
-passed in before the core acts on any deadline.
-"""
+"""The daemon's shell around the core: inbox, futures, the ledger's thread, links to slaves, a task for each order."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from dips.errors import UnavailableMaster
-from dips.master.core import MasterCore
+from grpc import aio
+
+from dips.config import RunFile
+from dips.errors import ConfigError, DipsError, UnavailableMaster, UnavailableSlave
+from dips.ids import VersionId
+from dips.master import restore
+from dips.master.core import (
+    Action,
+    HeartbeatReply,
+    MasterCore,
+    Outside,
+    SentOrder,
+    SlaveEndpoint,
+    SlaveProgress,
+    WriteRecords,
+)
+from dips.master.hooks import TrackProcesses, VersionProcesses
 from dips.master.journal import Journal
-from dips.master.meters import RoundMeters
-from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, SlaveProgress, WriteRecords
-from dips.master.ports import Outside
+from dips.master.ledger import Ledger
+from dips.master.ledger_mirror import LedgerMirror
+from dips.master.meters import NewestVersion, RoundMeters
 from dips.protocol.effects import Exit, Note, Order, Reply, Result
-from dips.protocol.events import Event
+from dips.protocol.events import Event, OrderAnswered, OrderFailed
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.records import Record
 from dips.protocol.view import RunView
-from dips.tasks import start_task
+from dips.tasks import Fail, start_task
+from dips.telemetry import logs
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
+from dips.transport import control
+from dips.transport.endpoints import slave_peer
+from dips.transport.ordered_calls import NobodyListens, OrderedCalls
+from dips.transport.tls import TlsSource
 from dips.view.judging import judge_run
+from dips.wire import messages
+from dips.wire.generated.slave_pb2_grpc import OrderServiceStub
+
+# ---- links ----------------------------------------------------------------------------------------------------------
+# The master's connections to its slaves: one gRPC channel each; orders arrive in the order in which they were given.
+#
+# No order waits for the answer of another (transport/ordered_calls.py), since a snapshot takes minutes. core.py
+# decides when an order is sent again and what counts as its failure. The meaning of orders is not known here.
+
+
+RESEND_PAUSE_S = 0.1  # before an order is sent again to a slave that cannot take it yet
+
+
+class SlaveLink:
+    """The connection to one slave at one address."""
+
+    def __init__(self, slave: str, address: str, tls: TlsSource | None = None) -> None:
+        self.slave, self.address, peer = slave, address, slave_peer(slave, address, tls)
+        self._channel: aio.Channel = control.open_channel(peer)
+        self._calls = OrderedCalls(
+            self._channel,
+            OrderServiceStub(self._channel).Execute,
+            peer,
+            lambda error: control.to_error(error, 0.0, peer, UnavailableSlave),
+        )
+        self._timeouts: dict[SentOrder, asyncio.Timeout] = {}
+
+    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
+        """Have an order carried out; failures of the slave or the link are returned, not raised."""
+        clock = asyncio.get_running_loop().time
+        sent = SentOrder(order, clock())
+        try:
+            async with asyncio.timeout_at(sent.until) as timeout:
+                self._timeouts[sent] = timeout
+                while True:
+                    ended = await self._send_once(sent, clock)
+                    if ended is not None:
+                        return ended
+                    await asyncio.sleep(RESEND_PAUSE_S)
+        except TimeoutError:
+            return sent.on_deadline()
+        finally:
+            self._timeouts.pop(sent, None)
+
+    def on_progress(self, progress: SlaveProgress) -> None:
+        """Restart the deadlines of orders whose slave has worked, or waits for its disk."""
+        for sent, timeout in self._timeouts.items():
+            if progress.waiting is not None and sent.order.number not in progress.waiting:
+                continue
+            sent.on_progress(asyncio.get_running_loop().time(), progress.most_s)
+            if not timeout.expired():
+                timeout.reschedule(sent.until)
+
+    async def close(self) -> None:
+        await self._calls.close()
+        await self._channel.close()
+
+    async def _send_once(self, sent: SentOrder, clock: Callable[[], float]) -> OrderAnswered | OrderFailed | None:
+        """Send the order once; return None to send it again."""
+        try:
+            reply = await self._calls.ask(messages.to_proto(sent.order), needs_listener=sent.needs_listener)
+        except NobodyListens:
+            return sent.on_refusal(UnavailableSlave(f"nobody listens at {self.address}"))
+        except DipsError as error:
+            return sent.on_error(error, clock())
+        return sent.on_answer(messages.unwrap_oneof(reply))
+
+
+class SlaveLinks:
+    """The connections to all slaves that have registered."""
+
+    def __init__(self, tls: TlsSource | None = None) -> None:
+        self._tls = tls
+        self._links: dict[str, SlaveLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def learn_address(self, slave: str, address: str) -> None:
+        """Open a link to the address of a slave's control server; a link to an earlier address is closed."""
+        known = self._links.get(slave)
+        if known is not None and known.address == address:
+            return
+        if known is not None:
+            task = asyncio.get_running_loop().create_task(known.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        self._links[slave] = SlaveLink(slave, address, self._tls)
+
+    def on_progress(self, progress: SlaveProgress) -> None:
+        """Restart the deadlines of a slave's orders, since it has worked or waits for its disk."""
+        link = self._links.get(progress.slave)
+        if link is not None:
+            link.on_progress(progress)
+
+    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
+        """Have an order carried out by the slave that it names."""
+        link = self._links.get(order.slave)
+        if link is None:
+            error = UnavailableSlave(f"{order.slave} has no address yet")
+            return SentOrder(order, asyncio.get_running_loop().time()).on_refusal(error)
+        return await link.execute_order(order)
+
+    async def close(self) -> None:
+        for link in self._links.values():
+            await link.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+
+# ---- outside --------------------------------------------------------------------------------------------------------
+# The ledger's thread and its mirror, the links to the slaves, and the processes of `master.on_version` and
+# `master.track`.
+
+
+ROUNDS_BACK = 16  # searched for the newest version
+MIRROR_S = 5.0  # a mirror that takes longer is not waited for until it has caught up: rounds go on
+
+
+class MasterOutside:
+    """The daemon's implementation of `Outside` in `dips/master/core.py`."""
+
+    def __init__(self, ledger: Ledger, tls: TlsSource | None = None) -> None:
+        self._ledger, self._links = ledger, SlaveLinks(tls)
+        self._thread = ThreadPoolExecutor(1, "ledger")
+        self._written = 0  # transactions of this term, counted on the ledger's thread
+        self._mirror: LedgerMirror | None = None
+        self._on_version: VersionProcesses | None = None
+        self._track: TrackProcesses | None = None
+        self._newest = NewestVersion.from_history(ledger.read_history(ROUNDS_BACK))  # replaced as a whole
+        self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
+
+    def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
+        """Begin to mirror the ledger; waits for the first base as long as for a transaction."""
+        store = restore.mirror_of(config)
+        if store is None:
+            return
+        if store.shares_disk():
+            log.warning("mirror_on_the_same_disk", mirror=store.url, problem="lost with the ledger; is it mounted?")
+        self._mirror = LedgerMirror(
+            store, config.shared.run, term, lambda: self._thread.submit(self._take_base).result(),
+            MIRROR_S, time.monotonic, log,
+        )  # fmt: skip
+        self._mirror.start()
+
+    def begin_on_version(self, config: RunFile, file: Path | None, log: logs.Log, fail: Fail) -> None:
+        """Begin to run the run file's command for every n-th version; `fail` is called with exceptions of its task."""
+        section = config.master.on_version
+        if section is None:
+            return
+        if file is None:
+            raise ConfigError("master.on_version needs the run file's path")
+        self._on_version = VersionProcesses(
+            file.resolve(), section, config.master.directory.resolve(), self._find_unprocessed, self.write_records, log
+        )
+        self._on_version.start(fail)
+
+    def begin_track(self, config: RunFile, file: Path | None, log: logs.Log, fail: Fail) -> None:
+        """Begin to send rounds to the trackers in the run file; `fail` is called with exceptions of its tasks."""
+        section = config.master.track
+        if section is None:
+            return
+        if file is None:
+            raise ConfigError("master.track needs the run file's path")
+        self._track = TrackProcesses(file.resolve(), section, config.master.directory.resolve(), log)
+        self._track.start(fail)
+
+    async def _find_unprocessed(self, every: int) -> VersionId | None:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._ledger.find_unprocessed, every)
+
+    def complete_view(self, view: RunView) -> RunView:
+        """Return the view with the newest version, the ledger's mirror, `master.on_version` and `master.track`."""
+        return replace(
+            view,
+            newest=self._newest.view(time.time()),
+            ledger_mirror=None if self._mirror is None else self._mirror.view(),
+            on_version=None if self._on_version is None else self._on_version.view(),
+            track=None if self._track is None else self._track.view(),
+        )
+
+    async def write_records(self, records: Sequence[Record]) -> None:
+        """Write records; return when all are durable, in the mirror too unless it lags. The loop goes on meanwhile."""
+        wall = time.time()
+        number = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records, wall)
+        if self._mirror is not None:
+            await self._mirror.follow(number, records, wall)
+
+    def _write(self, records: Sequence[Record], wall: float) -> int:
+        self._ledger.write_records(records, wall)
+        self._newest = self._newest.follow_records(records, wall)
+        self._written += 1
+        return self._written
+
+    def _take_base(self) -> tuple[int, bytes]:
+        return self._written, self._ledger.serialize()
+
+    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
+        return await self._links.execute_order(order)
+
+    async def close(self) -> None:
+        if self._on_version is not None:
+            await self._on_version.stop()
+        if self._track is not None:
+            await self._track.stop()
+        await self._links.close()
+        if self._mirror is not None:
+            self._mirror.close()
+        self._thread.shutdown()
+
+
+# ---- runtime --------------------------------------------------------------------------------------------------------
+# The daemon's shell around the core: inbox, futures, the ledger's thread, a task for each order. It decides nothing.
+#
+# What must stay true: one event loop owns the core, and it never waits for the disk. Messages that have arrived are
+# passed in before the core acts on any deadline.
+
 
 EXIT_BUG = 70  # EX_SOFTWARE
 FLUSH_S = 5.0  # longest wait of a graceful stop for records being written

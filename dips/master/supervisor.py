@@ -1,38 +1,156 @@
-"""Starts and supervises the slaves whose `supervisor` is `exec`: child processes on the master's own machine.
-
-A slave that dies is started again after a pause that doubles. A slave that the Coordinator has lost while its process
-is alive (stopped, hung, unresponsive) is killed through its pidfd, and so is an adopted one that neither registers nor
-works for `compute_s`: it may be loading a snapshot for a former master, which its heartbeats show; or restoring one
-from its mirror before its first registration, which the bytes that it reads and writes show. There are never two
-processes for one slave: a new one is started only when the old one has certainly ended, and the lock of the snapshot
-directory identifies the old one, even to a later master. So a master that was killed finds its slaves alive, with θ
-still in memory. A slave's output goes to <master.directory>/slaves/.
-
-A master that is stopped by SIGTERM stops its slaves. One that ends for another reason (74: its ledger; 75: a later
-master exists) leaves them to the next master.
-"""
+"""Starts and supervises the slaves whose `supervisor` is `exec`: child processes held by their pidfds."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from random import Random
 
 from dips.config import SlaveSection
-from dips.master.children import Child, truncate_log
-from dips.pidlock import lock_holder
+from dips.files import lock_holder, umask_given
+from dips.protocol.enums import SlaveState
 from dips.protocol.heartbeats import SlaveHeartbeat
-from dips.protocol.moves import SlaveState
 from dips.protocol.options import TimingOptions
 from dips.protocol.view import SlaveView
 from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
+
+# ---- children -------------------------------------------------------------------------------------------------------
+# One process that the master supervises, held by its pidfd, so that a pid that the kernel reuses is not mistaken for
+# it.
+#
+# It may be a child, or a process that a former master started and this one adopted; either way its end is noticed.
+
+
+class Child:
+    """A process that is alive, or whose end was noticed. Must be created inside the event loop."""
+
+    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None, *, whole_group: bool = False) -> None:
+        """With `whole_group` the rest of its process group is killed when it ends, before its pid can be reused.
+
+        Raise ProcessLookupError if no process has this pid.
+        """
+        self.pid, self.adopted, self._popen, self._whole_group = pid, popen is None, popen, whole_group
+        self._fd = os.pidfd_open(pid)
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._on_death)
+
+    @classmethod
+    def start(cls, command: Sequence[str], log: Path, cwd: Path | None = None, *, whole_group: bool = False) -> Child:
+        """Start a process in its own session that appends to `log`; raise OSError if it cannot be started."""
+        with log.open("ab") as out:  # its own descriptor: the process outlives us
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=cwd,
+                start_new_session=True,
+                umask=umask_given(),
+            )
+        try:
+            return cls(popen.pid, popen, whole_group=whole_group)
+        except OSError:  # no descriptor is left to watch it with
+            popen.kill()
+            popen.wait()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended.is_set()
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs, and for a process that is not our child."""
+        return self._popen.poll() if self._popen is not None else None
+
+    def read_moved_bytes(self) -> int:
+        """Return the bytes that it has read and written since its start, files and sockets; 0 if unknown."""
+        try:
+            lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
+            counts = dict(line.split(": ", 1) for line in lines)
+            return int(counts["rchar"]) + int(counts["wchar"])
+        except (OSError, KeyError, ValueError):
+            return 0
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended."""
+        if self.alive:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, number)
+
+    def kill_group(self) -> None:
+        """Kill the process and its process group, which it must lead, unless it has ended."""
+        if self.alive:  # not reaped yet, so its pid is not reused
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end; return whether it ended within `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        return not self.alive
+
+    async def end(self, grace_s: float) -> None:
+        """Send SIGTERM, then SIGKILL after `grace_s`; return when it has ended."""
+        self.send_signal(signal.SIGTERM)
+        if not await self.wait(grace_s):
+            self.send_signal(signal.SIGKILL)
+            await self.wait()
+
+    def _on_death(self) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        if self._whole_group:
+            self.kill_group()
+        if self._popen is not None:
+            self._popen.wait()
+        self._ended.set()
+
+    def stop_watching(self) -> None:
+        """Stop watching; the process goes on."""
+        if self.alive:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+
+
+def truncate_log(log: Path, most_bytes: int) -> None:
+    """Limit a log that another process appends to: above the size it is copied to `<log>.1`, then emptied.
+
+    Lines that are written between the two are lost, which is acceptable for a log.
+    """
+    with suppress(FileNotFoundError):
+        if log.stat().st_size > most_bytes:
+            shutil.copyfile(log, log.with_name(log.name + ".1"))
+            os.truncate(log, 0)
+
+
+# ---- supervisor -----------------------------------------------------------------------------------------------------
+# Starts and supervises the slaves whose `supervisor` is `exec`: child processes on the master's own machine.
+#
+# A slave that dies is started again after a pause that doubles. A slave that the Coordinator has lost while its process
+# is alive (stopped, hung, unresponsive) is killed through its pidfd, and so is an adopted one that neither registers
+# nor works for `compute_s`: it may be loading a snapshot for a former master, which its heartbeats show; or restoring
+# one from its mirror before its first registration, which the bytes that it reads and writes show. There are never two
+# processes for one slave: a new one is started only when the old one has certainly ended, and the lock of the snapshot
+# directory identifies the old one, even to a later master. So a master that was killed finds its slaves alive, with θ
+# still in memory. A slave's output goes to <master.directory>/slaves/.
+#
+# A master that is stopped by SIGTERM stops its slaves. One that ends for another reason (74: its ledger; 75: a later
+# master exists) leaves them to the next master.
+
 
 FIRST_PAUSE_S = 0.5  # before a slave that died is started again; doubles
 LONGEST_PAUSE_S = 30.0

@@ -1,11 +1,8 @@
-"""Spreads the kernels over the layers of a slave, a slice a task, on the threads it is given.
-
-A slice has a fixed size and partial sums are added in the order of slices, so results have the same bits whatever the
-number of threads: the same ledger replays to the same θ and the same norms.
-"""
+"""Spreads the kernels over the layers of a slave, a slice a task, on the threads it is given; bytes worked through."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -17,9 +14,34 @@ import numpy.typing as npt
 from dips.codecs import Codec
 from dips.outer.pool import BYTES, Arrays
 from dips.outer.updates import Fields, Update, cut_parameters
-from dips.outer.work_meter import WorkMeter
 from dips.outer_step import Numbers, OuterStep
 from dips.quantisers import Codes
+
+# ---- work meter -----------------------------------------------------------------------------------------------------
+# How much a slave has worked through: bytes of kernels and of its disk, counted by their threads.
+#
+# What lasts minutes is told from what hangs by this number alone: it rises, or it does not.
+
+
+class WorkMeter:
+    """Bytes since the start of the process; any thread adds, any thread reads."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Add to the bytes that are worked through."""
+        with self._lock:
+            self.nbytes += nbytes
+
+
+# ---- kernel pool ----------------------------------------------------------------------------------------------------
+# Spreads the kernels over the layers of a slave, a slice a task, on the threads it is given.
+#
+# A slice has a fixed size and partial sums are added in the order of slices, so results have the same bits whatever the
+# number of threads: the same ledger replays to the same θ and the same norms.
+
 
 F32 = npt.NDArray[np.float32]
 

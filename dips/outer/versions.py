@@ -1,30 +1,200 @@
-"""The versions of θ that a slave holds, and everything that lives beside them: m, acc, θ′, slots, pinned readers.
-
-Versions are immutable: θ′ and m′ are made beside θ and m, so an abort frees two banks and a reader of θ never sees it
-move. What must stay true (docs/architecture.md#invariant-11): every bank has one holder; θ, an older pinned θ and a
-prepared θ′ are never written; a bank becomes free only when nobody writes or reads it. It knows no master, no socket
-and no clock; whoever moves bytes into a slot or out of a pinned θ must have stopped before the slot is freed or the
-pin ended.
-
-Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
-ones takes the place of θ′ until its readers have moved (held_thetas.py); until then `prepare_version` is Busy
-(docs/rationale.md#19).
-"""
+"""The versions of θ that a slave holds, who reads each, and everything that lives beside them: m, acc, θ′, slots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
+from math import isfinite
 
 from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
-from dips.outer.averaged_layers import AveragedLayers
-from dips.outer.held_thetas import HeldThetas, Theta
 from dips.outer.kernel_pool import KernelPool, Measures
 from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
 from dips.outer.updates import Fields, Update, Updates
-from dips.outer_step import Factors, OuterStep
+from dips.outer_step import Factors, OuterStep, factor_at
+
+# ---- averaged layers ------------------------------------------------------------------------------------------------
+# The layers of a slave that hold buffers: averaged by tokens, not stepped.
+#
+# Learning rate, momentum, clipping and the rules that weigh pushes are for what gradients move. A buffer (a router's
+# bias that balances experts, a running mean) becomes Σ T_j·b_j / ΣT_j of the accepted pushes: the outer step with
+# learning rate 1 and no momentum, and with 1/Σw for its scale, w being T_j / T_first. No norm contains them. What a
+# lossy pull_codec rounds away of them does not come back: there is no momentum to bring it.
+
+
+class AveragedLayers:
+    """Tells the two kinds of layers apart, and counts the weights of a round."""
+
+    def __init__(self) -> None:
+        self.layers: frozenset[int] = frozenset()
+        self._weights = 0.0
+
+    def leave_out(self, arrays: Arrays, squares: Iterable[float]) -> tuple[float, ...]:
+        """The norms of all layers, 0 for a buffer's unless it is not finite: that must be seen."""
+        pairs = zip(arrays, squares, strict=True)
+        return tuple(0.0 if layer in self.layers and isfinite(square) else square for layer, square in pairs)
+
+    def weigh_layers(self, arrays: Arrays, weight: float, layer_weights: Factors) -> dict[int, float]:
+        """Return the weight of a push in each layer; `layer_weights`, if there are any, do not apply to buffers."""
+        if not layer_weights:
+            return dict.fromkeys(arrays, weight)
+        return {
+            layer: weight if layer in self.layers else factor_at(layer_weights, place)
+            for place, layer in enumerate(arrays)
+        }
+
+    def begin_weights(self) -> None:
+        """A round's first push is folded."""
+        self._weights = 1.0
+
+    def add_weight(self, weight: float) -> None:
+        """Another one is."""
+        self._weights += weight
+
+    def step_layers(self, arrays: Arrays, step: OuterStep) -> dict[int, OuterStep]:
+        """The step of each layer: a buffer's makes a mean of the sum that was folded."""
+        mean = OuterStep((1.0 / self._weights,), lr=1.0, a=0.0, b=1.0, c=1.0, e=0.0)
+        return {layer: mean if layer in self.layers else step.of_layer(place) for place, layer in enumerate(arrays)}
+
+
+# ---- held thetas ----------------------------------------------------------------------------------------------------
+# The θ that a slave serves, the older ones in memory, and who reads each.
+#
+# An older θ stays while pulls read it. Those beyond the pinned ones take the place of θ′: `move_readers` moves their
+# readers to a file of the same bytes, one after another, and the last of them frees the bank.
+
+
+@dataclass(slots=True)
+class Theta:
+    """θ of one version in memory, and who reads it."""
+
+    version: VersionId
+    bank: Bank
+    pulls: set[PullId] = field(default_factory=set)
+    moving: bool = False  # its readers go over to a file; it takes no new ones
+
+
+class HeldThetas:
+    """Which θ are here. Who changes `head` gives its readers what they read: see `leave_head`."""
+
+    def __init__(self, give_back: Callable[[Bank], None], pinned: int) -> None:
+        self._give_back, self._pinned = give_back, pinned
+        self.head: Theta | None = None  # that is served
+        self.older: list[Theta] = []  # oldest first
+        self._from_file: dict[PullId, VersionId] = {}
+
+    # ---- what is held --------------------------------------------------------------------------------
+
+    @property
+    def pins(self) -> dict[PullId, VersionId]:
+        """Every pull that may still read, with the version that it reads."""
+        in_memory = {pull: theta.version for theta in self._all() for pull in sorted(theta.pulls)}
+        return {**self._from_file, **in_memory}
+
+    @property
+    def older_versions(self) -> tuple[VersionId, ...]:
+        """Older versions whose readers hold a bank and are not being moved, oldest first."""
+        return tuple(theta.version for theta in self.older if not theta.moving)
+
+    @property
+    def excess_versions(self) -> int:
+        """How many of those are more than the pool has pinned banks for."""
+        return max(0, len(self.older_versions) - self._pinned)
+
+    def find(self, version: VersionId) -> Theta:
+        """Return θ of this version; raise StaleVersion if it is not held, or its readers are being moved."""
+        head = self.head
+        if not self.older and head is not None and head.version == version and not head.moving:
+            return head  # as nearly always
+        for theta in self._all():
+            if theta.version == version and not theta.moving:
+                return theta
+        raise StaleVersion(f"{version} is not held; held: {self.describe()}")
+
+    def find_read(self, version: VersionId) -> Theta | None:
+        """The older θ of this version that pulls read, where they are."""
+        return next((t for t in self.older if t.version == version and not t.moving), None)
+
+    def describe(self) -> str:
+        return ", ".join(str(theta.version) for theta in self._all()) or "nothing"
+
+    # ---- readers -------------------------------------------------------------------------------------
+
+    def pin_version(self, pull: PullId, version: VersionId) -> Arrays:
+        """Keep θ of `version` for a pull and return it; raise StaleVersion if it is not held."""
+        self._refuse_second(pull)
+        theta = self.find(version)
+        theta.pulls.add(pull)
+        return theta.bank.arrays
+
+    def pin_file(self, pull: PullId, version: VersionId) -> None:
+        """Take note of a pull that reads an older version from a file: it holds no bank."""
+        self._refuse_second(pull)
+        self._from_file[pull] = version
+
+    def move_readers(self, version: VersionId) -> tuple[PullId, ...]:
+        """Begin to move an older version's readers to a file and return them; `on_reader_moved` ends it for each."""
+        for theta in self.older:
+            if theta.version == version and not theta.moving:
+                theta.moving = True
+                return tuple(sorted(theta.pulls))
+        raise LocalProtocolError(f"{version} is no older version in memory: {', '.join(map(str, self.older_versions))}")
+
+    def on_reader_moved(self, pull: PullId) -> None:
+        """End the pull's reads from banks in memory; the last reader frees a bank. No effect if the pull is over."""
+        for theta in self.older:
+            if theta.moving and pull in theta.pulls:
+                self._from_file[pull] = theta.version
+                theta.pulls.discard(pull)
+        self._free_unread()
+
+    def unpin(self, pull: PullId) -> None:
+        """End a pin; the last one of an older version frees it. An unknown pull has nothing to end."""
+        self._from_file.pop(pull, None)
+        for theta in self._all():
+            theta.pulls.discard(pull)
+        self._free_unread()
+
+    # ---- what comes and goes -------------------------------------------------------------------------
+
+    def leave_head(self) -> None:
+        """Let go of the served θ: to its readers, if it has any."""
+        if self.head is None:
+            return
+        if self.head.pulls:
+            self.head.bank.holder = f"older θ {self.head.version}"
+            self.older.append(self.head)
+        else:
+            self._give_back(self.head.bank)
+        self.head = None
+
+    def _free_unread(self) -> None:
+        for theta in [t for t in self.older if not t.pulls]:
+            self.older.remove(theta)
+            self._give_back(theta.bank)
+
+    def _refuse_second(self, pull: PullId) -> None:
+        if pull in self.pins:
+            raise LocalProtocolError(f"pull {pull} already reads {self.pins[pull]}")
+
+    def _all(self) -> list[Theta]:
+        return [*self.older, self.head] if self.head else list(self.older)
+
+
+# ---- versions -------------------------------------------------------------------------------------------------------
+# The versions of θ that a slave holds, and everything that lives beside them: m, acc, θ′, slots, pinned readers.
+#
+# Versions are immutable: θ′ and m′ are made beside θ and m, so an abort frees two banks and a reader of θ never sees it
+# move. What must stay true (docs/architecture.md#invariant-11): every bank has one holder; θ, an older pinned θ and a
+# prepared θ′ are never written; a bank becomes free only when nobody writes or reads it. It knows no master, no socket
+# and no clock; whoever moves bytes into a slot or out of a pinned θ must have stopped before the slot is freed or the
+# pin ended.
+#
+# Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
+# ones takes the place of θ′ until its readers have moved (versions.py); until then `prepare_version` is Busy
+# (docs/rationale.md#19).
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,35 @@
-"""Checks of numbers that peers claim, against their heartbeats, the time that passed and this ledger.
-
-A push is weighted by its tokens, and its norm is divided by its inner steps, so neither is believed without a check.
-There are two bounds: what no cluster can do in the time (the request is refused as the cluster's fault), and what its
-heartbeats have reported so far (the push waits for the next one, so a lost heartbeat costs an honest cluster a moment
-and never a push). Pure.
-"""
+"""Checks of what peers claim: their protocol number, their numbers against heartbeats, time and this ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dips.dataclass import dataclass
-from dips.errors import RemoteProtocolError
+from dips.errors import ConfigError, RemoteProtocolError
 from dips.protocol.effects import Failed
-from dips.protocol.events import SlaveRegistered
+from dips.protocol.events import PROTOCOL, ClusterJoined, SlaveRegistered
+
+# ---- compatibility --------------------------------------------------------------------------------------------------
+# The check that a peer speaks this master's protocol number (docs/protocol.md#versions-of-formats).
+
+
+def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | None:
+    """Return the answer for a peer with another protocol number; None if it is ours."""
+    if event.protocol == PROTOCOL:
+        return None
+    peer = f"cluster {event.cluster}" if isinstance(event, ClusterJoined) else f"slave {event.slave}"
+    spoken = f"this master speaks {PROTOCOL}, {peer} speaks {event.protocol}"
+    return Failed(ConfigError, f"protocol: {spoken}; install one release everywhere")
+
+
+# ---- claims ---------------------------------------------------------------------------------------------------------
+# Checks of numbers that peers claim, against their heartbeats, the time that passed and this ledger.
+#
+# A push is weighted by its tokens, and its norm is divided by its inner steps, so neither is believed without a check.
+# There are two bounds: what no cluster can do in the time (the request is refused as the cluster's fault), and what its
+# heartbeats have reported so far (the push waits for the next one, so a lost heartbeat costs an honest cluster a moment
+# and never a push). Pure.
+
 
 MOST_TOKENS_PER_S = 1e9  # of one cluster: ten times the throughput of the largest
 MOST_STEPS_PER_S = 1e4  # of one cluster: no optimizer steps in less than 100 µs

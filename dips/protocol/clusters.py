@@ -1,29 +1,74 @@
-"""Handlers of clusters' incarnations: join, leave, silence, trainers that stop and go, data ranges
-(docs/protocol.md#messages rows 2, 3).
-"""
+"""Handlers of clusters' incarnations: join, leave, silence, trainers that stop and go, data ranges."""
 
 from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, RemoteProtocolError
-from dips.protocol import movement, pushes, seeding
-from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress
-from dips.protocol.compatibility import find_protocol_mismatch
-from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Pending, Ranges, Refused
-from dips.protocol.entities import Cluster
-from dips.protocol.enums import ClusterCause, ClusterStanding, Role
+from dips.protocol import pushes, seeding, transfers
+from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress, find_protocol_mismatch
+from dips.protocol.effects import (
+    Acknowledged,
+    AdmitProbe,
+    Failed,
+    Finished,
+    Joined,
+    ManifestWanted,
+    Pending,
+    Ranges,
+    Refused,
+)
+from dips.protocol.entities import Cluster, ProbeAdmission
+from dips.protocol.enums import ClusterCause, ClusterStanding, ClusterState, FanoutKind, Role
 from dips.protocol.events import (
     BandwidthMeasured,
     ClusterExpelled,
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
+    ProbeAsked,
     RangesRequested,
     TokensReported,
     TrainerChanged,
 )
-from dips.protocol.moves import ClusterState
+from dips.protocol.rank_keys import KEY_CHARS, is_key
 from dips.protocol.records import ClusterEnded, IncarnationGiven, RangesLeased
 from dips.protocol.run_state import RunState
+
+# ---- probe keys -----------------------------------------------------------------------------------------------------
+# Keys of clusters that measure the path to encrypted lanes before they join (`dips check`), sent to every slave.
+#
+# Such a key gives no access: for a while slaves answer its PROBEs (slave/admission.py), and no other frame.
+
+
+MOST_PROBES = 64  # clusters whose last probe is remembered; a forgotten one is ordered again
+
+
+def on_probe_asked(run: RunState, event: ProbeAsked) -> None:
+    """Legal any time. A repetition with the same key gets Pending until every slave has it."""
+    if not is_key(event.key):
+        run.reply_to(event.req, Failed(RemoteProtocolError, f"key: expected {KEY_CHARS} characters of Z85"))
+        return
+    if not run.has_encrypted_lanes():
+        run.reply_to(event.req, Acknowledged())
+        return
+    known = run.probes.get(event.cluster)
+    if known is None or known.key != event.key:
+        known = run.probes[event.cluster] = _admit_probe(run, event)
+    waiting = ", ".join(known.fanout.waiting)
+    run.reply_to(event.req, Pending(f"waits for {waiting}") if waiting else Acknowledged())
+
+
+def _admit_probe(run: RunState, event: ProbeAsked) -> ProbeAdmission:
+    run.probes.pop(event.cluster, None)
+    if len(run.probes) >= MOST_PROBES:
+        del run.probes[next(iter(run.probes))]
+    order = AdmitProbe(event.cluster, event.key)
+    return ProbeAdmission(event.key, run.order_all(FanoutKind.STANDALONE, run.head, order, run.options.timing.order_s))
+
+
+# ---- clusters -------------------------------------------------------------------------------------------------------
+# Handlers of clusters' incarnations: join, leave, silence, trainers that stop and go, data ranges
+# (docs/protocol.md#messages rows 2, 3).
+
 
 MAX_CLUSTERS = 10_000  # names that ever joined; bounds memory and metric labels
 MAX_RANGES_ASKED = 1_024
@@ -92,7 +137,7 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWant
             "copy the section `shared` of the run file",
         )
     if event.manifest_digest != run.manifest.digest:
-        return ManifestWanted(run.manifest.digest)  # compared outside the Coordinator: master/manifest_desk.py
+        return ManifestWanted(run.manifest.digest)  # compared outside the Coordinator: master/servicer.py
     if differs := _find_other_base(run, event):
         return differs
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:
@@ -144,7 +189,7 @@ def end_incarnation(
     if cluster.push and not committed:
         pushes.drop_push(run, cluster, reason)
     if cluster.pull:
-        movement.close_pull(run, cluster, cause, reason)
+        transfers.close_pull(run, cluster, cause, reason)
     cluster.keys = ()
     run.slot_queue.leave_queue(cluster.name)
     run.ranges.release_lease(cluster.name, cluster.inc, keep=committed.held_ranges if committed else ())

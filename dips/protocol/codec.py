@@ -27,18 +27,19 @@ from functools import cache
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any, cast
 
 from dips.errors import Corrupt, LocalProtocolError, class_named
-from dips.protocol import data, last_norms, penalty, run_state
+from dips.protocol import data, penalty, run_state
+from dips.protocol.gates import norms
 
 FORMAT = 1  # raised by every change of the encoding of a state
 BELOW = ("dips.codecs", "dips.ids", "dips.outer_step")  # their classes are in fields of this package's
 PLAIN: tuple[type, ...] = (
     run_state.RunState,
     penalty.Penalty,
-    last_norms.LastNorms,
+    norms.LastNorms,
     data.RangeBook,
 )  # encoded by their attributes
 SCALARS = (bool, int, float, str, type(None))
@@ -105,7 +106,7 @@ def class_differences(written: dict[str, list[str]]) -> list[str]:
 def _known_classes() -> dict[str, type]:
     """Return the dataclasses and enums of this package's modules and of BELOW, by name: text may name no others."""
     found: dict[str, type] = {}
-    ours = (f"dips.protocol.{module.name}" for module in iter_modules([str(Path(__file__).parent)]))
+    ours = (module.name for module in walk_packages([str(Path(__file__).parent)], "dips.protocol."))
     for module in map(import_module, (*BELOW, *sorted(ours))):
         for name, cls in vars(module).items():
             local = isinstance(cls, type) and cls.__module__ == module.__name__

@@ -1,6 +1,6 @@
 """The state machine of a master: events in, effects out (docs/architecture.md#states). No clock, no socket, no thread.
 
-Legal moves are in moves.py, the state in run_state.py and entities.py, handlers of events in slaves.py, clusters.py,
+Legal moves are in enums.py, the state in run_state.py and entities.py, handlers of events in slaves.py, clusters.py,
 pushes.py, pulls.py and round.py. This file holds the tables that bring them together: the handler of each event, the
 continuation of each order that all slaves have answered, and the next deadline.
 """
@@ -12,28 +12,11 @@ from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import (
-    asking,
-    clusters,
-    durability,
-    flip,
-    mirrors,
-    movement,
-    operator,
-    probe_keys,
-    pulls,
-    pushes,
-    round,
-    seeding,
-    settlement,
-    slaves,
-    view,
-    window,
-)
+from dips.protocol import clusters, durability, operator, pulls, pushes, round, seeding, slaves, transfers, view, window
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.entities import Fanout
-from dips.protocol.enums import ClusterStanding, FanoutKind
+from dips.protocol.enums import ClusterStanding, FanoutKind, SlaveState
 from dips.protocol.events import (
     BandwidthMeasured,
     Blind,
@@ -67,11 +50,10 @@ from dips.protocol.events import (
 from dips.protocol.gates import find_gate
 from dips.protocol.heartbeats import LiveTransfers
 from dips.protocol.manifest import Manifest
-from dips.protocol.moves import SlaveState
 from dips.protocol.options import Options
 from dips.protocol.records import LedgerState
-from dips.protocol.rules.merges import find_merge
-from dips.protocol.rules.steps import find_step
+from dips.protocol.round import finish_if_time_is_over
+from dips.protocol.rules import find_merge, find_step
 from dips.protocol.run_state import RunState
 
 Continuation = Callable[[RunState, Fanout], None]
@@ -83,7 +65,7 @@ def _nothing_follows(run: RunState, fanout: Fanout) -> None:
 
 def _on_push_opened(run: RunState, fanout: Fanout) -> None:
     pushes.on_push_opened(run, fanout)
-    asking.reorder_pushes(run)
+    transfers.reorder_pushes(run)
 
 
 # The continuation of an order of each kind, once every slave has answered it.
@@ -95,7 +77,7 @@ CONTINUATIONS: dict[FanoutKind, Continuation] = {
     FanoutKind.APPLY: round.on_version_applied,
     FanoutKind.PERSIST: round.on_version_persisted,
     FanoutKind.PERSIST_LATE: durability.on_late_snapshot_answered,
-    FanoutKind.COMMIT: flip.on_slaves_flipped,
+    FanoutKind.COMMIT: pulls.on_slaves_flipped,
     FanoutKind.PING: slaves.on_ping_answered,
     FanoutKind.OPEN_SEED: seeding.on_seed_opened,
     FanoutKind.KEEP_SEED: seeding.on_seed_kept,
@@ -142,7 +124,7 @@ def _on_tick(run: RunState, event: Ticked) -> None:
 
 HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     SlaveRegistered: slaves.on_slave_registered,
-    MirrorReported: mirrors.on_mirror_reported,
+    MirrorReported: durability.on_mirror_reported,
     SlaveSilent: slaves.on_slave_silent,
     OrderAnswered: _on_order_answered,
     OrderFailed: slaves.on_order_failed,
@@ -154,7 +136,7 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     TokensReported: clusters.on_tokens_reported,
     TrainerChanged: clusters.on_trainer_changed,
     BandwidthMeasured: clusters.on_bandwidth_measured,
-    TransferAwaited: movement.on_transfer_awaited,
+    TransferAwaited: transfers.on_transfer_awaited,
     RangesRequested: clusters.on_ranges_requested,
     PushRequested: pushes.on_push_requested,
     PushFinished: pushes.on_push_finished,
@@ -162,7 +144,7 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     RoundAwaited: pushes.on_round_awaited,
     PullRequested: pulls.on_pull_requested,
     PullFinished: pulls.on_pull_finished,
-    ProbeAsked: probe_keys.on_probe_asked,
+    ProbeAsked: clusters.on_probe_asked,
     OperatorAsked: operator.on_operator_asked,
     OperatorReported: operator.on_operator_reported,
     ClusterExpelled: clusters.on_cluster_expelled,
@@ -204,7 +186,7 @@ class Coordinator:
             if run.transfers.may_expire(now):
                 pushes.expire_pushes(run)
                 pulls.expire_pulls(run)
-            settlement.finish_if_time_is_over(run)
+            finish_if_time_is_over(run)
             durability.persist_head_if_due(run)
             round.advance_round(run)
             if run.roster.draining:
@@ -277,8 +259,8 @@ class Coordinator:
         return live
 
     def mirror_wanted(self) -> tuple[VersionId, ...]:
-        """Return the versions that slaves' mirrors should hold: see mirrors.py."""
-        return mirrors.wanted_versions(self._run)
+        """Return the versions that slaves' mirrors should hold: see durability.py."""
+        return durability.wanted_versions(self._run)
 
     def window_timing(self) -> WindowTiming:
         """Return when the last window opened, the number of slots and the size of a push, for `alignment.py`."""

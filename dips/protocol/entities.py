@@ -1,6 +1,6 @@
 """The Coordinator's state of each slave, cluster, push, pull and round: plain records that only it changes.
 
-Legal states and moves are in moves.py, the collection of all of them in run_state.py, the handlers that change them in
+Legal states and moves are in enums.py, the collection of all of them in run_state.py, the handlers that change them in
 the modules that are named after them.
 """
 
@@ -17,9 +17,19 @@ from dips.outer_step import NO_STEP, Factors, OuterStep
 from dips.protocol.claims import ToldProgress
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import OrderBody
-from dips.protocol.enums import ClusterCause, DurabilityState, FanoutKind, SlaveCause
+from dips.protocol.enums import (
+    CLUSTER_MOVES,
+    SLAVE_MOVES,
+    ClusterCause,
+    ClusterState,
+    DurabilityState,
+    FanoutKind,
+    RoundState,
+    SlaveCause,
+    SlaveState,
+    check_move,
+)
 from dips.protocol.events import Answer, MirrorReport
-from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
 from dips.protocol.records import OutcomeRow
 from dips.protocol.verdicts import Verdict
 
@@ -53,7 +63,7 @@ class Slave:
     unanswered: int = 0  # orders in a row that missed their deadline
     mirror: MirrorReport | None = None  # as last reported, also while it is lost, when its mirror is needed
     covered: VersionId | None = None  # newest version its mirror had while both worked: see mirrors.known_lag
-    mirrored: tuple[VersionId, ...] = ()  # versions kept on every disk for its mirror: see mirrors.py
+    mirrored: tuple[VersionId, ...] = ()  # versions kept on every disk for its mirror: see durability.py
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
     needs_ping: bool = False  # lost as unresponsive: becomes READY only after it has answered a Ping
 
@@ -73,7 +83,7 @@ class Push:
     id: PushId
     base: VersionId
     ranks: int
-    deadline: float  # extended while it makes progress, see movement.py
+    deadline: float  # extended while it makes progress, see transfers.py
     deadline_s: float
     due: float = 0.0  # when it should be complete, by its cluster's bandwidth; 0 while that is unknown
     idle_s: float = 0.0  # open but not moving until then, as its cluster says
@@ -85,7 +95,7 @@ class Push:
     committed: bool = False
     committed_at: float = 0.0
     tokens: int = 0
-    counted: int = 0  # tokens that count once it is folded: see rules/weights.py
+    counted: int = 0  # tokens that count once it is folded: see rules.py
     inner_steps: int = 0
     ranges: tuple[int, ...] = ()
     begun: BegunRange | None = None
@@ -94,7 +104,7 @@ class Push:
     weight: float = 0.0  # as in Fold
     layer_weights: Factors = ()
     merge_weight: float = 0.0  # by `outer.weights`, before the norms of layers change it
-    was_held: bool = False  # it has waited for the others of its round: see held_pushes.py
+    was_held: bool = False  # it has waited for the others of its round: see round.py
     was_against: bool = False  # and it points away from the pushes that were folded before it waited
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from dips.protocol.deadlines import Bandwidth
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import (
     BandwidthMeasured,
@@ -28,6 +27,7 @@ from dips.protocol.events import (
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import LedgerState
+from dips.protocol.transfer_book import Bandwidth
 
 HANG_STEPS = 5  # a trainer without a new inner step for this multiple of their duration may hang
 REPORTS = 4  # how often an awaited transfer is reported within `least_transfer_s`

@@ -33,7 +33,7 @@ from dips.errors import ConfigError
 from dips.protocol import rollback, seeding, window
 from dips.protocol.effects import Acknowledged, Extended, Failed, Pending, Refused, Reply, Result, Tuned
 from dips.protocol.entities import AuditBudget, Slave
-from dips.protocol.enums import SlaveCause
+from dips.protocol.enums import SlaveCause, SlaveState
 from dips.protocol.events import (
     DrainAsked,
     ExtensionAsked,
@@ -46,11 +46,10 @@ from dips.protocol.events import (
     SeedAsked,
     TuningAsked,
 )
-from dips.protocol.moves import SlaveState
 from dips.protocol.options import Options, Targets
 from dips.protocol.records import ClusterQuarantined, ClusterReadmitted, OperatorActed, OptionsTuned, RunExtended
+from dips.protocol.round import find_end
 from dips.protocol.run_state import RunState
-from dips.protocol.settlement import find_end
 from dips.protocol.tunable import complete_changes, describe_changes, tune_options
 
 MOST_TEXT = 300  # characters of a caller, of arguments or of an outcome

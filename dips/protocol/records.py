@@ -8,9 +8,8 @@ from __future__ import annotations
 from dips.dataclass import dataclass
 from dips.ids import PushId, VersionId
 from dips.outer_step import Factors, OuterStep
-from dips.protocol.data import BegunRange
+from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
-from dips.protocol.intervals import Intervals
 from dips.protocol.options import Targets, TunedOption
 from dips.protocol.placement import Placement
 
@@ -35,7 +34,7 @@ class FoldRow:
 
     push: PushId
     base: VersionId
-    tokens: int  # counted tokens: see rules/weights.py
+    tokens: int  # counted tokens: see rules.py
     inner_steps: int
     weight: float  # T_j / T_first, by which buffers are averaged
     norm: float  # G_j
@@ -92,7 +91,7 @@ class PenaltyRow:
     loss_rises: bool = False  # whether its last loss was far above the usual distance
     cosine: float = 0.0  # usual cosine with the sum of enough others, while the gate `direction` is on
     cosines: int = 0  # number of cosines from which it was learned
-    tokens: tuple[int, ...] = ()  # counted tokens of its last accepted pushes, oldest first: see rules/weights.py
+    tokens: tuple[int, ...] = ()  # counted tokens of its last accepted pushes, oldest first: see rules.py
 
 
 @dataclass(frozen=True, slots=True)

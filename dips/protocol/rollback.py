@@ -22,16 +22,14 @@ from __future__ import annotations
 
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
-from dips.protocol import durability, flip, mirrors, pulls, pushes, settlement
+from dips.protocol import durability, pulls, pushes
 from dips.protocol.effects import Acknowledged, Pending, Refused, Result
 from dips.protocol.entities import Slave
-from dips.protocol.enums import OutcomeKind, SlaveCause
+from dips.protocol.enums import OutcomeKind, SlaveCause, SlaveState
 from dips.protocol.events import RollbackAsked, SlaveRegistered
-from dips.protocol.lineage import offers_genesis
-from dips.protocol.moves import SlaveState
 from dips.protocol.records import RolledBack, VersionRow
-from dips.protocol.roster import in_order, name_some
-from dips.protocol.run_state import RunState
+from dips.protocol.round import skip_round, skip_waiting_pushes
+from dips.protocol.run_state import RunState, in_order, name_some, offers_genesis
 
 
 def offered_versions(event: SlaveRegistered) -> frozenset[VersionId]:
@@ -82,7 +80,7 @@ def consider_rollback(run: RunState) -> None:
         for slave in run.ready_slaves():
             _ask_offer(run, slave, run.rollback_waits)
         return
-    steps, lag = run.head.version - head.version, max(mirrors.known_lag(run, run.slaves[name]) for name in lacking)
+    steps, lag = run.head.version - head.version, max(durability.known_lag(run, run.slaves[name]) for name in lacking)
     if steps <= lag + run.options.most_rollback:
         _roll_back(run, head, why)
         return
@@ -122,8 +120,8 @@ def answer_asked(run: RunState, event: RollbackAsked) -> Result:
 
 def _stop_all(run: RunState, reason: str) -> None:
     """End all rounds, pushes and pulls, none of which has a place in the lineage after the rollback."""
-    settlement.skip_round(run, reason)
-    settlement.skip_waiting_pushes(run, reason)
+    skip_round(run, reason)
+    skip_waiting_pushes(run, reason)
     pushes.drop_all_pushes(run, reason)
     pulls.close_all_pulls(run, reason)
 
@@ -180,7 +178,7 @@ def _describe_offers(run: RunState) -> str:
 def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
     """Ask what a slave offers: it serves on, and the answer to its next heartbeat orders it to register."""
     run.set_slave_state(slave, SlaveState.RESTORING, SlaveCause.OFFERS, reason)
-    flip.stop_waiting_for(run, slave.name)
+    pulls.stop_waiting_for(run, slave.name)
 
 
 def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
@@ -197,9 +195,9 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
         _undo_shares(run, row)
     run.head = head
     for slave in run.slaves.values():
-        mirrors.count_mirror(run, slave)
+        durability.count_mirror(run, slave)
         note_offer(run, slave)
-    mirrors.advance_target(run)
+    durability.advance_target(run)
     if run.finished is not None and run.finished not in run.versions:
         run.finished = None
     for slave in run.ready_slaves():

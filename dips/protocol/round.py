@@ -1,28 +1,225 @@
-"""A round: collect, measure, gate, fold, close, apply, persist (docs/protocol.md#messages rows 9 to 14).
-
-Pushes are measured and folded one after another in the order of their commits, so that every slave adds in the same
-order and the ledger's order replays bit for bit. window.py decides when the window opens and closes, settlement.py ends
-the round for its clusters: with a commit, or with a skip if anything breaks the round before its row.
-"""
+"""A round: collect, measure, gate, fold, close, apply, persist, and its outcomes for the clusters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite, nan, sqrt
+from statistics import median
 from typing import TypeVar, cast
 
 from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import VersionId
-from dips.protocol import durability, held_pushes, pushes, settlement, stepping, window
-from dips.protocol.effects import Apply, DropPush, Measure, Persist
-from dips.protocol.entities import Fanout, Push, Round, Slave
-from dips.protocol.enums import DurabilityState, FanoutKind
+from dips.outer_step import OuterStep, factor_at, join_factors, pick_factors, returned_share
+from dips.protocol import durability, pulls, pushes, window
+from dips.protocol.effects import Abort, Apply, DropPush, Fold, Measure, Persist
+from dips.protocol.entities import Cluster, Fanout, Push, Round, Slave
+from dips.protocol.enums import (
+    ROUND_MOVES,
+    ClusterCause,
+    ClusterState,
+    DurabilityState,
+    FanoutKind,
+    GateName,
+    OutcomeKind,
+    RoundResult,
+    RoundState,
+    check_move,
+)
 from dips.protocol.events import Folded, Measured, OrderFailed, Persisted, Prepared
 from dips.protocol.gates.direction import is_against
-from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
+from dips.protocol.options import Targets
+from dips.protocol.records import (
+    FoldRow,
+    OutcomeRow,
+    PenaltyRow,
+    RoundEnded,
+    RunFinished,
+    ScoreHistory,
+    VersionCommitted,
+    VersionRow,
+)
+from dips.protocol.rules import (
+    MEAN,
+    WEIGHTS,
+    Clipped,
+    LayerShare,
+    Merge,
+    StepRound,
+    clip_layers,
+    clip_whole,
+    find_merge,
+    find_step,
+    measure_share,
+    rate_of_clusters,
+    scale_layer,
+    weigh_last,
+)
 from dips.protocol.run_state import RunState
-from dips.protocol.verdicts import PushEvidence, Verdict
+from dips.protocol.verdicts import PushEvidence, Settled, Verdict
+
+# ---- held pushes ----------------------------------------------------------------------------------------------------
+# Pushes that keep their slots until the others of their round are folded, so that the gate `direction` compares them
+# with the whole sum: those of clusters that have just joined or were out of line, and those that turn out to point away
+# from the sum.
+#
+# They block no other push: when the window is over, or another push needs a slot and none is free, the one that was
+# least out of line is measured and judged against the pushes folded so far.
+
+
+def hold_if_due(run: RunState, r: Round, push: Push) -> bool:
+    """Before it is measured: hold a push that should be judged last; return whether it is held."""
+    live = [c.name for c in run.clusters.values() if c.live]
+    if push.was_held or not run.penalty.waits_for_others(push.id.cluster, live):
+        return False
+    _hold(run, r, push, "has joined lately or was out of line")
+    return True
+
+
+def hold_if_against(run: RunState, r: Round, push: Push) -> bool:
+    """After it was measured: hold a push that points away from those before it, once; return whether it is held."""
+    assert push.verdict is not None
+    undecided = push.verdict.accepted or push.verdict.gate is GateName.DIRECTION
+    if push.was_held or not run.penalty.gates_direction or not undecided or not is_against(push.verdict.evidence):
+        return False
+    reason, push.verdict, push.was_against = push.verdict.reason, None, True
+    _hold(run, r, push, reason)
+    return True
+
+
+def take_held(run: RunState, r: Round) -> Push | None:
+    """Return the held push that is to be judged now; None while all can wait, or if there is none."""
+    if not r.held or not (window.is_over(run, r) or _slot_is_wanted(run)):
+        return None
+    push = min(r.held, key=lambda p: run.penalty.suspicion_of(p.id.cluster))
+    r.held.remove(push)
+    push.was_held = True
+    return push
+
+
+def _hold(run: RunState, r: Round, push: Push, reason: str) -> None:
+    r.held.append(push)
+    run.emit_note("push_held", push=push.id, reason=reason)
+
+
+def let_go(r: Round) -> list[Push]:
+    """Return the held pushes of a skipped round; they wait for the next round, which decides anew."""
+    held, r.held = r.held, []
+    for push in held:
+        push.was_against = False
+    return held
+
+
+def count_against(r: Round) -> int:
+    """Return how many pushes of the round wait because they point away from its sum, the one being judged included."""
+    current = [r.current] if r.current is not None else []
+    return sum(push.was_against for push in (*r.held, *current))
+
+
+def _slot_is_wanted(run: RunState) -> bool:
+    free = run.roster.slots - len(run.transfers.pushes)
+    return free <= 0 and run.slot_queue.count_waiting(run.now) > 0
+
+
+# ---- stepping -------------------------------------------------------------------------------------------------------
+# Weights of a push and the coefficients of a round: applies the rules (rules/) to the run's options and state.
+#
+# What must stay true: a push's weights depend on it and on those folded before it, never on later ones, since slaves
+# fold each as it comes. In the common case, the mean of whole pushes, all layers share one number.
+
+
+# ---- a push ---------------------------------------------------------------------------------------------------------
+
+
+def weigh_push(run: RunState, r: Round, push: Push) -> None:
+    """Compute the weights of an accepted push, relative to the first that is folded."""
+    o, most = run.options.outer, run.penalty.most_tokens()
+    push.counted = push.tokens if most is None else min(push.tokens, most)
+    if push.counted < push.tokens:
+        run.emit_note("push_capped", push=push.id, tokens=push.tokens, counted=push.counted)
+    push.merge_weight = WEIGHTS[o.weights](push.counted)
+    push.weight = push.counted / r.folded[0].counted if r.folded else 1.0
+    r.flagged |= bool(push.verdict is not None and push.verdict.flagged)
+    layers = _layers_that_differ(run, r)
+    weights = [weigh_last(_merge_of(run, i), _layer_shares(r.folded, i), _share_in(push, i)) for i in layers]
+    push.layer_weights = () if set(weights) == {push.weight} else join_factors(tuple(weights))
+
+
+def fold_order(r: Round, push: Push, layers: Sequence[int]) -> Fold:
+    """Return the order for a slave that holds these layers."""
+    weights = push.layer_weights
+    return Fold(r.number, push.id, push.weight, pick_factors(weights, layers) if weights else ())
+
+
+def _layers_that_differ(run: RunState, r: Round) -> Sequence[int]:
+    """Return the layers whose weights and scales may differ; the first layer stands for all that are not returned."""
+    by_layer = find_merge(run.options.outer.merge).by_layer or r.flagged
+    return range(len(run.manifest.layers)) if by_layer else (0,)
+
+
+def _merge_of(run: RunState, layer: int) -> Merge:
+    merge = find_merge(run.options.outer.merge)
+    return MEAN if merge.blocks_only and layer not in run.manifest.blocks else merge
+
+
+def _layer_shares(pushes: Sequence[Push], layer: int) -> Iterator[LayerShare | None]:
+    """Iterate over the pushes' shares in one layer, lazily, since a caller may stop at the first that counts."""
+    return (_share_in(push, layer) for push in pushes)
+
+
+def _share_in(push: Push, layer: int) -> LayerShare | None:
+    if push.verdict is not None and layer in push.verdict.flagged:
+        return None
+    return LayerShare(push.merge_weight, sqrt(push.layer_sq[layer]), push.inner_steps)
+
+
+# ---- a round --------------------------------------------------------------------------------------------------------
+
+
+def make_step(run: RunState, r: Round) -> Clipped:
+    """Compute the coefficients of the round's outer step; its norm may turn out not to be finite."""
+    o = run.options.outer
+    cut = _clip(run, r, _scale_layers(run, r))
+    live = {cluster.name: cluster.last_tokens for cluster in run.clusters.values() if cluster.live}
+    clusters = len(live.keys() | {push.id.cluster for push in r.folded})
+    lr = rate_of_clusters(clusters) if isinstance(o.lr, str) else o.lr
+    numbers = find_step(o.step)(_describe_round(run, r, live))
+    r.step = OuterStep(cut.scales, lr, *numbers, returned_share(lr, numbers))
+    return cut
+
+
+def _scale_layers(run: RunState, r: Round) -> tuple[float, ...]:
+    scales = []
+    for layer in _layers_that_differ(run, r):
+        weights = [factor_at(push.layer_weights or (push.weight,), layer) for push in r.folded]
+        shares, acc_sq = _layer_shares(r.folded, layer), r.acc_sq[layer]
+        scales.append(scale_layer(_merge_of(run, layer), shares, weights, sqrt(acc_sq) if acc_sq >= 0 else acc_sq))
+    return join_factors(tuple(scales))
+
+
+def _clip(run: RunState, r: Round, scales: tuple[float, ...]) -> Clipped:
+    clip, norms = run.options.outer.clip, run.penalty.history.delta_norms
+    if clip.per_layer:
+        return clip_layers(scales, r.acc_sq, clip.norm)
+    relative = clip.relative * median(norms) if clip.relative is not None and norms else None
+    return clip_whole(scales, r.acc_sq, clip.norm if clip.relative is None else relative)
+
+
+def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> StepRound:
+    """Return the round's momentum and share of a cycle, the input of a step rule."""
+    tokens = dict[str, int]()
+    for push in r.folded:
+        tokens[push.id.cluster] = tokens.get(push.id.cluster, 0) + push.counted
+    return StepRound(run.options.outer.momentum, measure_share(tokens, live))
+
+
+# ---- round ----------------------------------------------------------------------------------------------------------
+# A round: collect, measure, gate, fold, close, apply, persist (docs/protocol.md#messages rows 9 to 14).
+#
+# Pushes are measured and folded one after another in the order of their commits, so that every slave adds in the same
+# order and the ledger's order replays bit for bit. window.py decides when the window opens and closes, round.py
+# ends the round for its clusters: with a commit, or with a skip if anything breaks the round before its row.
+
 
 PUSH_DIGESTS = 1 << 53  # a push's digest is the sum of its slaves' digests modulo this
 A = TypeVar("A", Measured, Folded, Prepared)
@@ -43,7 +240,7 @@ def advance_round(run: RunState) -> None:
         window.extend_window(run, r)
     while r.current is None and r.queue:
         _measure_unless_held(run, r, r.queue.popleft())
-    if r.current is None and (held := held_pushes.take_held(run, r)) is not None:
+    if r.current is None and (held := take_held(run, r)) is not None:
         _measure_push(run, r, held)
     elif r.current is None and window.is_over(run, r):
         _close_window(run, r)
@@ -52,13 +249,13 @@ def advance_round(run: RunState) -> None:
 def _give_up_pushes(run: RunState) -> None:
     """Skip and drop all pushes: no round is opened until the disks work again, and no cluster should wait for one."""
     reason = run.durability.reason
-    settlement.skip_round(run, reason)
-    settlement.skip_waiting_pushes(run, reason)
+    skip_round(run, reason)
+    skip_waiting_pushes(run, reason)
     pushes.drop_all_pushes(run, reason)
 
 
 def _measure_unless_held(run: RunState, r: Round, push: Push) -> None:
-    if not held_pushes.hold_if_due(run, r, push):
+    if not hold_if_due(run, r, push):
         _measure_push(run, r, push)
 
 
@@ -77,14 +274,14 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     push.verdict = _judge_quarantined(run, push.id.cluster, run.penalty.judge_push(evidence))
     if push.tokens <= 0:
         push.verdict = Verdict(False, 0.0, 0.0, "it brings no tokens", evidence, tracked=False)
-    if held_pushes.hold_if_against(run, r, push):
+    if hold_if_against(run, r, push):
         r.current = None
         return
     if push.verdict.accepted:
         for flag in push.verdict.flags:
             run.emit_note("push_flagged", push=push.id, reason=flag)
-        stepping.weigh_push(run, r, push)
-        orders = {slave.name: stepping.fold_order(r, push, slave.layers) for slave in run.ready_slaves()}
+        weigh_push(run, r, push)
+        orders = {slave.name: fold_order(r, push, slave.layers) for slave in run.ready_slaves()}
         run.fan_out(FanoutKind.FOLD, push.id, dict(orders), run.options.timing.compute_s)
         return
     r.gated.append(push)
@@ -123,7 +320,7 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
         split=any(map(is_against, before)),
         usual=sum(cosines) / len(cosines) if cosines else 0.0,
         own=run.penalty.own_cosine(push.id.cluster),
-        against=held_pushes.count_against(r),
+        against=count_against(r),
         clusters=len(live),
         trusted=run.penalty.count_trusted(push.id.cluster, live),
         moved=run.moved_since(push.base),
@@ -148,14 +345,14 @@ def on_push_folded(run: RunState, fanout: Fanout) -> None:
 
 def _close_window(run: RunState, r: Round) -> None:
     if not r.folded:
-        settlement.end_unchanged(run, r)
+        end_unchanged(run, r)
         return
     if run.durability.late is not None:
         return  # the next flip would overwrite θ and m, which are being written (docs/protocol.md#memory)
     r.state = check_move(ROUND_MOVES, r.state, RoundState.APPLYING, f"round {r.number}")
-    made = stepping.make_step(run, r)
+    made = make_step(run, r)
     if not made.finite:
-        settlement.skip_round(run, f"the norm of the averaged pseudo-gradient is {made.norm}")
+        skip_round(run, f"the norm of the averaged pseudo-gradient is {made.norm}")
         return
     r.delta_norm, r.clipped = made.norm, made.clipped
     r.reason = f"{len(r.folded)} contributions"
@@ -181,7 +378,7 @@ def on_version_applied(run: RunState, fanout: Fanout) -> None:
     r.theta_digest, r.step_norm = _read_step(run, fanout)
     r.reason = str(version)
     if not durability.row_waits_for_disks(run):
-        settlement.commit_version(run, r, (), durable=False)
+        commit_version(run, r, (), durable=False)
         return
     run.order_all(FanoutKind.PERSIST, version, Persist(version), run.options.timing.compute_s)
     run.emit_note("round_persisting", round=r.number, version=version)
@@ -200,7 +397,7 @@ def on_version_persisted(run: RunState, fanout: Fanout) -> None:
     assert run.round is not None
     durability.on_snapshot_written(run)
     digests = tuple((name, a.digest) for name, a in fanout.answers.items() if isinstance(a, Persisted))
-    settlement.commit_version(run, run.round, digests, durable=True)
+    commit_version(run, run.round, digests, durable=True)
 
 
 def on_disk_failed(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) -> bool:
@@ -213,10 +410,10 @@ def on_disk_failed(run: RunState, slave: Slave, fanout: Fanout, event: OrderFail
     reason = f"{slave.name} refused: {event.refusal}"
     durability.on_snapshot_failed(run, reason)
     if run.durability.state is not DurabilityState.DEGRADED:
-        settlement.skip_round(run, reason)
+        skip_round(run, reason)
     elif fanout.kind is FanoutKind.PERSIST:
         run.forget_orders(frozenset({FanoutKind.PERSIST}))
-        settlement.commit_version(run, run.round, (), durable=False)
+        commit_version(run, run.round, (), durable=False)
     else:
         body = run.orders.orders[event.number][1].body
         assert isinstance(body, Apply)
@@ -245,3 +442,233 @@ def _order_by_layer(
 
 def _sum_digests(answers: Sequence[tuple[Slave, Measured | Prepared]]) -> int:
     return sum(answer.digest for _, answer in answers) % PUSH_DIGESTS
+
+
+# ---- settlement -----------------------------------------------------------------------------------------------------
+# The end of a round, and its outcomes for clusters (docs/protocol.md#messages rows 14 to 16).
+#
+# One row settles everything: VersionCommitted is the commit point of an outer step. A round that breaks before its row
+# is *skipped*: θ stays, its clusters keep their progress and train on. One whose pushes were all gated leaves θ
+# *unchanged*.
+
+
+DELTA_NORMS_KEPT = 50  # accepted ‖δ‖, for a relative clip
+ROUND_ORDERS = frozenset({FanoutKind.MEASURE, FanoutKind.FOLD, FanoutKind.APPLY, FanoutKind.PERSIST})
+
+
+# ---- a version ------------------------------------------------------------------------------------------------------
+
+
+def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
+    """Write the version's row, which makes it exist, and order the flip."""
+    version = VersionId(run.head.version + 1, r.number)
+    r.state = check_move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
+    rows, history = statistics_after(run, r)
+    row = _version_row(run, r, version, digests, durable, rows, history)
+    run.emit_record(row)
+    run.penalty.keep_statistics(rows, history)
+    tokens = sum(f.tokens for f in row.folds)
+    shares = tuple((p.id.cluster, p.tokens, p.ranges) for p in r.folded)
+    run.versions[version] = VersionRow(version, row.parent, durable, tokens, False, shares)
+    run.head, run.round = version, None
+    run.committed_at[version] = run.now
+    run.step_norms[version] = r.step_norm
+    run.met.append((len(row.folds), sum(c.live for c in run.clusters.values())))
+    run.durability.again_at = 0.0  # a new version tries the disks anew
+    run.offers_changed()
+    run.tokens_accepted += tokens
+    run.counts[RoundResult.APPLIED] += 1
+    run.emit_note("version_committed", version=version, round=r.number, contributions=len(r.folded), tokens=tokens)
+    pulling = [c for c in (_settle_push(run, p, _kind_of(p), version) for p in r.pushes) if c is not None]
+    pulls.flip_slaves(run, version, pulling)
+    durability.retire_versions(run)
+    finish_if_due(run)
+
+
+def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
+    """Return the penalty's statistics after this round."""
+    verdicts = [Settled(p.id.cluster, p.verdict, p.counted) for p in (*r.folded, *r.gated) if p.verdict is not None]
+    live = [c.name for c in run.clusters.values() if c.live]
+    rows, history = run.penalty.compute_statistics(verdicts, live, r.theta_digest)
+    if r.folded:
+        history = replace(history, delta_norms=(*history.delta_norms, r.delta_norm)[-DELTA_NORMS_KEPT:])
+    return rows, history
+
+
+def _version_row(
+    run: RunState,
+    r: Round,
+    version: VersionId,
+    digests: tuple[tuple[str, str], ...],
+    durable: bool,
+    rows: Mapping[str, PenaltyRow],
+    history: ScoreHistory,
+) -> VersionCommitted:
+    folds = tuple(
+        FoldRow(
+            p.id, p.base, p.counted, p.inner_steps, p.weight, p.verdict.norm, p.verdict.score, p.loss, p.ranges,
+            p.layer_weights,
+        )
+        for p in r.folded
+        if p.verdict is not None
+    )  # fmt: skip
+    outcomes = tuple(_outcome_row(p, _kind_of(p), version) for p in r.pushes)
+    return VersionCommitted(
+        version, run.head, durable, folds, outcomes, r.step, r.delta_norm, r.clipped, digests, tuple(rows.values()),
+        history, run.now,
+    )  # fmt: skip
+
+
+# ---- no version -----------------------------------------------------------------------------------------------------
+
+
+def end_unchanged(run: RunState, r: Round) -> None:
+    """End a round in which all pushes were gated: θ stays, and their clusters pull it."""
+    rows, history = statistics_after(run, r)
+    outcomes = tuple(_outcome_row(p, OutcomeKind.GATED, None) for p in r.gated)
+    reason = "all contributions were gated"
+    run.emit_record(RoundEnded(r.number, RoundResult.UNCHANGED, reason, outcomes, tuple(rows.values()), run.now))
+    run.penalty.keep_statistics(rows, history)
+    run.counts[RoundResult.UNCHANGED] += 1
+    run.update_s = 0.0
+    run.round = None
+    run.emit_note("round_unchanged", round=r.number, gated=len(r.gated))
+    _abort_on_slaves(run, r, f"unchanged: {reason}")
+    for push in r.gated:
+        cluster = _settle_push(run, push, OutcomeKind.GATED, None)
+        if cluster is not None:
+            run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.GATED, "gated")
+    finish_if_due(run)
+
+
+def skip_round(run: RunState, reason: str) -> None:
+    """Skip a round that broke before its row: folded pushes are lost, the others wait for the next window."""
+    r = run.round
+    if r is None:
+        return
+    check_move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
+    run.forget_orders(ROUND_ORDERS)
+    over = [*r.folded, *r.gated]
+    if r.current is not None:  # some slave may have measured or folded it already
+        over.append(r.current)
+    outcomes = tuple(_outcome_row(p, OutcomeKind.SKIPPED, None, reason) for p in over)
+    run.emit_record(RoundEnded(r.number, RoundResult.SKIPPED, reason, outcomes, (), run.now))
+    run.counts[RoundResult.SKIPPED] += 1
+    run.round = None
+    run.waiting = [*r.queue, *let_go(r), *run.waiting]
+    _abort_on_slaves(run, r, reason)
+    run.emit_note("round_skipped", round=r.number, reason=reason)
+    _give_back(run, over, reason)
+    if r.current is not None:
+        _drop_on_slaves(run, r.current, reason)
+    finish_if_due(run)
+
+
+def skip_waiting_pushes(run: RunState, reason: str) -> None:
+    """Skip committed pushes without a round: a slave that held a part of them is lost, or the run is over."""
+    over, run.waiting = run.waiting, []
+    for push in over:
+        _drop_on_slaves(run, push, reason)
+    _give_back(run, over, reason)
+
+
+def _abort_on_slaves(run: RunState, r: Round, reason: str) -> None:
+    run.order_all(FanoutKind.STANDALONE, r.number, Abort(r.number, reason), run.options.timing.order_s)
+
+
+def _drop_on_slaves(run: RunState, push: Push, reason: str) -> None:
+    run.order_all(FanoutKind.STANDALONE, push.id, DropPush(push.id, reason), run.options.timing.order_s)
+
+
+def _give_back(run: RunState, over: list[Push], reason: str) -> None:
+    for push in over:
+        cluster = _settle_push(run, push, OutcomeKind.SKIPPED, None, reason)
+        if cluster is not None:
+            why = f"its round was skipped: {reason}"
+            run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.SKIPPED, why)
+
+
+# ---- one push -------------------------------------------------------------------------------------------------------
+
+
+def _kind_of(push: Push) -> OutcomeKind:
+    """Return the outcome of a push in a round that made a version."""
+    return OutcomeKind.ACCEPTED if push.verdict is not None and push.verdict.accepted else OutcomeKind.GATED
+
+
+def _outcome_row(push: Push, kind: OutcomeKind, version: VersionId | None, reason: str = "") -> OutcomeRow:
+    verdict = push.verdict
+    measured = verdict.reason if verdict else ""
+    if 0 < push.counted < push.tokens:
+        measured = f"{measured}; of its {push.tokens} tokens {push.counted} count: more than is usual here"
+    why = reason or (f"in {version}: {measured}" if kind is OutcomeKind.ACCEPTED and verdict else measured)
+    norm, score = (verdict.norm, verdict.score) if verdict else (0.0, 0.0)
+    return OutcomeRow(push.id, kind, why, push.tokens, push.inner_steps, norm, score, push.ranges, push.begun)
+
+
+def _settle_push(
+    run: RunState, push: Push, kind: OutcomeKind, version: VersionId | None, reason: str = ""
+) -> Cluster | None:
+    """Give the push's cluster its Outcome; return the cluster if it waits for it and will pull."""
+    cluster = run.clusters[push.id.cluster]
+    same_incarnation = cluster.inc == push.id.inc
+    run.transfers.close_push(push)
+    run.count_in_window(cluster, push, -1)
+    if kind is not OutcomeKind.SKIPPED:
+        run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges, push.begun)
+        cluster.tokens[kind] += push.tokens
+        if kind is OutcomeKind.ACCEPTED:
+            cluster.last_tokens = push.counted
+            run.ranges.note_used(push.id.cluster, len(push.ranges))
+        if same_incarnation:
+            cluster.settled += push.tokens
+            cluster.settled_steps += push.inner_steps
+            cluster.works_since = push.opened_at
+    elif not (same_incarnation and cluster.live):
+        cluster.tokens["lost"] += push.tokens
+    cluster.counts[kind] += 1
+    cluster.last_outcome = _outcome_row(push, kind, version, reason)
+    if not (same_incarnation and cluster.live):
+        run.ranges.release_lease(push.id.cluster, push.id.inc)
+        return None
+    if cluster.push is push:
+        cluster.push = None
+    cluster.outcome = cluster.last_outcome
+    cluster.outcome_version = version if kind is OutcomeKind.ACCEPTED else None
+    return cluster if cluster.state is ClusterState.COMMITTED else None
+
+
+# ---- the end of the run ---------------------------------------------------------------------------------------------
+
+
+def find_end(run: RunState, stop: Targets) -> str:
+    """Return which of these targets is reached, or that all data is settled; empty if the run goes on."""
+    settled = run.ranges.total > 0 and run.ranges.is_settled(stop.epochs)
+    reasons = (
+        (stop.tokens and run.tokens_accepted >= stop.tokens, f"{stop.tokens} tokens are accepted"),
+        (stop.versions and run.head.version >= stop.versions, f"{stop.versions} outer steps are made"),
+        (stop.wall_s and run.now - run.started >= stop.wall_s, f"{stop.wall_s:g} s are over"),
+        (settled, f"all {run.ranges.total} data ranges are settled"),
+    )
+    return next((why for due, why in reasons if due), "")
+
+
+def finish_if_due(run: RunState) -> None:
+    """End the run when one of its targets is reached or its data is settled, and no round is open (Algorithm 1, line
+    7).
+    """
+    reason = find_end(run, run.targets)
+    if not reason or run.finished or run.round is not None:
+        return
+    run.finished = run.head
+    run.emit_record(RunFinished(run.head, reason, run.now))
+    run.emit_note("run_finished", version=run.head, reason=reason)
+    run.slot_queue.clear_queue()
+    pushes.drop_all_pushes(run, f"the run is finished: {reason}")
+    skip_waiting_pushes(run, f"the run is finished: {reason}")
+
+
+def finish_if_time_is_over(run: RunState) -> None:
+    """End the run if `stop.wall_s` is over; called when time has passed, since no push may come."""
+    if run.targets.wall_s:
+        finish_if_due(run)

@@ -1,12 +1,10 @@
-"""The state of the whole run, and the methods by which handlers order, record and reply.
-
-Only `Coordinator.step` changes it, through the functions of slaves.py, clusters.py, pushes.py, pulls.py and round.py.
-`now` is the time of the present step; `out` collects the step's effects in their order.
-"""
+"""The state of the whole run, its indexes, and the methods by which handlers order, record and reply."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from math import inf
 
@@ -15,8 +13,7 @@ from dips.errors import StaleIncarnation, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.admission import SlotQueue
 from dips.protocol.data import RangeBook
-from dips.protocol.deadlines import transfer_deadline_s
-from dips.protocol.effects import Effect, Failed, Grant, Note, OrderBody, Progress, Reply, Result
+from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
 from dips.protocol.entities import (
     AuditBudget,
     Bodies,
@@ -33,23 +30,192 @@ from dips.protocol.entities import (
 from dips.protocol.enums import (
     ClusterCause,
     ClusterStanding,
+    ClusterState,
     FanoutKind,
     OutcomeKind,
     RequeuePolicy,
     RoundResult,
     SlaveCause,
+    SlaveState,
 )
-from dips.protocol.lineage import oldest_offered
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
-from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.options import Options
-from dips.protocol.order_book import OrderBook
 from dips.protocol.penalty import Penalty
 from dips.protocol.records import LedgerState, Record, VersionRow
-from dips.protocol.roster import Roster, in_order, name_some
 from dips.protocol.timers import Timers
-from dips.protocol.transfer_book import TransferBook
+from dips.protocol.transfer_book import TransferBook, transfer_deadline_s
 from dips.protocol.tunable import restore_tuned
+
+# ---- lineage --------------------------------------------------------------------------------------------------------
+# The lineage: versions from v0@r0 to the head, oldest first, and which of them may become the head again.
+#
+# A rollback undoes the versions after its target. So the tokens and ranges of a version are kept as long as an older
+# one is on offer, even if its own snapshots are retired: a mirror that lags, or an archived version, keeps an old one
+# on offer while newer ones are retired.
+
+
+def offers_genesis(lineage: Iterable[VersionRow]) -> bool:
+    """Whether v0@r0, the initial model that every slave has, may be the head: until a version that all slaves had is
+    retired.
+
+    After that, a slave that has only v0@r0 has lost its directory, for which the run must not begin anew. Versions are
+    forgotten only after that, so a gap after v0@r0 means the same.
+    """
+    rows = [row for row in lineage if row.version != GENESIS]
+    return not any(row.retired and row.durable for row in rows) and (not rows or rows[0].parent == GENESIS)
+
+
+def oldest_offered(lineage: Iterable[VersionRow]) -> VersionId:
+    """Return the oldest version that may still become the head; shares of older versions are not needed any more."""
+    rows = tuple(lineage)
+    if offers_genesis(rows):
+        return GENESIS
+    return next((row.version for row in rows if row.version != GENESIS and not row.retired), rows[-1].version)
+
+
+# ---- order book -----------------------------------------------------------------------------------------------------
+# Unanswered orders to slaves by their number, and their fanouts. Pure.
+#
+# What must stay true: a fanout is in the book as long as one of its orders is; answers to forgotten orders are ignored.
+# The cost of an answer does not depend on the number of open orders.
+
+
+@dataclass
+class OrderBook:
+    """All open orders of one term."""
+
+    orders: dict[int, tuple[Fanout, Order]] = field(default_factory=dict)
+    fanouts: dict[FanoutKind, dict[int, Fanout]] = field(default_factory=dict)  # by the number of their first order
+    last_number: int = 0
+
+    def give_order(self, fanout: Fanout, slave: str, sinc: int, term: int, body: OrderBody, deadline_s: float) -> Order:
+        """Number one order of a fanout and add it as unanswered."""
+        self.last_number = number = self.last_number + 1
+        order = Order(slave, sinc, term, number, body, deadline_s)
+        self.orders[number] = (fanout, order)
+        fanout.waiting[slave] = number
+        fanout.unanswered += 1
+        if not fanout.first:
+            fanout.first = number
+        if fanout.unanswered == 1:
+            self.fanouts.setdefault(fanout.kind, {})[fanout.first] = fanout
+        return order
+
+    def find_order(self, number: int) -> tuple[Fanout, Order] | None:
+        """Return (fanout, order) of the open order with this number; None if it is not open."""
+        return self.orders.get(number)
+
+    def remove_order(self, number: int) -> tuple[Fanout, Order]:
+        """Remove an order, so that its answer is ignored; its fanout still waits."""
+        fanout, _ = found = self.orders.pop(number)
+        fanout.unanswered -= 1
+        if not fanout.unanswered:
+            del self.fanouts[fanout.kind][fanout.first]
+        return found
+
+    def forget_fanouts(self, kinds: frozenset[FanoutKind], subject: Subject | None = None) -> None:
+        """Remove all orders of these kinds, about `subject` or about anything."""
+        for kind in sorted(kinds):
+            for fanout in list(self.fanouts.get(kind, {}).values()):
+                if subject is None or fanout.subject == subject:
+                    for number in fanout.waiting.values():
+                        if number in self.orders:
+                            self.remove_order(number)
+
+    def orders_of(self, slave: str, *kinds: FanoutKind) -> Iterator[int]:
+        """Iterate over the numbers of the open orders to one slave, of these kinds or of any."""
+        for kind in kinds or tuple(self.fanouts):
+            for fanout in self.fanouts.get(kind, {}).values():
+                number = fanout.waiting.get(slave)
+                if number is not None and number in self.orders:
+                    yield number
+
+
+# ---- roster ---------------------------------------------------------------------------------------------------------
+# Indexes of the slaves by what is looked up after every event: which are not READY, which drain, which have to be
+# heard.
+#
+# The sets of names here exist nowhere else, except `missing`, `unasked` and the addresses for grants, which follow the
+# slaves' own records (entities.py) through the methods of RunState. Pure.
+
+
+NAMED = 8  # slaves that a reason names: with a thousand, the first are enough
+
+Names = dict[str, None]  # an ordered set
+
+
+@dataclass
+class Roster:
+    """Sets of names of slaves; the run's `slaves` has the record of each."""
+
+    missing: Names  # not READY
+    unregistered: Names  # since this master started
+    unasked: Names  # whose offer is unknown
+    lacking: Names = field(default_factory=dict)  # whose offer is known and does not contain the head: see rollback.py
+    draining: Names = field(default_factory=dict)  # asked to be drained, with something still open on them
+    garbage: dict[str, tuple[VersionId, ...]] = field(default_factory=dict)  # on disks of READY slaves, without a row
+    perhaps_behind: Names = field(default_factory=dict)  # whose mirrors may lack the target: see durability.py
+    addresses: tuple[SlaveAddress, ...] = ()  # of all slaves, for grants; empty: to be computed anew
+    slots: int = 0  # the fewest slots of any registered slave
+
+    @classmethod
+    def of_names(cls, names: Iterable[str]) -> Roster:
+        """Return the roster of slaves of which none has registered yet."""
+        missing = dict.fromkeys(names)
+        return cls(missing, dict(missing), dict(missing))
+
+    def follow_state(self, slave: Slave) -> None:
+        """Update the sets after a slave's state has changed."""
+        if slave.state is SlaveState.READY:
+            self.missing.pop(slave.name, None)
+            self.perhaps_behind[slave.name] = None
+        else:
+            self.missing[slave.name] = None
+            self.garbage.pop(slave.name, None)
+
+    def follow_offer(self, slave: Slave) -> None:
+        """Update the sets after a slave's offer became known or invalid."""
+        if slave.offer is None:
+            self.unasked[slave.name] = None
+            self.lacking.pop(slave.name, None)
+        else:
+            self.unasked.pop(slave.name, None)
+
+    def follow_register(self, slave: Slave, slots: int, slaves: Mapping[str, Slave]) -> None:
+        """Update slots and addresses after a slave has registered, perhaps as another process, at another address."""
+        before, slave.slots = slave.slots, slots
+        first = slave.name in self.unregistered
+        self.unregistered.pop(slave.name, None)
+        self.addresses = ()
+        if first:
+            self.slots = min(self.slots, slots) if self.slots else slots
+        elif before == self.slots or slots < before:  # it had the fewest, or may have them now
+            self.slots = min(s.slots for s in slaves.values() if s.name not in self.unregistered)
+
+    def list_addresses(self, slaves: Mapping[str, Slave]) -> tuple[SlaveAddress, ...]:
+        """Return the addresses of all slaves, for ranks."""
+        if not self.addresses:
+            self.addresses = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers, s.key) for s in slaves.values())
+        return self.addresses
+
+
+def in_order(slaves: Mapping[str, Slave], names: Iterable[str]) -> list[Slave]:
+    """Return the slaves with these names, in the order of the placement."""
+    return sorted((slaves[name] for name in names), key=lambda slave: slave.place)
+
+
+def name_some(names: Sequence[str]) -> str:
+    """Join names for a message, only the first of them if there are many."""
+    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + rest
+
+
+# ---- run state ------------------------------------------------------------------------------------------------------
+# The state of the whole run, and the methods by which handlers order, record and reply.
+#
+# Only `Coordinator.step` changes it, through the functions of slaves.py, clusters.py, pushes.py, pulls.py and round.py.
+# `now` is the time of the present step; `out` collects the step's effects in their order.
+
 
 OLD_LEDGER = "this ledger is an old copy: put the newest one back, or see `dips-master recover`"
 MET_SHOWN = 20  # versions of this term for which `dips status` shows how many clusters were in them
@@ -120,7 +286,7 @@ class RunState:
         self.rollback_steps = 0  # steps that a rollback would undo which waits for an operator; 0: none waits
         self.rollback_asked: VersionId | None = None  # by an operator in this term, until it is the head
         self.mirror_target: VersionId | None = None  # version that every mirror should hold next
-        self.mirrored: dict[VersionId, int] = {}  # versions kept for mirrors → for how many: see mirrors.py
+        self.mirrored: dict[VersionId, int] = {}  # versions kept for mirrors → for how many: see durability.py
         self.met = deque[tuple[int, int]](maxlen=MET_SHOWN)  # of the newest versions: (pushes in it, live clusters)
         self.committed_at: dict[VersionId, float] = {}  # versions of this term that are not retired
         self.closed_at = now  # when the last window closed
@@ -131,7 +297,7 @@ class RunState:
         self.failed_seed: tuple[str, str] | None = None  # (nonce of its process, reason), until it asks again
         self.orders = OrderBook()
         self.transfers = TransferBook()
-        self.probes: dict[str, ProbeAdmission] = {}  # by cluster: see probe_keys.py
+        self.probes: dict[str, ProbeAdmission] = {}  # by cluster: see clusters.py
 
     def forget_old_versions(self) -> None:
         """Limit the lineage to v0@r0, the newest `lineage_kept` versions, and those on offer. The ledger has all.

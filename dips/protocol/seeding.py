@@ -28,13 +28,11 @@ from dips.protocol.effects import (
     SeedGranted,
 )
 from dips.protocol.entities import Bodies, Fanout, Seed
-from dips.protocol.enums import FanoutKind
+from dips.protocol.enums import FanoutKind, SlaveState
 from dips.protocol.events import PushRefused, PushStaged, SeedAsked
 from dips.protocol.manifest import Manifest
-from dips.protocol.moves import SlaveState
 from dips.protocol.rank_keys import find_wrong_keys
-from dips.protocol.roster import name_some
-from dips.protocol.run_state import RunState
+from dips.protocol.run_state import RunState, name_some
 
 WAITS = "waits for the first model: run `dips seed`"
 SEEDER = "dips.seed"  # the cluster in the names of its pushes; their incarnation is the master's term

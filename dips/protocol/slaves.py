@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, RemoteProtocolError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS
-from dips.protocol import durability, flip, mirrors, movement, pulls, pushes, rollback, round, seeding, settlement
-from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register
-from dips.protocol.compatibility import find_protocol_mismatch
+from dips.protocol import durability, pulls, pushes, rollback, round, seeding, transfers
+from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register, find_protocol_mismatch
 from dips.protocol.effects import (
     Abort,
     AbortVersion,
@@ -24,11 +23,11 @@ from dips.protocol.effects import (
     SlaveOrder,
 )
 from dips.protocol.entities import Fanout, Slave
-from dips.protocol.enums import ClusterCause, FanoutKind, Role, SlaveCause
+from dips.protocol.enums import ClusterCause, FanoutKind, Role, RoundState, SlaveCause, SlaveState
 from dips.protocol.events import OrderAnswered, OrderFailed, SlaveRegistered, SlaveSilent
-from dips.protocol.moves import RoundState, SlaveState
 from dips.protocol.rank_keys import KEY_CHARS, is_key
 from dips.protocol.records import IncarnationGiven
+from dips.protocol.round import ROUND_ORDERS, skip_round, skip_waiting_pushes
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
 UNANSWERED_ORDERS = 2  # in a row past their deadline: orders do not reach the slave, though its heartbeats arrive
@@ -55,7 +54,7 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
         run.reply_to(event.req, Failed(StaleTerm if leave.code == EXIT_STALE else StaleVersion, leave.reason))
         run.out.append(leave)
         return
-    mirrors.note_report(run, slave, event.mirror)
+    durability.note_report(run, slave, event.mirror)
     came = "its process is a new one" if slave.nonce != event.nonce else "it registered again"
     lose_slave(run, slave, SlaveCause.REGISTERS, came)
     _give_incarnation(run, slave, event)
@@ -139,7 +138,7 @@ def _advise_on_ledger(run: RunState) -> str:
 def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> None:
     if slave.nonce != event.nonce:
         slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
-        flip.stop_waiting_for(run, slave.name)  # its former incarnation will never answer its orders
+        pulls.stop_waiting_for(run, slave.name)  # its former incarnation will never answer its orders
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.memory = event.address, event.lanes, event.memory
     slave.key, slave.unseeded = event.key, event.unseeded
@@ -205,7 +204,7 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
         run.set_slave_state(slave, SlaveState.RESTORING, cause, reason)
         return
     run.set_slave_state(slave, SlaveState.READY, SlaveCause.SERVES, f"serves {run.head}")
-    mirrors.note_covered(slave)
+    durability.note_covered(slave)
     run.emit_note("slave_ready", slave=slave.name, sinc=slave.sinc, version=run.head)
     last = run.next_round - 1
     if last > run.head.round:  # it may hold parts of a round that was skipped while it was away
@@ -249,11 +248,11 @@ def lose_slave(run: RunState, slave: Slave, cause: SlaveCause, reason: str) -> N
         return
     run.emit_note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
     in_doubt = _has_persisted(run, slave)
-    mirrors.advance_target(run)  # the others' mirrors go on without it
-    flip.stop_waiting_for(run, slave.name)
+    durability.advance_target(run)  # the others' mirrors go on without it
+    pulls.stop_waiting_for(run, slave.name)
     if not in_doubt:
-        settlement.skip_round(run, f"{slave.name} was lost: {reason}")
-    settlement.skip_waiting_pushes(run, f"{slave.name} was lost: {reason}")
+        skip_round(run, f"{slave.name} was lost: {reason}")
+    skip_waiting_pushes(run, f"{slave.name} was lost: {reason}")
     pushes.drop_all_pushes(run, f"{slave.name} was lost: {reason}")
     pulls.close_all_pulls(run, f"{slave.name} was lost: {reason}")
     if run.seed is not None and slave.name in run.seed.slaves:  # it serves the model already: a former transfer's
@@ -323,9 +322,9 @@ def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) ->
         if cluster is not None and fanout.kind is FanoutKind.OPEN_PUSH:
             pushes.drop_push(run, cluster, reason)
         elif cluster is not None:
-            movement.close_pull(run, cluster, ClusterCause.PULL_ENDED, reason)
-    elif fanout.kind in settlement.ROUND_ORDERS:
-        settlement.skip_round(run, reason)
+            transfers.close_pull(run, cluster, ClusterCause.PULL_ENDED, reason)
+    elif fanout.kind in ROUND_ORDERS:
+        skip_round(run, reason)
     elif fanout.kind in (FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED):
         seeding.drop_seed(run, reason)
     elif fanout.kind is FanoutKind.PERSIST_LATE:

@@ -14,14 +14,23 @@ from math import isfinite
 from typing import Any
 
 from dips.ids import VersionId
-from dips.protocol import mirrors, seeding, window
+from dips.protocol import seeding, window
+from dips.protocol.durability import measure_lag
 from dips.protocol.entities import Cluster, Slave
-from dips.protocol.enums import ClusterCause, DurabilityMode, DurabilityState, OutcomeKind, Severity, SlaveCause
+from dips.protocol.enums import (
+    ClusterCause,
+    ClusterState,
+    DurabilityMode,
+    DurabilityState,
+    OutcomeKind,
+    RoundState,
+    Severity,
+    SlaveCause,
+    SlaveState,
+)
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
-from dips.protocol.moves import ClusterState, RoundState, SlaveState
 from dips.protocol.options import Targets
-from dips.protocol.roster import in_order, name_some
-from dips.protocol.run_state import RunState
+from dips.protocol.run_state import RunState, in_order, name_some
 
 UNDONE_SHOWN = 8  # the newest; `dips history` knows all
 
@@ -371,7 +380,7 @@ def _view_cluster(run: RunState, c: Cluster, now: float) -> ClusterView:
 
 
 def _view_slave(run: RunState, s: Slave, now: float) -> SlaveView:
-    lag = mirrors.measure_lag(run, s, now)
+    lag = measure_lag(run, s, now)
     return SlaveView(
         state=s.state,
         cause=s.cause,

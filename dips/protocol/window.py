@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from dips.protocol.entities import Cluster, Push, Round
-from dips.protocol.enums import WindowRule
-from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
+from dips.protocol.enums import ROUND_MOVES, RoundState, WindowRule, check_move
 from dips.protocol.records import RoundReserved
 from dips.protocol.run_state import RunState
 

@@ -1,8 +1,4 @@
-"""A simulated agent: a shell around the real core (client/agent/core.py), like the daemon (client/agent/agent.py).
-
-The shell sends questions and heartbeats to the master, serves rank 0 and runs the training command. Beside it the world
-keeps its own record of every inner step, with which the client's account is compared.
-"""
+"""A simulated agent: a shell around the real core (client/agent/core.py), and its calls to the master."""
 
 from __future__ import annotations
 
@@ -11,24 +7,27 @@ from functools import partial
 from typing import Any, Protocol
 
 from dips.client.agent.account import PastIncarnation
-from dips.client.agent.actions import (
+from dips.client.agent.core import AgentCore
+from dips.client.agent.restarts import EndAgent, LaunchCommand
+from dips.client.agent.state import (
     Actions,
+    AgentSettings,
+    AgentState,
     AskMaster,
+    Channel,
+    ClusterIdentity,
     RecordMark,
     SaveIncarnation,
     SendHeartbeat,
     StopTrainer,
 )
-from dips.client.agent.core import AgentCore
-from dips.client.agent.restarts import EndAgent, LaunchCommand
-from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
-from dips.errors import Denied, DipsError, Diverged, StaleIncarnation
+from dips.errors import Denied, DipsError, Diverged, StaleIncarnation, UnavailableMaster
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.effects import Finished, Grant, Joined, Outcome
+from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
 from dips.sim.fiber import ChangeSignal, Fiber, Gate, Story, Wait, sleep
-from dips.sim.master_client import SimMasterClient
+from dips.sim.heap import Heap
 from dips.sim.network import Network
 from dips.sim.ports import TrainerWorld
 from dips.sim.site import Site
@@ -36,6 +35,82 @@ from dips.sim.torchrun import SimTorchrun
 from dips.sim.trainer import SimTrainer
 from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32
+
+# ---- master client --------------------------------------------------------------------------------------------------
+# A simulated agent's connection to the master: sends each question and each heartbeat once.
+
+
+CALL_S = 2.0  # deadline of a question
+
+
+class Asker(Protocol):
+    """The receiver of replies and errors."""
+
+    def on_reply(self, ask: AskMaster, answer: Any) -> None: ...
+    def on_error(self, ask: AskMaster, error: DipsError) -> None: ...
+    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer) -> None: ...
+    def on_heartbeat_error(self, error: DipsError) -> None: ...
+
+
+class SimMasterClient:
+    """Sends one question at a time in each channel; a newer one replaces an older one."""
+
+    def __init__(self, heap: Heap, network: Network, name: str, gate: Gate, asker: Asker) -> None:
+        self._heap, self._network, self._name, self._gate, self._asker = heap, network, name, gate, asker
+        self._asking: dict[Channel, Fiber] = {}
+
+    def ask_master(self, ask: AskMaster) -> None:
+        older = self._asking.get(ask.channel)
+        if older is not None:
+            older.kill()
+        self._asking[ask.channel] = Fiber(self._carry_question(ask), self._gate)
+
+    def send_heartbeat(self, action: SendHeartbeat) -> None:
+        """Send a heartbeat; its answer is processed when the agent's machine runs."""
+        inc = action.heartbeat.inc
+
+        def on_answer(answer: Any) -> None:
+            self._gate.pass_on(partial(self._take_heartbeat_answer, inc, answer))
+
+        self._network.call_host(self._name, "master", action.heartbeat, action.deadline_s, on_answer)
+
+    def kill_client(self) -> None:
+        for fiber in self._asking.values():
+            fiber.kill()
+
+    def _carry_question(self, ask: AskMaster) -> Story:
+        if ask.delay_s:
+            yield sleep(self._heap, ask.delay_s, f"{self._name} asks")
+        answer = yield partial(self._network.call_host, self._name, "master", ask.event, CALL_S)
+        error = error_of(answer)
+        if error is None:
+            self._asker.on_reply(ask, answer)
+        else:
+            self._asker.on_error(ask, error)
+
+    def _take_heartbeat_answer(self, inc: int, answer: Any) -> None:
+        error = error_of(answer)
+        if error is None:
+            self._asker.on_heartbeat_reply(inc, answer)
+        else:
+            self._asker.on_heartbeat_error(error)
+
+
+def error_of(answer: Any) -> DipsError | None:
+    """Return the error that a call to the master would have raised; None if it would have returned."""
+    if answer is None:
+        return UnavailableMaster("the master does not answer")
+    if isinstance(answer, Failed):
+        return answer.error(answer.message)
+    return None
+
+
+# ---- agent ----------------------------------------------------------------------------------------------------------
+# A simulated agent: a shell around the real core (client/agent/core.py), like the daemon (client/agent/agent.py).
+#
+# The shell sends questions and heartbeats to the master, serves rank 0 and runs the training command. Beside it the
+# world keeps its own record of every inner step, with which the client's account is compared.
+
 
 RETRY_S = 2.0  # longest pause before a master that did not answer is asked again
 MAX_RESTARTS = 1000  # restarts of the training command, so that drawn failures never end a cluster for good

@@ -1,23 +1,59 @@
-"""The data links of parameters: their delay, and the chunks that they break, lose, hold back or deliver twice.
-
-A link between a cluster and a slave can be clogged (almost no bandwidth) or parted, in either direction for a time. The
-streams on the links are in streams.py.
-"""
+"""The data links of parameters: the pieces they carry, their delay, the chunks that they break, lose or hold back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from random import Random
 from typing import Protocol
 
 from dips.protocol.manifest import Manifest
+from dips.protocol.rank_keys import KEY_CHARS
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Heap
-from dips.sim.pieces import pieces_of
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import run_id
+
+# ---- keys -----------------------------------------------------------------------------------------------------------
+# Keys of simulated lanes and ranks: names of a key's length. A party that sends a key is assumed to hold it.
+
+
+LANE_KEY = "lane".ljust(KEY_CHARS, ".")  # key of all slaves, whose lanes are encrypted
+
+
+def make_keys(attempt: str, ranks: int) -> tuple[str, ...]:
+    """Return the keys of the ranks of one attempt of a cluster's trainer; each attempt has its own."""
+    return tuple(f"{rank}.{attempt}".ljust(KEY_CHARS, ".") for rank in range(ranks))
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+# The elements of a model that a rank holds: the pieces that its streams transfer.
+
+
+def rank_share(size: int, rank: int, ranks: int) -> slice:
+    """Return the elements of a flat layer that one rank holds, as FSDP shards dimension 0."""
+    return slice(size * rank // ranks, size * (rank + 1) // ranks)
+
+
+def pieces_of(layout: LayerLayout, layers: Iterable[int], rank: int, ranks: int) -> list[Range]:
+    """Return a rank's share of each layer as pieces of parameters, without empty ones."""
+    found = []
+    for (layer, param), field in layout.fields.items():
+        if layer in layers:
+            held = rank_share(layout.numel[layer], rank, ranks)
+            begin, end = max(held.start, field.start), min(held.stop, field.start + field.numel)
+            if begin < end:
+                found.append(Range(layer, param, begin - field.start, end - begin))
+    return found
+
+
+# ---- data links -----------------------------------------------------------------------------------------------------
+# The data links of parameters: their delay, and the chunks that they break, lose, hold back or deliver twice.
+#
+# A link between a cluster and a slave can be clogged (almost no bandwidth) or parted, in either direction for a time.
+# The streams on the links are in streams.py.
+
 
 CLOG = 15.0  # factor of the delay on a clogged link
 

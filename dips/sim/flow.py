@@ -17,13 +17,11 @@ from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap, Timer
-from dips.slave.admission import Admission
-from dips.slave.keyring import Keyring
-from dips.slave.moves import FlowEvent, FrameRefused, Move, Released, Say, Wake
-from dips.slave.ports import Arrays
+from dips.slave.admission import Admission, Keyring
+from dips.slave.ports import Arrays, FlowEvent, FrameRefused, Move, Released, Say, Wake
 from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
-from dips.transport.pool import FLOOR_BYTES, Transit
+from dips.transport.intake import FLOOR_BYTES, Transit
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Buffer, Header, Kind
 from dips.wire.streams import StreamName

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dips.master.ledger import MEMORY, Ledger
-from dips.master.ledger_rebuild import MirroredLedger, MirroredTransaction, rebuild
-from dips.master.restore import build_file
+from dips.master.restore import MirroredLedger, MirroredTransaction, build_file, rebuild
 from dips.protocol.records import Record, RunRow
 
 FILE = "ledger.sqlite"

@@ -22,7 +22,7 @@ class MasterMachine:
         self.process: MasterProcess | None = None
         self._raised: list[Record] = []  # records raised by a restore, reported when a master starts
         self.zombies: list[MasterProcess] = []  # processes that are stopped and taken for dead; each has a successor
-        self.revoked: dict[str, str] = {}  # senders whose calls are refused (transport/guard.py), with the reason
+        self.revoked: dict[str, str] = {}  # senders whose calls are refused (transport/gate.py), with the reason
         world.network.attach_host("master", self)
 
     def start(self) -> None:

@@ -15,9 +15,9 @@ from dips.protocol.effects import Acknowledged, Dropped, Refused, SeedGranted
 from dips.protocol.events import SeedAsked
 from dips.protocol.records import RunRow
 from dips.protocol.seeding import SEED_RANKS
+from dips.sim.data_links import make_keys
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.heap import Chance, Heap
-from dips.sim.keys import make_keys
 from dips.sim.network import Network
 from dips.sim.streams import SimTransfer
 from dips.sim.transfer import DataNetwork

@@ -1,9 +1,4 @@
-"""A simulated slave: a process around the real core and Shard, on a machine (slave_machine.py).
-
-It is a shell of `dips.slave.core`: the work that the daemon does with a thread, gRPC and a clock (slave/runtime.py) is
-done here in simulated time. Work on the shard takes time and has its effect at the end; a crash in between may leave a
-torn snapshot.
-"""
+"""A simulated slave: a process around the real core and Shard, on a machine (slave_machine.py)."""
 
 from __future__ import annotations
 
@@ -18,25 +13,26 @@ from dips.errors import DipsError
 from dips.ids import VersionId
 from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
-from dips.protocol.effects import Failed, Order, Registered
+from dips.protocol.effects import Apply, Commit, Failed, Fold, KeepSeed, Measure, Order, Persist, Registered, Retire
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
+from dips.sim.agent import error_of
+from dips.sim.data_links import LANE_KEY
 from dips.sim.disk import SimDisk
 from dips.sim.fiber import Gate
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Heap, Timer
-from dips.sim.keys import LANE_KEY
-from dips.sim.master_client import error_of
 from dips.sim.mirror import MirrorShell, SimMirror
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
-from dips.sim.slave_work import attempt_work, disk_work_s, shard_work_s, written_by
 from dips.sim.transfer import DataNetwork
-from dips.slave.actions import (
+from dips.slave.core import SlaveCore
+from dips.slave.ports import (
     Actions,
     AnswerOrder,
     CallMaster,
     EndSlave,
+    FlowEvent,
     KeepInMirror,
     Meters,
     ReadSnapshot,
@@ -48,10 +44,73 @@ from dips.slave.actions import (
     WorkOnDisk,
     WriteLog,
 )
-from dips.slave.core import SlaveCore
-from dips.slave.moves import FlowEvent
 from dips.slave.shard import Shard
 from dips.wire.chunks import LayerLayout
+
+# ---- slave work -----------------------------------------------------------------------------------------------------
+# The duration of a simulated slave's work; its effect happens at the end.
+
+
+WORK_S: dict[type, float] = {
+    Measure: 0.03,
+    Fold: 0.03,
+    Apply: 0.06,
+    Persist: 0.15,
+    Commit: 0.02,
+    Retire: 0.05,
+    KeepSeed: 0.15,
+}  # duration of an order, at most double
+LOAD_S = 0.3
+
+
+GROWS = frozenset({Measure, Fold, Apply, Persist})  # orders whose work grows with the model
+
+
+def order_s(body: type, disk: SimDisk, rng: Random, least_s: float) -> float:
+    """Draw the duration of an order of this class; at least `least_s` if its work grows with the model."""
+    slowness = disk.slowness if body in (Persist, Retire, KeepSeed) else 1.0
+    drawn_s = WORK_S.get(body, 0.0) * slowness * (1.0 + rng.random())
+    return max(drawn_s, least_s) if body in GROWS else drawn_s
+
+
+def shard_work_s(work: ShardWork, disk: SimDisk, rng: Random, least_s: float) -> float:
+    """Draw the time for which the shard is busy with `work`; snapshots are written, read and deleted in parallel."""
+    return order_s(type(work.order.body), disk, rng, least_s) if work.method is ShardMethod.EXECUTE else 0.0
+
+
+def disk_work_s(work: WorkOnDisk | ReadSnapshot, disk: SimDisk, rng: Random, least_s: float) -> float:
+    """Draw the duration of `work` on the disk, in parallel to the shard's."""
+    if isinstance(work, ReadSnapshot):
+        return max(LOAD_S, least_s)
+    drawn_s = order_s(type(work.order.body), disk, rng, least_s)
+    return drawn_s + disk.fsync_s if written_by(work) is not None else drawn_s
+
+
+def written_by(*works: ShardWork | WorkOnDisk | ReadSnapshot) -> VersionId | None:
+    """Return the version whose snapshot is being written, None if none of `works` writes one."""
+    for work in works:
+        match work:
+            case WorkOnDisk() | ShardWork(ShardMethod.BEGIN_ON_DISK):
+                if isinstance(work.order.body, Persist):
+                    return work.order.body.version
+    return None
+
+
+def attempt_work(work: Callable[..., object], *details: object) -> object:
+    """Return the result of work, or the error to be passed to the core."""
+    try:
+        return work(*details)
+    except (DipsError, OSError) as error:
+        return error
+
+
+# ---- slave ----------------------------------------------------------------------------------------------------------
+# A simulated slave: a process around the real core and Shard, on a machine (slave_machine.py).
+#
+# It is a shell of `dips.slave.core`: the work that the daemon does with a thread, gRPC and a clock (slave/runtime.py)
+# is done here in simulated time. Work on the shard takes time and has its effect at the end; a crash in between may
+# leave a torn snapshot.
+
 
 DiskAction = WorkOnDisk | ReadSnapshot
 _OF_ORDERS = (ShardMethod.EXECUTE, ShardMethod.BEGIN_ON_DISK)

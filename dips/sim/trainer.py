@@ -1,13 +1,10 @@
-"""A simulated trainer: one attempt of a training job, whose ranks hold shards of θ and move their own bytes.
-
-Like client/rank/outer_steps.py: rank 0 asks the agent's core and repeats a question until it is answered, every verdict
-reaches all ranks, all ranks install a version or none does, and the real Feedback keeps the error of lossy pushes.
-torchrun notices a dead rank after a while; until then the others wait.
-"""
+"""A simulated trainer: one attempt of a training job, whose ranks hold shards of θ and move their parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -34,22 +31,189 @@ from dips.client.ipc.messages import (
     TrainOn,
     TransferProgress,
 )
+from dips.client.rank.feedback import Feedback
 from dips.data.steps import Part, samples_of
 from dips.errors import Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
+from dips.sim.data_links import make_keys, pieces_of
 from dips.sim.feed import SimFeed
-from dips.sim.fiber import Fiber, Gate, Story, sleep
-from dips.sim.keys import make_keys
+from dips.sim.fiber import ChangeSignal, Fiber, Gate, Story, Wait, sleep
+from dips.sim.heap import Heap
 from dips.sim.ports import TrainerAgent, TrainerWorld
-from dips.sim.pull_stream import Pulled
-from dips.sim.ranks import SimRanks
+from dips.sim.pull_stream import HeldVersion, Pulled
 from dips.sim.site import Site
 from dips.sim.streams import Meter, SimTransfer
-from dips.sim.underway import SimBackgroundTransfer
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
-from dips.wire.chunks import Range
+from dips.wire import bodies
+from dips.wire.chunks import LayerLayout, Piece, Range, split_chunks
 from dips.wire.frame import Buffer
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+# The state of a simulated trainer's ranks: θ in shards, the last installed version, and the error feedback of lossy
+# pushes.
+#
+# The content that a push must leave in the slaves' slots is computed here from the ranks' state, not from the
+# transferred bytes: the invariants compare the two.
+
+
+Arrays = dict[int, F32]  # flat layers by number
+
+
+class SimRanks:
+    """The model as held by `ranks` processes together."""
+
+    def __init__(self, layout: LayerLayout, ranks: int, chunk_bytes: int, lossy: bool, updates: bool = False) -> None:
+        self.layout, self.sizes, self.ranks = layout, layout.numel, ranks
+        self._pieces = [pieces_of(layout, self.sizes, rank, ranks) for rank in range(ranks)]
+        self._updates, self._chunk_bytes = updates, chunk_bytes
+        self.theta: Arrays = {}
+        self.held: list[VersionId | None] = [None] * ranks  # the version that each rank installed last
+        self.base: VersionId | None = None  # the version that all of them installed last
+        self.received: Arrays = {}  # θ of `base` as it was pulled
+        self._pushed: Arrays = {}  # θ as the last push froze it
+        self._host: Arrays = {layer: np.zeros(n, np.float32) for layer, n in self.sizes.items()}
+        self._feedback = [self._feedback_of(rank) for rank in range(ranks)] if lossy else []
+
+    def on_verdict(self, verdict: PushNow | PullNow) -> None:
+        """Settle the error feedback of the last push, before a transfer."""
+        for feedback in self._feedback:
+            feedback.settle_last_push(verdict.inc, verdict.accepted)
+
+    def freeze_push(self, theta: Arrays, verdict: PushNow) -> tuple[dict[tuple[int, Range], Buffer], Arrays]:
+        """Return every chunk's body by (rank, chunk), and the content of the slots when all have arrived.
+
+        `theta` is the pushed model: the ranks' own, unless a fault is simulated.
+        """
+        self._pushed = {layer: a.copy() for layer, a in self.theta.items()}
+        grant = verdict.grant
+        codec = grant.codec
+        for layer, a in theta.items():
+            self._host[layer][:] = a
+        self.on_verdict(verdict)
+        for feedback in self._feedback:
+            assert not codec.lossy or feedback.has_base(grant.base), f"{self.base} is not {grant.base}"
+            feedback.freeze_push(verdict.seq, codec)
+        start = self.received if codec.lossy else {layer: np.zeros_like(a) for layer, a in theta.items()}
+        content = {layer: a.copy() for layer, a in start.items()}
+        sent: dict[tuple[int, Range], Buffer] = {}
+        for rank, chunk in self._list_chunks():
+            where = slice(*self.layout.place_range(chunk))
+            values = self._host[chunk.layer][where]
+            body: Buffer = bodies.encode(codec, values) if not codec.lossy else b""
+            if self._feedback:
+                body = self._feedback[rank].encode_chunk(chunk, values.view(np.uint8).data)
+            sent[rank, chunk] = bytes(body)
+            bodies.put(codec, body, content[chunk.layer][where])
+        return sent, content
+
+    def install_pull(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
+        """Copy the pulled pieces on every rank that the all-reduce allows; return True if any did.
+
+        `merge`: keep the training since the push was frozen: θ ← θ_version + (θ − θ_pushed).
+        """
+        allowed = self.agree_on_version(landed)
+        if allowed and not self.theta:
+            self.theta = {layer: np.zeros(size, np.float32) for layer, size in self.sizes.items()}
+        for pulled in allowed:
+            for layer, where, values in pulled.pieces:
+                self._host[layer][where] = values
+                theta = self.theta[layer][where]
+                theta[:] = values + (theta - self._pushed[layer][where]) if merge else values
+            self.held[pulled.rank] = pulled.versions[0] if pulled.versions else version
+        if len(allowed) == self.ranks:
+            self.base = version
+            self.received = {layer: a.copy() for layer, a in self._host.items()}
+            for feedback in self._feedback:
+                feedback.set_base(version)
+        return bool(allowed)
+
+    def held_version(self) -> HeldVersion | None:
+        """Return the version to which a pull's updates may be added, held by all ranks; None if there is none."""
+        return HeldVersion(self.base, self.received) if self._updates and self.base is not None else None
+
+    def is_finite(self) -> bool:
+        """Return whether the model is finite; one that is not is never pushed, except by a fault that the gate must
+        detect.
+        """
+        return all(bool(np.isfinite(a).all()) for a in self.theta.values())
+
+    def may_merge(self) -> bool:
+        """Return whether the training since the push was frozen is finite on all ranks."""
+        return all(bool(np.isfinite(a - self._pushed[layer]).all()) for layer, a in self.theta.items())
+
+    @staticmethod
+    def agree_on_version(landed: list[Pulled]) -> list[Pulled]:
+        """Return the ranks that copy, by the all-reduce (MIN) of (version, whole): all or none."""
+        versions = {v for pulled in landed for v in pulled.versions}
+        return landed if len(versions) == 1 and all(pulled.whole for pulled in landed) else []
+
+    def _list_chunks(self) -> list[tuple[int, Range]]:
+        """Return every chunk that slaves will ask for, by rank."""
+        return [
+            (rank, chunk) for rank, held in enumerate(self._pieces) for chunk in split_chunks(held, self._chunk_bytes)
+        ]
+
+    def _feedback_of(self, rank: int) -> Feedback:
+        place = self.layout.place_range
+        return Feedback([Piece(*p, self._host[p.layer][slice(*place(p))]) for p in self._pieces[rank]])
+
+
+# ---- underway -------------------------------------------------------------------------------------------------------
+# A simulated transfer of all ranks, as the trainer sees it: it is waited for, or polled.
+
+
+# Begins a transfer; its argument is called with the result.
+Start = Callable[[Callable[[object], None]], SimTransfer]
+
+
+class SimBackgroundTransfer:
+    """A push or pull ordered by `verdict`. `result` is falsy if it broke or was halted."""
+
+    def __init__(self, heap: Heap, verdict: PushNow | PullNow, start: Start, diverged: bool = False) -> None:
+        """Start the transfer; `diverged`: the model is not finite, so nothing moves and it is over at once."""
+        self._heap, self.verdict = heap, verdict
+        self.diverged = self.over = diverged
+        self.result: Any = None
+        self._changed = ChangeSignal(heap)
+        self._steps = 0  # inner steps taken since its start
+        self.moving = start(self._on_end)
+        self.meter = self.moving.meter
+
+    def _on_end(self, result: object) -> None:
+        self.over, self.result = True, result
+        self._changed.wake_waiters()
+
+    def on_inner_step(self) -> None:
+        """Open the fragments that are due after an inner step."""
+        self._steps += 1
+        moving, interval = self.moving, max(1, self.verdict.interval)  # simulated rounds are short
+        while not self.over and moving.open < moving.fragments and self._steps >= moving.open * interval:
+            moving.open_next()
+
+    def open_all(self) -> None:
+        """Open all fragments, since training is paused and staggering has no benefit."""
+        while not self.over and self.moving.open < self.moving.fragments:
+            self.moving.open_next()
+
+    def halt_transfer(self) -> None:
+        """End the transfer: nothing more is sent or received."""
+        self.moving.cancel()
+        self.meter.ended = self._heap.now
+        self.over = True
+
+    def next_change(self, at_most_s: float, what: str) -> Wait:
+        """Wait for the transfer's end, at most `at_most_s`."""
+        return self._changed.wait_for_change(at_most_s, what)
+
+
+# ---- trainer --------------------------------------------------------------------------------------------------------
+# A simulated trainer: one attempt of a training job, whose ranks hold shards of θ and move their own bytes.
+#
+# Like client/rank/outer_steps.py: rank 0 asks the agent's core and repeats a question until it is answered, every
+# verdict reaches all ranks, all ranks install a version or none does, and the real Feedback keeps the error of lossy
+# pushes. torchrun notices a dead rank after a while; until then the others wait.
+
 
 POLL_S = 1.0  # time after which rank 0 repeats a question
 DIVERGED = "its model is not finite"

@@ -18,23 +18,22 @@ from dips import daemon
 from dips.codecs import Codec
 from dips.config import STALL_HEARTBEATS, RunFile, SlaveSection, host_port, load_run
 from dips.dataclass import dataclass
+from dips.files import keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import PeerRole
 from dips.mirror import MirrorStore
 from dips.outer import kernels
-from dips.outer.kernel_pool import KernelPool
+from dips.outer.kernel_pool import KernelPool, WorkMeter
 from dips.outer.versions import Versions
-from dips.outer.work_meter import WorkMeter
-from dips.private_files import keep_files_private, make_private_directory
 from dips.protocol.effects import Registered
 from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.slave import metrics as slave_metrics
-from dips.slave.actions import Meters, SlaveIdentity, SlaveTiming
 from dips.slave.core import SlaveCore
-from dips.slave.disk_room import DiskRoom
 from dips.slave.flow import ZmqFlow
-from dips.slave.last_process import LastProcess
 from dips.slave.machine import TRANSIT_BYTES, available_bytes, memory_of
+from dips.slave.metrics import DiskRoom
+from dips.slave.ports import Meters, SlaveIdentity, SlaveTiming
+from dips.slave.registration import LastProcess
 from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
@@ -42,7 +41,7 @@ from dips.slave.snapshots import Snapshots
 from dips.telemetry import exits, logs
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
-from dips.transport.guard import Guard
+from dips.transport.gate import Guard
 from dips.transport.limits import SLAVE_LIMITS
 from dips.transport.pipeline import available_cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server

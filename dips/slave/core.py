@@ -2,7 +2,7 @@
 
 Pure: no clock, socket, thread or asyncio. A shell calls `tick` at `next_deadline`, passes in what arrives (an order to
 `orders.take_order`, the shard's reports to `reports.add_reports`, the end of work to `on_done`, the master's reply to
-`on_reply`), and carries out the returned actions (actions.py). The shells are the daemon's (runtime.py) and the
+`on_reply`), and carries out the returned actions (ports.py). The shells are the daemon's (runtime.py) and the
 simulation's (sim/slave.py). Registration and heartbeats are in registration.py; shard.py decides what an order does to
 layers and versions, and repeats the answer to a repeated order.
 """
@@ -21,13 +21,15 @@ from dips.errors import Busy, BusyDisk, DipsError, Stale, Unavailable
 from dips.protocol.effects import KeepSeed, Order, Persist, Retire
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import MOST_WAITS, OrderWait, SlaveHeartbeat, Transfer
-from dips.slave.actions import (
+from dips.slave.open_transfers import Report
+from dips.slave.ports import (
     Actions,
     AnswerOrder,
     CallMaster,
     DiskWork,
     EndSlave,
     Meters,
+    PushOver,
     ReadSnapshot,
     RestoreFromMirror,
     ShardMethod,
@@ -40,8 +42,6 @@ from dips.slave.actions import (
     WorkOnDisk,
     WriteLog,
 )
-from dips.slave.moves import PushOver
-from dips.slave.open_transfers import Report
 from dips.slave.registration import Heartbeats, Registration, RegistrationPhase
 from dips.transport.backoff import Backoff
 

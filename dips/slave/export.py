@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import ConfigError
-from dips.fsync import write_aside
+from dips.files import write_aside
 from dips.ids import VersionId
 from dips.slave import tensorfile
 from dips.slave.ports import F32
-from dips.slave.snapshot_files import find_whole, read_theta
-from dips.slave.snapshot_manifest import MODEL_FILE, LayerRecord, SnapshotManifest
+from dips.slave.snapshot_files import MODEL_FILE, LayerRecord, SnapshotManifest, find_whole, read_theta
 from dips.slave.tensorfile import Reader
 
 Place = tuple[Path, LayerRecord]  # a snapshot's directory and the record of a layer in it

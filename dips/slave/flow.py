@@ -1,14 +1,8 @@
-"""The data flow of one slave over ZeroMQ: lanes that read, stages that check and copy, and the receiver and sender that
-decide.
-
-    lane thread   recv → header → receiver.claim ──▶ intake stage: checksum, copy into the slot → receiver.stage
-                                → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
-
-A bad frame is counted in `refused_frames` under its reason and changes nothing else; it never ends a lane.
-"""
+"""The data flow of one slave over ZeroMQ: lanes that read, stages that check and copy, the receiver and the sender."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -24,24 +18,80 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
-from dips.slave.admission import Admission
-from dips.slave.counters import FrameCounters
-from dips.slave.incoming_push import ClaimedChunk
-from dips.slave.keyring import Keyring
-from dips.slave.moves import FlowEvent, FrameRefused, Move, PushOver, Released, Say, Wake
-from dips.slave.ports import Arrays
-from dips.slave.probes import Probes
-from dips.slave.receiver import Receiver
+from dips.slave.admission import Admission, Keyring
+from dips.slave.ports import Arrays, FlowEvent, FrameCounters, FrameRefused, Move, PushOver, Released, Say, Wake
+from dips.slave.receiver import ClaimedChunk, Receiver
 from dips.slave.sender import ChunkSend, Sender
 from dips.transport.curve import KEY_CHARS, KeyPair
-from dips.transport.lane import Lane, Outgoing
-from dips.transport.lane_door import most_connections
+from dips.transport.intake import Transit
+from dips.transport.lane import Lane, Outgoing, most_connections
 from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, available_cores, spare_threads
-from dips.transport.pool import Transit
 from dips.wire.chunks import LayerLayout
-from dips.wire.frame import BadFrame, Header, Kind, check_body, make_message, run_id, unpack_header
+from dips.wire.frame import (
+    MESSAGE_LIMIT,
+    BadFrame,
+    Header,
+    Kind,
+    check_body,
+    make_message,
+    pack_header,
+    run_id,
+    unpack_header,
+)
 from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_ready, decode_want
+
+# ---- probes ---------------------------------------------------------------------------------------------------------
+# A lane's answers to PROBEs, with which `dips check` measures the path to a slave before it joins.
+#
+# A probe touches no push, pull or version. All answers share one buffer, and few are sent at a time, so that probes use
+# a known amount of memory and alternate with transfers; further ones are refused. Owned by one lane's thread.
+
+
+MOST_ANSWERS = 32  # of one lane, not yet handed to the network: at most 32 MiB in flight
+
+_PADDING = memoryview(os.urandom(MESSAGE_LIMIT))  # random, so that links that compress do not look faster
+
+
+class Probes:
+    """Makes a lane's answers to probes and counts those that are not sent yet (`lane.Sent`)."""
+
+    def __init__(self, run: int) -> None:
+        self._run = run
+        self._posted = 0  # answers that the lane has not sent yet
+        self._leaving: list[zmq.MessageTracker] = []
+
+    def make_answer(self, peer: bytes, stream: int, nbytes: int) -> Outgoing:
+        """Return the answer of `nbytes` bytes; raise BadFrame if too many are being sent."""
+        self._leaving = [tracker for tracker in self._leaving if not tracker.done]
+        if self._posted + len(self._leaving) >= MOST_ANSWERS:
+            raise BadFrame("credit", f"more than {MOST_ANSWERS} probes are being answered")
+        self._posted += 1
+        # No checksum of the body: its bytes have no meaning, only the path is measured.
+        return Outgoing(
+            peer, pack_header(Header(Kind.PROBE, self._run, stream, nbytes, 0)), _PADDING[:nbytes], watch=self
+        )
+
+    def still_wanted(self) -> bool:
+        return True
+
+    def on_sent(self, tracker: zmq.MessageTracker) -> None:
+        self._posted -= 1
+        self._leaving.append(tracker)
+
+    def on_not_sent(self) -> None:
+        self._posted -= 1
+
+
+# ---- flow -----------------------------------------------------------------------------------------------------------
+# The data flow of one slave over ZeroMQ: lanes that read, stages that check and copy, and the receiver and sender that
+# decide.
+#
+#     lane thread   recv → header → receiver.claim ──▶ intake stage: checksum, copy into the slot → receiver.stage
+#                                 → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
+#
+# A bad frame is counted in `refused_frames` under its reason and changes nothing else; it never ends a lane.
+
 
 TICK_S = 0.05  # interval at which stalls, deadlines and trackers are checked
 OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet hashed; 16 streams at full credit

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import CorruptSnapshot
-from dips.fsync import sync_path
+from dips.files import sync_path
 from dips.ids import GENESIS
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
 from dips.slave.ports import F32, Arrays
-from dips.slave.snapshot_files import ASIDE, map_layers
-from dips.slave.snapshot_manifest import digest_of, split_layer
+from dips.slave.snapshot_files import ASIDE, digest_of, map_layers, split_layer
 from dips.slave.tensorfile import Reader
 
 OWN_FILE = "initial.safetensors"

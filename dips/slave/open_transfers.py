@@ -18,8 +18,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import Commit, OpenPull, OpenPush, RankKeys
 from dips.protocol.order import MAX_RANKS, places_for_slave
-from dips.slave.moves import FlowEvent, PushOver, Released, SourceMoved, Staged, Tombstones
-from dips.slave.ports import Arrays, Disk, Flow
+from dips.slave.ports import Arrays, Disk, Flow, FlowEvent, PushOver, Released, SourceMoved, Staged, Tombstones
 
 NO_KEYS = RankKeys(())
 Report = Staged | PushOver  # reports for the master

@@ -1,7 +1,7 @@
 """Copies layers between the slaves' directories for `dips rebalance`, while no slave runs.
 
 A complete snapshot is made: its layers are read from their present places, verified, written, fsynced and staged beside
-existing snapshots (staged_snapshots.py), then read back. Existing snapshots are not changed before the ledger has the
+existing snapshots (snapshots.py), then read back. Existing snapshots are not changed before the ledger has the
 row. Uses the memory of one layer's θ. It does not know the ledger: the caller names the sources, and when a snapshot
 becomes the slave's.
 """
@@ -19,10 +19,15 @@ from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
-from dips.slave import staged_snapshots, tensorfile
+from dips.slave import snapshots, tensorfile
 from dips.slave.ports import F32
 from dips.slave.snapshot_files import (
     ASIDE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    MOMENTUM,
+    THETA,
+    LayerRecord,
     find_whole,
     read_manifest,
     read_part,
@@ -30,9 +35,7 @@ from dips.slave.snapshot_files import (
     version_of,
     write_snapshot,
 )
-from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, MOMENTUM, THETA, LayerRecord
-from dips.slave.snapshots import LISTING_BYTES
-from dips.slave.staged_snapshots import STAGED, delete_snapshot, promote_snapshot, staged_path, staged_versions
+from dips.slave.snapshots import LISTING_BYTES, STAGED, delete_snapshot, promote_snapshot, staged_path, staged_versions
 from dips.slave.tensorfile import Reader
 
 Report = Callable[[int], None]  # called with the number of bytes that are done
@@ -152,7 +155,7 @@ def stage_snapshot(copy: SnapshotCopy, report: Report) -> str:
         aside.mkdir(exist_ok=True)
         owner = (copy.run, copy.slave, copy.sinc)
         write_snapshot(aside, owner, copy.version, copy.model, copy.sources, _read_layers(copy, report))
-        staged_snapshots.stage_snapshot(aside, copy.version)
+        snapshots.stage_snapshot(aside, copy.version)
     return manifest_digest(staged)
 
 

@@ -4,7 +4,7 @@ disks.
 θ of every layer comes from the file, so that the model is one that was saved, not a mixture of two moments. Momentum
 comes from each slave's newest complete snapshot, on its disk or in its mirror; where neither has one it is 0, the
 initial value in torch's SGD. The directories are locked meanwhile, and everything is staged before any of it counts
-(staged_snapshots.py).
+(snapshots.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
 from dips.slave.ports import F32
 from dips.slave.rebalance import Digests, finish_staged
-from dips.slave.snapshot_files import read_manifest
-from dips.slave.snapshot_manifest import split_layer
+from dips.slave.snapshot_files import read_manifest, split_layer
 from dips.slave.snapshot_mirror import SnapshotMirror
-from dips.slave.snapshots import Snapshots
-from dips.slave.staged_snapshots import promote_snapshot, staged_path
+from dips.slave.snapshots import Snapshots, promote_snapshot, staged_path
 from dips.slave.tensorfile import Reader
 from dips.telemetry.logs import Log
 

@@ -19,11 +19,14 @@ from dips.errors import UnavailableMaster
 from dips.protocol.effects import Acknowledged, Apply, Commit, Order, Persist, Registered
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
-from dips.slave.actions import (
+from dips.slave.core import SlaveCore
+from dips.slave.open_transfers import Report
+from dips.slave.ports import (
     Actions,
     AnswerOrder,
     CallMaster,
     EndSlave,
+    FlowEvent,
     KeepInMirror,
     ReadSnapshot,
     RestoreFromMirror,
@@ -36,14 +39,11 @@ from dips.slave.actions import (
     WorkOnDisk,
     WriteLog,
 )
-from dips.slave.core import SlaveCore
-from dips.slave.moves import FlowEvent
-from dips.slave.open_transfers import Report
 from dips.slave.shard import Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.tasks import start_task
-from dips.telemetry.histogram import Histogram
 from dips.telemetry.logs import Log
+from dips.telemetry.metrics import Histogram
 from dips.transport.control import call_method
 from dips.transport.endpoints import Endpoint
 from dips.wire.generated import slave_pb2, slave_pb2_grpc

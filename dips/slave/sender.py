@@ -1,40 +1,211 @@
-"""The sender of pulls: admits ranks, sends the chunks that they ask for, and releases a source when it is no longer
-read.
-
-A rank asks (WANT), a stage computes the checksum (or an earlier pull did, checksums.py), the lane sends the bytes
-straight from the source. A source is released once: when the pull is closed or stalled, and no job and no tracker of
-libzmq holds a byte of it. A pull stalls while a rank does not take the chunks that it asked for; a pull that is not
-asked for chunks waits (the master closes one that leads nowhere). A source is never released at the moment of sending
-(docs/rationale.md#8). A source may be replaced by the same bytes elsewhere (a slow reader is moved to a file): each
-chunk in flight counts against the source that it was cut from. No socket, no clock; the lock is not held during a
-checksum or a send.
-"""
+"""The sender of pulls: admits ranks, sends the chunks they ask for, and releases a source nobody needs any more."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from dips.codecs import ITEM_BYTES, Codec
 from dips.ids import PullId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
-from dips.slave.checksums import Checksums
-from dips.slave.counters import ByCluster
-from dips.slave.moves import Move, Released, Say, SourceMoved, Tombstones, error_message
-from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource, Tracker, cut_updates
-from dips.slave.ports import Arrays
-from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
-from dips.transport.rate import Rate
+from dips.slave.ports import Arrays, ByCluster, Move, Released, Say, SourceMoved, Tombstones, error_message
+from dips.transport.intake import MOST_BYTES, MOST_CHUNKS, Rate
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range, range_type
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, pack_header
 from dips.wire.streams import StreamName, Welcome
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+# Checksums of a version's chunks, each computed once: several clusters pull a version, and a version never changes.
+#
+# A name v@r stands for the same bytes wherever they are (a bank, a snapshot file), so a checksum of one copy holds for
+# the other, and bytes that were damaged meanwhile are rejected by their reader. Not used for bytes that may change: a
+# push's source is hashed whenever it is sent. Any thread may call; two at once may compute the same number twice.
+
+
+KEPT = 1 << 15  # chunks, over all versions: 32 GiB of parameters in chunks of 1 MiB, some 10 MB of memory
+
+
+class Checksums:
+    """A bounded table; when it is full, the version that was asked for first is forgotten."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._versions: dict[VersionId, dict[Range, int]] = {}
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._held
+
+    def chunk_checksum(self, version: VersionId, chunk: Range, body: Buffer) -> int:
+        """Return the checksum of a chunk with the bytes `body`. Cost: the first call reads them, without the GIL."""
+        table = self._versions.get(version)
+        known = table.get(chunk) if table is not None else None
+        if known is not None:
+            return known
+        made = xxhash.xxh3_64_intdigest(body)
+        with self._lock:
+            self._keep_checksum(version, chunk, made)
+        return made
+
+    def _keep_checksum(self, version: VersionId, chunk: Range, made: int) -> None:
+        while self._held >= self._kept:
+            oldest = next(iter(self._versions))
+            if oldest == version:
+                return  # nothing is older: further chunks are hashed each time
+            self._held -= len(self._versions.pop(oldest))
+        table = self._versions.setdefault(version, {})
+        self._held += chunk not in table
+        table[chunk] = made
+
+    def forget_all(self) -> None:
+        """Forget all checksums, for a new incarnation of the slave."""
+        with self._lock:
+            self._versions.clear()
+            self._held = 0
+
+
+# ---- outgoing pull --------------------------------------------------------------------------------------------------
+# The sender's state of one open pull: the bytes that it is served from, its streams, and chunks in flight.
+#
+# Pure bookkeeping under the sender's lock.
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Tracker(Protocol):
+    """Whether libzmq still reads a body that it sends without a copy."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class PullSource:
+    """The bytes that a pull is served from, and the number of their chunks not yet released by libzmq."""
+
+    views: dict[int, Bytes]
+    in_flight: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class OutStream:
+    """The stream of one rank on one lane, in its present epoch."""
+
+    pull: OutgoingPull
+    lane: int
+    peer: bytes
+    epoch: int
+    stream: int
+    named: int  # bytes of the ranges in its HELLO
+    parked: deque[Range] = field(default_factory=deque)  # asked for, and waiting until libzmq releases what was sent
+    held: deque[tuple[Tracker, int, PullSource]] = field(default_factory=deque)  # libzmq may still read these
+    queued: int = 0  # bytes asked for, not parked and not handed to libzmq
+    jobs: int = 0  # chunks asked for, not parked and not handed to libzmq
+    over: bool = False  # DONE, superseded by a later epoch, or unreachable
+    updates: tuple[Update, ...] = ()  # contents of each of its chunks; none: parameters
+    ranges: type[Range] = Range  # class of its chunks, whose `nbytes` are the bytes as encoded
+
+    def unsent(self, more: Iterable[Range] = ()) -> tuple[int, int]:
+        """Return (chunks, bytes) that are asked for, with `more`, and not sent: the rank counts each of them as in
+        flight.
+        """
+        waiting = [chunk.nbytes for chunk in chain(self.parked, more)]
+        return self.jobs + len(waiting), self.queued + sum(waiting)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether libzmq may be given `nbytes` more: twice the credit, since it releases late what has arrived."""
+        if self.jobs + len(self.held) >= 2 * MOST_CHUNKS:
+            return False
+        return self.queued + sum(n for _, n, _ in self.held) + nbytes <= 2 * MOST_BYTES
+
+    def reap_sent(self) -> int:
+        """Forget trackers that are done; return how many bytes they held."""
+        freed = 0
+        while self.held and self.held[0][0].done:
+            _, nbytes, source = self.held.popleft()
+            source.in_flight -= 1
+            freed += nbytes
+        return freed
+
+
+@dataclass(eq=False, slots=True)
+class OutgoingPull:
+    """One open pull."""
+
+    pull: PullId
+    version: VersionId
+    source: PullSource
+    moved_at: float  # when a rank last asked, or libzmq released a chunk
+    rate: Rate
+    closed: str = ""  # the reason, once it is no longer served
+    streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
+    out: int = 0  # bytes that libzmq has sent
+    chain: tuple[Update, ...] = ()  # the updates that led to the version, pinned as long as it is
+    former: list[PullSource] = field(default_factory=list)  # earlier sources that still have chunks in flight
+
+    def find_updates(self, held: str) -> tuple[Update, ...]:
+        """Return the updates from the version that a rank holds to the pull's; () if they are not available."""
+        begins = [str(update.parent) for update in self.chain]
+        return self.chain[begins.index(held) :] if held in begins else ()
+
+    @property
+    def idle(self) -> bool:
+        return not any(s.jobs or s.held for s in self.streams)
+
+    @property
+    def owed(self) -> bool:
+        """Whether chunks were sent that a rank does not take; chunks not yet sent are not the rank's fault."""
+        return not self.closed and any(s.held for s in self.streams)
+
+    def refuse_hello(self, latest: OutStream | None, lane: int, name: StreamName) -> tuple[str, str] | None:
+        """Return (code, message) if this HELLO may not join, else None; `latest` is the rank's newest stream."""
+        if self.closed:
+            return "stale_push", f"pull {self.pull} is over: {self.closed}"
+        if name.version != str(self.version):
+            return "stale_version", f"pull {self.pull} is open on {self.version}, got {name.version!r}"
+        if name.lane != lane:
+            return "invalid", f"{name} came on lane {lane}"
+        if latest is not None and name.epoch <= latest.epoch:
+            return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {latest.epoch} is the last"
+        return None
+
+
+def cut_updates(layout: LayerLayout, updates: tuple[Update, ...], chunk: Range) -> bytes:
+    """Return the body of a chunk: for each update the step sizes of the blocks that it touches, then its codes."""
+    begin, end = layout.place_range(chunk)
+    blocks, parts = layout.place_blocks(chunk), list[memoryview]()
+    for update in updates:
+        if update.steps:
+            parts.append(update.steps[chunk.layer][blocks].view(np.uint8).data)
+        parts.append(update.codes[chunk.layer][begin:end].view(np.uint8).data)
+    return b"".join(parts)
+
+
+# ---- sender ---------------------------------------------------------------------------------------------------------
+# The sender of pulls: admits ranks, sends the chunks that they ask for, and releases a source when it is no longer
+# read.
+#
+# A rank asks (WANT), a stage computes the checksum (or an earlier pull did, sender.py), the lane sends the bytes
+# straight from the source. A source is released once: when the pull is closed or stalled, and no job and no tracker of
+# libzmq holds a byte of it. A pull stalls while a rank does not take the chunks that it asked for; a pull that is not
+# asked for chunks waits (the master closes one that leads nowhere). A source is never released at the moment of sending
+# (docs/rationale.md#8). A source may be replaced by the same bytes elsewhere (a slow reader is moved to a file): each
+# chunk in flight counts against the source that it was cut from. No socket, no clock; the lock is not held during a
+# checksum or a send.
+
 
 MOST_STREAMS = 1 << 16  # of all open pulls, one for each rank and lane: about 30 MB
 

@@ -1,34 +1,132 @@
-"""Writing and verified reading of one snapshot on disk, for its slave and for `dips verify`, `dips export` and `dips
-rebalance`.
-
-Every defect raises CorruptSnapshot with the file's name.
-"""
+"""One snapshot on disk: its manifest, writing it, and verified reading for its slave and for operators' commands."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
+from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot
-from dips.fsync import sync_path
+from dips.files import sync_path
 from dips.ids import VersionId
-from dips.protocol.manifest import Layer, Manifest
+from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave import tensorfile
 from dips.slave.ports import F32, Arrays
-from dips.slave.snapshot_manifest import (
-    MANIFEST_FILE,
-    MODEL_FILE,
-    MOMENTUM,
-    THETA,
-    LayerRecord,
-    SnapshotManifest,
-    digest_of,
-    split_layer,
-)
 from dips.slave.tensorfile import OnPiece, Reader
+
+# ---- snapshot manifest ----------------------------------------------------------------------------------------------
+# The manifest of a snapshot, `manifest.json`: its owner, its contents, and the digests of its bytes.
+#
+# Read by the slave that wrote it and by `dips export`. It does not know the file's path.
+
+
+FORMAT = 1
+MODEL_FILE = "model.safetensors"
+MANIFEST_FILE = "manifest.json"
+THETA, MOMENTUM = "theta.", "momentum."  # prefixes of a parameter's own name
+
+
+def digest_of(array: F32) -> str:
+    """Return xxh3-128 of a layer's flat fp32 bytes, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(array.view(np.uint8).data)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One layer of a snapshot: its index in the model, and its digests."""
+
+    index: int
+    layer: Layer
+    theta: str
+    momentum: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotManifest:
+    """One slave's part of one version."""
+
+    run: str
+    slave: str
+    sinc: int
+    version: VersionId
+    model_digest: str  # of the run's manifest
+    model_layers: int  # of the whole model, over all slaves
+    layers: tuple[LayerRecord, ...]
+    size: int  # bytes of the model file
+
+    def to_json(self) -> str:
+        raw = {
+            "format": FORMAT,
+            "run": self.run,
+            "slave": self.slave,
+            "sinc": self.sinc,
+            "version": str(self.version),
+            "model": {"digest": self.model_digest, "layers": self.model_layers},
+            "layers": [
+                {
+                    "index": record.index,
+                    "name": record.layer.name,
+                    "parameters": [[p.name, list(p.shape)] for p in record.layer.parameters],
+                    "theta": record.theta,
+                    "momentum": record.momentum,
+                }
+                for record in self.layers
+            ],
+            "files": {MODEL_FILE: self.size},
+        }
+        return json.dumps(raw, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> SnapshotManifest:
+        """Parse the text of `to_json`; raise CorruptSnapshot, naming `where`, on anything else."""
+        try:
+            raw = json.loads(text)
+            if raw["format"] != FORMAT:
+                raise CorruptSnapshot(
+                    f"{where}: expected snapshot format {FORMAT}, got {raw['format']!r}; go on with the Di-PS that "
+                    "wrote it, or begin a new run from its `dips export`"
+                )
+            layers = tuple(
+                LayerRecord(
+                    int(one["index"]),
+                    Layer(one["name"], tuple(Parameter(n, tuple(int(d) for d in s)) for n, s in one["parameters"])),
+                    str(one["theta"]),
+                    str(one["momentum"]),
+                )
+                for one in raw["layers"]
+            )
+            version, model = VersionId.parse(raw["version"]), raw["model"]
+            return cls(
+                raw["run"],
+                raw["slave"],
+                int(raw["sinc"]),
+                version,
+                model["digest"],
+                int(model["layers"]),
+                layers,
+                int(raw["files"][MODEL_FILE]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptSnapshot(f"{where}: is no snapshot manifest: {error!r}") from error
+
+
+def split_layer(layer: Layer, flat: F32) -> Iterator[tuple[Parameter, F32]]:
+    """Iterate over a layer's parameters, with their parts of its flat array."""
+    for parameter, at in zip(layer.parameters, layer.param_offsets(), strict=True):
+        yield parameter, flat[at : at + parameter.numel]
+
+
+# ---- snapshot files -------------------------------------------------------------------------------------------------
+# Writing and verified reading of one snapshot on disk, for its slave and for `dips verify`, `dips export` and `dips
+# rebalance`.
+#
+# Every defect raises CorruptSnapshot with the file's name.
+
 
 ASIDE = ".unfinished-"  # prefix of incomplete or half-removed snapshots, which are removed when the slave starts
 
@@ -158,3 +256,68 @@ def version_of(path: Path) -> VersionId | None:
         return VersionId.parse(path.name)
     except ValueError:
         return None
+
+
+# ---- verify ---------------------------------------------------------------------------------------------------------
+# Reads snapshots and verifies them as a slave does before it uses them, without being one (`dips verify`).
+#
+# The slave may be running: snapshots that it deletes or writes meanwhile are skipped, not reported as damaged.
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The result for one slave's snapshot of one version."""
+
+    version: VersionId
+    nbytes: int
+    problem: str  # "" if it is intact
+
+
+def snapshot_sizes(directory: Path) -> dict[VersionId, int]:
+    """Return the snapshots in a slave's directory with their bytes, ascending; raise ConfigError if there is no
+    directory.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: expected a slave's snapshot directory, there is none")
+    found = {}
+    for path in directory.glob("v*@r*"):
+        try:
+            version = VersionId.parse(path.name)
+        except ValueError:  # another name of this form
+            continue
+        model = path / MODEL_FILE
+        found[version] = model.stat().st_size if model.exists() else 0
+    return dict(sorted(found.items()))
+
+
+def check_snapshot(
+    directory: Path, run: str, slave: str, version: VersionId, digest: str | None, read: Callable[[int], None]
+) -> Checked | None:
+    """Read and verify one snapshot; return None if it was deleted meanwhile.
+
+    digest  of its manifest, from the ledger; None: the ledger is not at hand, or does not have it
+    read    called with the bytes of each piece that was read, for a progress bar
+    """
+    path = directory / str(version)
+    nbytes = 0
+
+    def count(layer_bytes: int) -> None:
+        nonlocal nbytes
+        nbytes += layer_bytes
+        read(layer_bytes)
+
+    try:
+        manifest = read_manifest(path)
+        mine = (run, slave, version)
+        if (manifest.run, manifest.slave, manifest.version) != mine:
+            raise CorruptSnapshot(
+                f"it is {manifest.version} of slave {manifest.slave} in run {manifest.run}, "
+                f"expected {version} of slave {slave} in run {run}"
+            )
+        found = xxhash.xxh3_128_hexdigest((path / MANIFEST_FILE).read_bytes())
+        if digest is not None and found != digest:
+            raise CorruptSnapshot(f"its manifest hashes to {found}, the ledger says {digest}")
+        read_through(path, manifest, count)
+    except (CorruptSnapshot, OSError) as error:
+        return None if not path.exists() else Checked(version, nbytes, str(error))
+    return Checked(version, nbytes, "")

@@ -1,34 +1,29 @@
-"""The snapshots of one slave on its disk: one directory for each version, `v12@r17/`, of model.safetensors and
-manifest.json.
-
-A snapshot is written aside, fsynced and renamed, so it is complete or it is not there, and it is used only after every
-digest agrees. Half-written, damaged and foreign ones are skipped with a log line, and left for a person. One process
-locks the directory as long as it runs. The master decides what is written and deleted; by itself a slave removes only
-what it had not finished writing.
-
-v0@r0 has no snapshot: see initial_model.py.
-"""
+"""The snapshots of one slave on its disk: one directory for each version, `v12@r17/`, and those staged for it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain, count
 from pathlib import Path
 
 import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
-from dips.fsync import make_directory, sync_path
+from dips.files import PidLock, make_directory, sync_path
 from dips.ids import GENESIS, VersionId
-from dips.outer.work_meter import WorkMeter
-from dips.pidlock import PidLock
+from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
 from dips.slave.initial_model import InitialModel
 from dips.slave.ports import Arrays
 from dips.slave.snapshot_files import (
     ASIDE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    THETA,
+    SnapshotManifest,
+    digest_of,
     map_layers,
     read_layer,
     read_manifest,
@@ -36,10 +31,98 @@ from dips.slave.snapshot_files import (
     version_of,
     write_snapshot,
 )
-from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, THETA, SnapshotManifest, digest_of
-from dips.slave.staged_snapshots import promote_if_ours, stage_snapshot, staged_path, staged_versions
 from dips.slave.tensorfile import Reader
 from dips.telemetry.logs import Log
+
+# ---- staged snapshots -----------------------------------------------------------------------------------------------
+# Snapshots written by `dips rebalance` or `dips recover` that wait for a row in the ledger to become versions.
+#
+#     .rebalanced-v12@r17   complete; beside v12@r17, which holds the former layers, or without it
+#
+# A crash may follow the row, so the staged snapshots are promoted by the command when it is repeated, or by the slave
+# when the master names its layers. Before the row a rebalanced one is ignored: the layers that the master names are
+# still those of v12@r17. A recovered one is of a round that the ledger has reserved, so the master orders it deleted,
+# like the snapshots of a round that was skipped.
+
+
+STAGED = ".rebalanced-"
+KEPT = "old-"  # prefix with --keep-old; a person may delete these
+
+
+def staged_path(directory: Path, version: VersionId) -> Path:
+    return directory / f"{STAGED}{version}"
+
+
+def staged_versions(directory: Path) -> list[VersionId]:
+    """Return the versions with a staged snapshot here, ascending."""
+    names = (path.name.removeprefix(STAGED) for path in directory.glob(STAGED + "*"))
+    return sorted(version for name in names if (version := version_of(Path(name))) is not None)
+
+
+def stage_snapshot(aside: Path, version: VersionId) -> None:
+    """Rename a durable snapshot to its staged name, replacing another one of this version."""
+    staged = staged_path(aside.parent, version)
+    if staged.exists():
+        shutil.rmtree(staged)
+    aside.rename(staged)
+    sync_path(aside.parent)
+
+
+def promote_if_ours(directory: Path, version: VersionId, layers: Collection[int]) -> bool:
+    """Promote a staged snapshot if it holds just these layers and the present one does not; return whether it was."""
+    if _layers_of(staged_path(directory, version)) != set(layers) or _layers_of(directory / str(version)) == set(
+        layers
+    ):
+        return False
+    promote_snapshot(directory, version)
+    return True
+
+
+def promote_snapshot(directory: Path, version: VersionId, discard: Callable[[Path], None] | None = None) -> None:
+    """Rename a staged snapshot to its final name after `discard` of the present one. It has one of the two names at any
+    time.
+    """
+    path = directory / str(version)
+    if path.exists():
+        (discard or delete_snapshot)(path)
+    staged_path(directory, version).rename(path)
+    sync_path(directory)
+
+
+def delete_snapshot(path: Path) -> None:
+    """Remove a snapshot, renamed first, so that a half-removed one is never taken for a snapshot."""
+    aside = path.with_name(f"{ASIDE}old-{path.name}")
+    path.rename(aside)
+    sync_path(path.parent)
+    shutil.rmtree(aside)
+
+
+def keep_snapshot(path: Path) -> None:
+    """Rename a snapshot so that it is neither read nor deleted any more; earlier kept ones stay."""
+    names = (path.with_name(f"{KEPT}{path.name}{again}") for again in chain([""], (f"-{n}" for n in count(2))))
+    path.rename(next(name for name in names if not name.exists()))
+    sync_path(path.parent)
+
+
+def _layers_of(path: Path) -> set[int] | None:
+    """Return the layers in a snapshot's manifest; None if there is none."""
+    try:
+        return {record.index for record in read_manifest(path).layers}
+    except CorruptSnapshot:
+        return None
+
+
+# ---- snapshots ------------------------------------------------------------------------------------------------------
+# The snapshots of one slave on its disk: one directory for each version, `v12@r17/`, of model.safetensors and
+# manifest.json.
+#
+# A snapshot is written aside, fsynced and renamed, so it is complete or it is not there, and it is used only after
+# every digest agrees. Half-written, damaged and foreign ones are skipped with a log line, and left for a person. One
+# process locks the directory as long as it runs. The master decides what is written and deleted; by itself a slave
+# removes only what it had not finished writing.
+#
+# v0@r0 has no snapshot: see initial_model.py.
+
 
 LISTING_BYTES = 4096  # for each parameter, in the header and manifest of a snapshot: name, shape, offsets, digests
 _LOCK = ".lock"

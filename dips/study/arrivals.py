@@ -26,8 +26,7 @@ from dips.sim.observer import Observer
 from dips.sim.site import Site
 from dips.slave.ports import F32
 from dips.study.emulator import RANGES, make_scenario
-from dips.study.faults import Arrays
-from dips.study.fleet import Fleet
+from dips.study.fleet import Arrays, Fleet
 from dips.study.learner import LearnedModel, Recipe
 from dips.study.task import Task
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from dips.study.baselines import BaselineResult, train_data_parallel, train_naive, train_synchronous
 from dips.study.emulator import emulate
-from dips.study.settings import Settings
-from dips.study.study_file import RunPlan
+from dips.study.study_file import RunPlan, Settings
 from dips.study.task import Task, load_task
 
 ALONE = 0.1  # share of a post-local run that is data parallel: somewhat longer than the warm-up

@@ -1,20 +1,112 @@
-"""The results of a study: a table, results.csv, and the recommended row."""
+"""The results of a study: paired comparisons, a chart, a table, results.csv, and the recommended row."""
 
 from __future__ import annotations
 
 import csv
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
 from dips.study.execute import Numbers
-from dips.study.faults import Fault
+from dips.study.fleet import Fault
 from dips.study.runner import StudyResult
-from dips.study.settings import Settings
-from dips.study.statistics import Comparison, compare_paired
-from dips.study.study_file import list_tunings
+from dips.study.study_file import Settings, list_tunings
+
+# ---- statistics -----------------------------------------------------------------------------------------------------
+# Paired comparisons: the same seed in two rows starts from the same θ and draws the same batches.
+#
+# "No worse by x" means the upper end of the paired 95 % interval of the relative difference (Student's t).
+
+
+# Quantile 0.975 of Student's t by degrees of freedom; others use the next smaller entry, which is conservative.
+STUDENT = {
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179,
+    15: 2.131, 20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The relative difference of a row's losses to another's: the mean and its 95 % interval, as shares of the
+    other's.
+    """
+
+    seeds: int
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        if self.seeds < 2:
+            return "one seed: no interval"
+        if self.high < 0:
+            return "better"
+        return "worse" if self.low > 0 else f"no worse by {self.high:.1%}"
+
+    def __str__(self) -> str:
+        if self.seeds < 2:
+            return f"{self.mean:+.1%}, {self.verdict}"
+        return f"{self.mean:+.1%} ({self.low:+.1%} to {self.high:+.1%}, {self.seeds} paired seeds): {self.verdict}"
+
+
+def compare_paired(losses: Mapping[int, float], others: Mapping[int, float]) -> Comparison | None:
+    """Compare losses by seed; None if there is no common seed."""
+    shares = [losses[seed] / others[seed] - 1.0 for seed in sorted(losses.keys() & others.keys())]
+    if not shares:
+        return None
+    if len(shares) == 1:
+        return Comparison(1, shares[0], -inf, inf)
+    half = student_quantile(len(shares) - 1) * stdev(shares) / sqrt(len(shares))
+    return Comparison(len(shares), mean(shares), mean(shares) - half, mean(shares) + half)
+
+
+def student_quantile(freedom: int) -> float:
+    return STUDENT[max(n for n in STUDENT if n <= freedom)]
+
+
+# ---- drawing --------------------------------------------------------------------------------------------------------
+# A chart of a study's losses: each row's mean and seeds, with the row that the others are compared with.
+
+
+mpl.use("Agg")  # writes files only, without a screen
+
+ROW_INCHES, LEAST_INCHES, WIDTH_INCHES = 0.32, 2.5, 9.0
+SEED, MEAN, COMPARED = "#88aadd", "#1f3f77", "#d62728"
+
+
+def draw_study(result: StudyResult) -> Figure:
+    """Draw a line for each row, the best at the top."""
+    found = {row.name: losses_of(result, row.name) for row in result.study.rows}
+    rows = sorted((row for row in found if found[row]), key=lambda row: -mean(found[row].values()))
+    figure = Figure(figsize=(WIDTH_INCHES, max(LEAST_INCHES, 1.0 + ROW_INCHES * len(rows))), layout="constrained")
+    axes = figure.subplots()
+    for at, row in enumerate(rows):
+        losses = list(found[row].values())
+        axes.plot(losses, [at] * len(losses), "o", color=SEED, ms=5, label="seeds" if at == 0 else None)
+        axes.plot([mean(losses)], [at], "D", color=MEAN, ms=6, label="mean" if at == 0 else None)
+    compared = found.get(result.study.compare)
+    if compared:
+        axes.axvline(mean(compared.values()), color=COMPARED, lw=1.0, ls="--", label=result.study.compare)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    units = [n["unit"] for runs in result.runs.values() for n in runs.values()]
+    axes.set_xlabel(f"validation loss, {units[0]}" if units else "validation loss")
+    axes.grid(alpha=0.25)
+    if rows:
+        axes.legend(fontsize=8)
+    return figure
+
+
+# ---- report ---------------------------------------------------------------------------------------------------------
+# The results of a study: a table, results.csv, and the recommended row.
+
 
 BLIND = 0.1  # a gate that stops at most this share of the bad pushes does not detect the fault
 COLUMNS = (

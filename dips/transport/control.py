@@ -1,31 +1,97 @@
-"""The control flow's sockets: gRPC servers and channels, with a deadline on every call and one mapping of errors.
-
-An error raised by a handler leaves as the gRPC status of its row in errors.TREATMENTS, with its class in the trailing
-metadata `dips-error`; `call_method` raises that class again at the other end. A peer that does not answer is
-Unavailable…, whether the link, the process or the deadline ended the wait. The meaning of messages is not known here.
-"""
+"""The control flow's sockets: gRPC servers and channels, with a deadline on every call and one mapping of errors."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
-from grpc import aio
+from grpc import ChannelConnectivity, aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dips.errors import Busy, ConfigError, DipsError, RemoteProtocolError, Unavailable, class_named
 from dips.identity.tls_files import LoadedTls
 from dips.printable import make_printable
 from dips.transport.endpoints import Endpoint
-from dips.transport.gate import ERROR_KEY, CallGate, Report
-from dips.transport.guard import Guard
+from dips.transport.gate import ERROR_KEY, CallGate, Guard, Report
 from dips.transport.limits import MASTER_LIMITS, CallLimits, ServerLimits
-from dips.transport.renewing import RenewingChannel
-from dips.transport.tls import make_channel_credentials, make_server_credentials
+from dips.transport.tls import TlsSource, make_channel_credentials, make_server_credentials
 from dips.wire.messages import MAX_MESSAGE_BYTES
+
+# ---- renewing -------------------------------------------------------------------------------------------------------
+# A channel with the current certificate: when ours is renewed, new calls get a new connection.
+#
+# gRPC fixes a channel's certificate when it is made, and a connection outlives its certificate. Open calls end on the
+# connection on which they began.
+
+
+GRACE_S = 60.0  # for calls on the former connection; above the longest deadline of a call
+
+OpenChannel = Callable[[LoadedTls], aio.Channel]
+
+
+class RenewingChannel:
+    """The part of `aio.Channel` that stubs and links use."""
+
+    def __init__(self, source: TlsSource, open_channel: OpenChannel) -> None:
+        self._source, self._open = source, open_channel
+        self._loaded = source.read_current()
+        self._channel = open_channel(self._loaded)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        """Return a method of a stub; each call uses the connection of its time."""
+        return self._follow_channel(lambda channel: channel.unary_unary(*method, **options))
+
+    def stream_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        """Return a streaming method of a stub; a stream stays on its connection until that is closed."""
+        return self._follow_channel(lambda channel: channel.stream_stream(*method, **options))
+
+    def _follow_channel(self, make: Callable[[aio.Channel], Callable[..., Any]]) -> Callable[..., Any]:
+        made: tuple[aio.Channel | None, Any] = None, None
+
+        def call_method(*request: Any, **more: Any) -> Any:
+            nonlocal made
+            channel = self._current_channel()
+            if made[0] is not channel:
+                made = channel, make(channel)
+            return made[1](*request, **more)
+
+        return call_method
+
+    def get_state(self, try_to_connect: bool = False) -> ChannelConnectivity:
+        return self._current_channel().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last: ChannelConnectivity) -> None:
+        await self._current_channel().wait_for_state_change(last)
+
+    async def channel_ready(self) -> None:
+        await self._current_channel().channel_ready()
+
+    async def close(self) -> None:
+        for task in self._closing:
+            task.cancel()
+        await self._channel.close()
+
+    def _current_channel(self) -> aio.Channel:
+        loaded = self._source.read_current()
+        if loaded is not self._loaded:
+            former, self._loaded, self._channel = self._channel, loaded, self._open(loaded)
+            task = asyncio.get_running_loop().create_task(former.close(GRACE_S))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        return self._channel
+
+
+# ---- control --------------------------------------------------------------------------------------------------------
+# The control flow's sockets: gRPC servers and channels, with a deadline on every call and one mapping of errors.
+#
+# An error raised by a handler leaves as the gRPC status of its row in errors.TREATMENTS, with its class in the trailing
+# metadata `dips-error`; `call_method` raises that class again at the other end. A peer that does not answer is
+# Unavailable…, whether the link, the process or the deadline ended the wait. The meaning of messages is not known here.
+
 
 KEEPALIVE_MS = 10_000  # interval of a client's pings, also without calls: a NAT forgets a silent link
 KEEPALIVE_TIMEOUT_MS = 5_000  # a connection is given up when a ping is unanswered for this long

@@ -1,26 +1,244 @@
-"""The chunks that one stream is to bring: each is missing → asked → claimed → here, and each byte is written once.
-
-The same for both directions: a slave receives a push from a rank, a rank a pull from a slave. A chunk that was not
-asked for is refused, so duplicates and foreign chunks change nothing; a wrong one is missing again; when the connection
-breaks, asked chunks are missing again, and claimed ones are completed. Pure; the owner serialises the calls.
-
-Chunks of ranges that are not ready at their sender are not asked for, and count as left.
-
-Only whole chunks are seen to arrive, and a peer that owes one for `stall_s` counts as dead. So on a slow link smaller
-chunks are asked for, and a single small one while the link's rate is unknown.
-"""
+"""The chunks that streams are asked for: how many bytes of each stream, in all, in what turn, and which are here."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from dips.codecs import ITEM_BYTES
-from dips.transport.credit import MOST_CHUNKS, Credit
-from dips.transport.pool import Transit, pool_cost
 from dips.wire.chunks import Range, split_chunks
 from dips.wire.frame import Header
+
+# ---- rate -----------------------------------------------------------------------------------------------------------
+# The present rate of a transfer: bytes over the last seconds. Pure: `now` is an argument.
+
+
+STEP_S = 0.2  # least time between two samples
+HORIZON_S = 5.0  # length of the window
+
+
+class Rate:
+    """The rate of one transfer, from samples of its byte count."""
+
+    def __init__(self, now: float, nbytes: int = 0) -> None:
+        self._samples: deque[tuple[float, int]] = deque([(now, nbytes)])
+
+    def record_bytes(self, nbytes: int, now: float) -> None:
+        """Record the total so far. Samples closer than STEP_S replace the previous one."""
+        if len(self._samples) > 1 and now - self._samples[-2][0] < STEP_S:
+            self._samples.pop()
+        self._samples.append((now, nbytes))
+        while now - self._samples[1][0] >= HORIZON_S:  # the last is of now
+            self._samples.popleft()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Mean over the samples of the last HORIZON_S; 0 before the second."""
+        (began, first), (ended, last) = self._samples[0], self._samples[-1]
+        return (last - first) / (ended - began) if ended > began else 0.0
+
+
+# ---- credit ---------------------------------------------------------------------------------------------------------
+# The bytes that one stream may have in flight: 2 × bandwidth × round trip, in [4, 64] MiB (docs/protocol.md#sockets).
+#
+# Pure: `now` is an argument. The round trip is measured from a WANT that left when nothing was in flight to its first
+# chunk; the bandwidth is the best of the last spans, so that one pause of either end does not shrink the credit. While
+# the credit is the limit, the measured bandwidth is at least credit / round trip, so the credit doubles until the link
+# is the limit.
+
+
+LEAST_BYTES = 4 << 20
+FIRST_BYTES = 16 << 20  # before anything is measured: what a busy core needs to keep a fast link full
+MOST_BYTES = 64 << 20
+MOST_CHUNKS = 128  # in flight on one stream; RCVHWM is above it
+SLICE_S = 0.01  # delay until a busy core reads a socket: a shorter round trip counts as this
+SPAN_S = 0.01  # least length of the spans over which bandwidth is measured
+SPANS = 8  # last spans, of which the best counts
+
+
+class Credit:
+    """The credit of one stream, from its measured round trip and bandwidth."""
+
+    def __init__(self) -> None:
+        self.bytes = FIRST_BYTES
+        self._rtt = float("inf")  # smallest measured, s
+        self._asked_at: float | None = None  # time of a WANT sent when nothing was in flight
+        self._span_at: float | None = None
+        self._span_bytes = 0
+        self._rates: deque[float] = deque(maxlen=SPANS)  # bytes/s of the last spans
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Largest bandwidth of the last spans; 0 before the first span is over."""
+        return max(self._rates, default=0.0)
+
+    @property
+    def latest_bytes_per_s(self) -> float:
+        """Bandwidth of the last span; 0 before the first is over."""
+        return self._rates[-1] if self._rates else 0.0
+
+    def on_want(self, now: float, idle: bool) -> None:
+        """Record that a WANT leaves; `idle` if nothing was in flight."""
+        if idle:
+            self._asked_at, self._span_at, self._span_bytes = now, now, 0
+
+    def on_chunk(self, nbytes: int, now: float) -> None:
+        """Record that a chunk came, and update the credit at the end of a span."""
+        if self._asked_at is not None:
+            self._rtt = min(self._rtt, max(now - self._asked_at, 1e-6))
+            self._asked_at = None
+        if self._span_at is None:
+            return
+        self._span_bytes += nbytes
+        span = now - self._span_at
+        if span >= max(SPAN_S, self._rtt):
+            self._rates.append(self._span_bytes / span)
+            wanted = int(2 * max(self._rtt, SLICE_S) * self.bytes_per_s)
+            self.bytes = min(max(wanted, LEAST_BYTES), MOST_BYTES)
+            self._span_at, self._span_bytes = now, 0
+
+
+# ---- pool -----------------------------------------------------------------------------------------------------------
+# The limit of bytes in transit: asked for and not yet in their place, over all streams; a part of the memory sum at
+# start.
+
+
+FLOOR_BYTES = 4096  # least cost of a chunk: limits the number of frames, and so every queue
+
+
+def pool_cost(nbytes: int) -> int:
+    """Return the pool's cost of a chunk of `nbytes`."""
+    return max(nbytes, FLOOR_BYTES)
+
+
+class Transit:
+    """A counter with a limit, shared by all lanes; every `take_bytes` that succeeds must be followed by one
+    `give_back`.
+    """
+
+    def __init__(self, limit: int) -> None:
+        assert limit >= FLOOR_BYTES
+        self.limit = limit
+        self._used = 0
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    @property
+    def most_chunks(self) -> int:
+        """The most chunks that can be in transit: the depth of a queue that never overflows."""
+        return self.limit // FLOOR_BYTES
+
+    def take_bytes(self, nbytes: int) -> bool:
+        """Reserve `nbytes`; return False if that would exceed the limit."""
+        with self._lock:
+            if self._used + nbytes > self.limit:
+                return False
+            self._used += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Release reserved bytes."""
+        with self._lock:
+            self._used -= nbytes
+            assert self._used >= 0, "more was given back than taken"
+
+
+# ---- turns ----------------------------------------------------------------------------------------------------------
+# Turns of a lane's streams to be asked: deficit round robin in bytes.
+#
+# At most `concurrent_streams` are asked at once; a turn lasts `quantum` bytes and goes on while no other stream waits,
+# so the link is never idle for the sake of fairness. Bytes beyond a turn are deducted from the next. A slow stream
+# loses its turn and does not delay the others: an order of asking, never a barrier (docs/rationale.md#5). Pure.
+
+
+QUANTUM_BYTES = 16 << 20  # a few credits: with less, the link would run empty at each change of turn
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Turns(Generic[K]):
+    """The order of asking of one lane."""
+
+    def __init__(self, concurrent_streams: int, quantum: int = QUANTUM_BYTES) -> None:
+        assert min(concurrent_streams, quantum) >= 1
+        self._concurrent_streams = concurrent_streams
+        self._quantum = quantum
+        self._active: dict[K, int] = {}  # stream → bytes that may still be asked for in this turn
+        self._waiting: deque[K] = deque()
+        self._debt: dict[K, int] = {}
+
+    def enter_line(self, key: K) -> None:
+        """Append to the end of the line. Idempotent."""
+        if key not in self._active and key not in self._waiting:
+            self._waiting.append(key)
+
+    def leave_line(self, key: K) -> None:
+        """Remove from the line and end the turn. Idempotent."""
+        self._debt.pop(key, None)
+        if self._active.pop(key, None) is None and key in self._waiting:
+            self._waiting.remove(key)
+
+    def line_up(self, place: Callable[[K], int]) -> None:
+        """Sort the waiting ones by their places, once; present turns go on."""
+        self._waiting = deque(sorted(self._waiting, key=place))
+
+    def rotate_turns(self, drained: Callable[[K], bool], slow: Callable[[K], bool]) -> tuple[K, ...]:
+        """End turns that are over, begin possible ones, and return the streams that may be asked, oldest turn first.
+
+        drained  nothing is in flight: only then is a used-up turn over, so that at most `concurrent_streams` are busy
+        slow     it was asked and is silent: it loses its turn to a waiting one
+        """
+        for key, left in list(self._active.items()):
+            if not self._waiting:
+                if left <= 0:
+                    self._active[key] = left + self._quantum
+            elif slow(key) or (left <= 0 and drained(key)):
+                del self._active[key]
+                self._debt[key] = min(left, 0)
+                self._waiting.append(key)
+        while self._waiting and len(self._active) < self._concurrent_streams:
+            key = self._waiting.popleft()
+            self._active[key] = self._quantum + self._debt.pop(key, 0)
+        return tuple(self._active)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no stream has a turn and none waits."""
+        return not self._active and not self._waiting
+
+    @property
+    def crowded(self) -> bool:
+        """Whether some stream waits for a turn."""
+        return bool(self._waiting)
+
+    def bytes_left(self, key: K) -> int:
+        """Return the bytes that `key` may still be asked for in its turn; 0 or less if none, or if it has no turn."""
+        return self._active.get(key, 0)
+
+    def spend_bytes(self, key: K, nbytes: int) -> None:
+        """Deduct `nbytes` from the turn of `key`."""
+        self._active[key] -= nbytes
+
+
+# ---- intake ---------------------------------------------------------------------------------------------------------
+# The chunks that one stream is to bring: each is missing → asked → claimed → here, and each byte is written once.
+#
+# The same for both directions: a slave receives a push from a rank, a rank a pull from a slave. A chunk that was not
+# asked for is refused, so duplicates and foreign chunks change nothing; a wrong one is missing again; when the
+# connection breaks, asked chunks are missing again, and claimed ones are completed. Pure; the owner serialises the
+# calls.
+#
+# Chunks of ranges that are not ready at their sender are not asked for, and count as left.
+#
+# Only whole chunks are seen to arrive, and a peer that owes one for `stall_s` counts as dead. So on a slow link smaller
+# chunks are asked for, and a single small one while the link's rate is unknown.
+
 
 UNIT_CHUNKS = 8  # of one WANT
 CHUNK_S = 2.0  # longest duration of a chunk at the stream's present rate, far below any stall_s

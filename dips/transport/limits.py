@@ -1,25 +1,80 @@
-"""The limits of one server: connections, streams, bytes of a message, calls per second; of one peer, and in all.
-
-The load of an honest run on its master, at 1,000 clusters and 100 slaves with the default timing:
-
-    heartbeats     1,000 / 2 s + 100 / 2 s                                       550 calls/s
-    open questions 1,000 × one in 10 s (a long poll; held.py)                    100 calls/s
-    rounds         1,000 × 7 calls (ranges, push, finish, await, pull, finish,
-                   and one asked again) in at least 10 s of training             700 calls/s
-    reports        100 slaves × 1,000 pushes in 10 s, at most                  10,000 calls/s, only if all push at once
-
-so CALLS_PER_S and CALLS_AT_ONCE leave room for all clusters to push within the same seconds, and for the burst of two
-calls of each peer that follows a stall. One cluster makes below ten calls a second, also when all that it asks is
-refused and asked again; one slave reports 1,000 pushes in 10 s. A peer is its certificate's name, or in plain text (on
-loopback, where all have one address) its connection. A master is not limited at its slaves: each order is needed, and
-rounds bound their number. Pure: `now` is an argument.
-"""
+"""The limits of one server: connections, streams, bytes of a message, calls per second; of one peer, and in all."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import asyncio
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from dips.dataclass import dataclass
+from dips.errors import Busy, RemoteProtocolError
+from dips.telemetry.refusals import count_refusal
+
+# ---- handshakes -----------------------------------------------------------------------------------------------------
+# Counts connections that ended before their first call, which gRPC does not report.
+#
+# gRPC requests our certificate once for each connection, before its handshake; a connection whose handshake succeeds
+# makes a call at once (ours connect for a call). So one that began and made none was plain text, garbage, half-open, or
+# had a certificate that is not of this run.
+
+
+PATIENCE_S = 10.0  # from a handshake's begin to the first call; twice what a handshake may take
+MOST_REMEMBERED = 8_192  # connections that have made a call and are remembered
+MOST_BEGUN = 65_536  # handshakes that are waited for
+
+
+class HandshakeWatch:
+    """The handshakes of one server; from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._begun: deque[float] = deque(maxlen=MOST_BEGUN)
+        self._peers: OrderedDict[str, None] = OrderedDict()
+
+    def on_handshake(self) -> None:
+        """Record that a connection came in."""
+        with self._lock:
+            self._count_overdue()
+            self._begun.append(self._clock())
+
+    def on_call(self, peer: str) -> None:
+        """Record a call over the connection with this name."""
+        with self._lock:
+            self._count_overdue()
+            if peer in self._peers:
+                return
+            self._peers[peer] = None
+            if len(self._peers) > MOST_REMEMBERED:
+                self._peers.popitem(last=False)
+            if self._begun:
+                self._begun.pop()  # the newest: honest ones do not wait
+
+    def _count_overdue(self) -> None:
+        while self._begun and self._clock() - self._begun[0] >= PATIENCE_S:
+            self._begun.popleft()
+            count_refusal("handshake")
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+# The limits of one server: connections, streams, bytes of a message, calls per second; of one peer, and in all.
+#
+# The load of an honest run on its master, at 1,000 clusters and 100 slaves with the default timing:
+#
+#     heartbeats     1,000 / 2 s + 100 / 2 s                                       550 calls/s
+#     open questions 1,000 × one in 10 s (a long poll; core.py)                    100 calls/s
+#     rounds         1,000 × 7 calls (ranges, push, finish, await, pull, finish,
+#                    and one asked again) in at least 10 s of training             700 calls/s
+#     reports        100 slaves × 1,000 pushes in 10 s, at most                  10,000 calls/s, if all push at once
+#
+# so CALLS_PER_S and CALLS_AT_ONCE leave room for all clusters to push within the same seconds, and for the burst of two
+# calls of each peer that follows a stall. One cluster makes below ten calls a second, also when all that it asks is
+# refused and asked again; one slave reports 1,000 pushes in 10 s. A peer is its certificate's name, or in plain text
+# (on loopback, where all have one address) its connection. A master is not limited at its slaves: each order is needed,
+# and rounds bound their number. Pure: `now` is an argument.
+
 
 PEER_CALLS_PER_S = 200.0  # calls/s of one peer
 PEER_CALLS_AT_ONCE = 1_000.0  # calls in a burst: all that a slave has staged
@@ -138,3 +193,55 @@ class CallLimits:
         if not self._all.take_token(now):
             return f"more than {self._per_s:g} calls a second come in: wait and ask again"
         return ""
+
+
+# ---- reception ------------------------------------------------------------------------------------------------------
+# Limits how many messages of one server arrive at once, of one peer and of all, and over how many connections a peer
+# calls.
+#
+# A call is checked when its headers have arrived. Its message is read only with a place here, so unread data stays in
+# the callers' own memory except for a stream's window. A peer's calls wait for its own places, not for those of others.
+# A peer is its certificate's name, or in plain text its connection.
+
+
+class _PeerCalls:
+    """The open calls of one peer."""
+
+    def __init__(self, messages: int) -> None:
+        self.places = asyncio.Semaphore(messages)
+        self.connections: dict[str, int] = {}  # connection → its open calls
+
+
+class Reception:
+    """The places of one server; on its event loop."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._limits, self._all = limits, asyncio.Semaphore(limits.messages)
+        self._peers: dict[str, _PeerCalls] = {}  # peers with open calls
+
+    @contextmanager
+    def admit_call(self, peer: str, connection: str) -> Iterator[None]:
+        """Count a call as open; raise Busy if the peer calls over too many connections at once."""
+        calls = self._peers.setdefault(peer, _PeerCalls(self._limits.peer_messages))
+        most = self._limits.peer_connections
+        if connection not in calls.connections and len(calls.connections) >= most:
+            raise Busy(f"{peer} calls over more than {most} connections at once: close some, and ask again")
+        calls.connections[connection] = calls.connections.get(connection, 0) + 1
+        try:
+            yield
+        finally:
+            calls.connections[connection] -= 1
+            if not calls.connections[connection]:
+                del calls.connections[connection]
+            if not calls.connections:
+                del self._peers[peer]
+
+    async def read_message(self, peer: str, read: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Read the message of an admitted call when there is a place; raise RemoteProtocolError if it does not come."""
+        within_s = self._limits.message_s
+        async with self._peers[peer].places, self._all:
+            try:
+                async with asyncio.timeout(within_s):
+                    return await read()
+            except TimeoutError as error:
+                raise RemoteProtocolError(f"expected the message of a call within {within_s:g} s") from error

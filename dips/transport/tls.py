@@ -14,7 +14,7 @@ from typing import Any, cast
 import grpc
 
 from dips.errors import ConfigError
-from dips.file_stamps import FileStamp, stamp_file
+from dips.files import FileStamp, stamp_file
 from dips.identity.certificates import check_until, utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles

@@ -13,15 +13,16 @@ from dips.errors import RemoteProtocolError
 from dips.plain import from_plain, to_plain
 from dips.protocol.enums import (
     ClusterCause,
+    ClusterState,
     DurabilityState,
     OutcomeKind,
     RemarkSubject,
     Severity,
     SlaveCause,
+    SlaveState,
     TrainerState,
 )
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
-from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.view import ClusterView, Concern, RunView, SlaveView
 
 # The newest by (role, name), with the time when it came.

@@ -25,7 +25,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 from dips.commands.planning import MASTER_BYTES
-from dips.identity import certificates, pem_files
+from dips.identity import certificates
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerIdentity, PeerRole, make_identity
 from dips.identity.paths import TlsFiles
@@ -161,8 +161,8 @@ class AttackedRun:
             self.directory / f"{stem}.key",
             self.directory / "certs" / "ca" / "crl.pem",
         )
-        pem_files.write_public(files.cert, pem_files.to_pem(signed))
-        pem_files.write_private(files.key, certificates.key_to_pem(key))
+        certificates.write_public(files.cert, certificates.to_pem(signed))
+        certificates.write_private(files.key, certificates.key_to_pem(key))
         return files
 
     def forge_elsewhere(self, run: str = RUN) -> TlsFiles:
@@ -285,7 +285,7 @@ class AttackedRun:
         for slave in content["slaves"]:
             slave["http"] = self._http_address(slave["name"])
         for name, token in (("http.token", TOKEN), ("job.token", JOB_TOKEN)):
-            pem_files.write_private(self.directory / name, token.encode())
+            certificates.write_private(self.directory / name, token.encode())
         if self.secured:
             content["http_token"] = "http.token"
         self.run.file.write_text(yaml.safe_dump(content))

@@ -25,7 +25,7 @@ from dips.ids import VersionId
 from dips.protocol import events
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import RANGES_HELD
-from dips.protocol.rules.weights import MOST_TIMES
+from dips.protocol.rules import MOST_TIMES
 from dips.transport.limits import PEER_CONNECTIONS
 from dips.wire.generated import cluster_pb2, status_pb2
 from dips.wire.messages import to_proto, unwrap_oneof

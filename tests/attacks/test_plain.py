@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from dips.http.connection import REQUEST_S
+from dips.http.server import REQUEST_S
 from dips.identity.names import PeerRole
 from dips.protocol import effects, events
 from dips.protocol.claims import MOST_TERMS_AHEAD
-from dips.transport import lane_door
+from dips.transport import lane
 from dips.transport.lane import HANDSHAKE_MS
 from dips.transport.limits import PEER_CALLS_AT_ONCE
 from dips.wire.frame import Kind, make_message, run_id
@@ -198,15 +198,15 @@ def test_a_flood_of_connections_to_a_lane(plain: AttackedRun) -> None:
     """The door shuts; what is connected stays, and in time there is room again."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     address, connections = plain.lane_of("ps1"), []
-    for _ in range(lane_door.MOST_CONNECTIONS + lane_door.BACKLOG + 512):
+    for _ in range(lane.MOST_CONNECTIONS + lane.BACKLOG + 512):
         try:
             connections.append(callers.connect_to(address, 0.5))
         except OSError:
             break
-    assert len(connections) >= lane_door.FEWEST_CONNECTIONS
+    assert len(connections) >= lane.FEWEST_CONNECTIONS
     for connection in connections:
         connection.close()
-    reason = "lane_full" if len(connections) > lane_door.MOST_CONNECTIONS else "lane_handshake"
+    reason = "lane_full" if len(connections) > lane.MOST_CONNECTIONS else "lane_handshake"
     plain.note_attack(f"{len(connections)} connections to a lane", "none", "door", "ps1", reason, 1)
 
 

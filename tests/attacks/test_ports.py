@@ -14,11 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dips.client.ipc import encoding
-from dips.client.ipc.connection import ADMIT_S
-from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, TokenClient
-from dips.http.connection import MAX_HEADER_BYTES, REQUEST_S
-from dips.http.server import HANDSHAKE_S, MOST_CONNECTIONS
+from dips.client.ipc import messages
+from dips.client.ipc.connection import ADMIT_S, ANSWER, GREETING, PROOF, TAG, TokenClient
+from dips.http.server import HANDSHAKE_S, MAX_HEADER_BYTES, MOST_CONNECTIONS, REQUEST_S
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from tests.attacks import callers
@@ -193,8 +191,8 @@ def test_a_greeting_that_is_sent_back(secured: AttackedRun) -> None:
 def test_messages_that_were_altered(secured: AttackedRun) -> None:
     """Behind a true handshake: one without its tag, one of an absurd length."""
     for what, frame in (
-        ("a wrong tag", encoding.LENGTH.pack(8) + b"\x81" * 8 + b"t" * TAG),
-        ("an absurd length", encoding.LENGTH.pack((1 << (8 * encoding.LENGTH.size)) - 1)),
+        ("a wrong tag", messages.LENGTH.pack(8) + b"\x81" * 8 + b"t" * TAG),
+        ("an absurd length", messages.LENGTH.pack((1 << (8 * messages.LENGTH.size)) - 1)),
     ):
         raw = callers.connect_to(("127.0.0.1", secured.agent_line))
         client = TokenClient(JOB_TOKEN.encode(), callers.read_exactly(raw, GREETING))

@@ -13,12 +13,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dips.identity import pem_files
+from dips.identity import certificates
 from dips.identity.authority import Authority
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.paths import REVOCATIONS, ROOT
 from dips.transport.endpoints import Endpoint, master_peer, slave_peer
-from dips.transport.guard import Guard
+from dips.transport.gate import Guard
 from dips.transport.tls import LOOK_S, TlsSource
 from tests.enrolled import Enrolled
 
@@ -86,7 +86,7 @@ class RunCertificates:
         """Put into the files that all read what these authorities say."""
         files = self.enrolled.files_of("")
         for to, name in ((files.ca, ROOT), (files.crl, REVOCATIONS)):
-            pem_files.write_public(to, b"".join((a.directory / name).read_bytes() for a in authorities))
+            certificates.write_public(to, b"".join((a.directory / name).read_bytes() for a in authorities))
 
     @property
     def security(self) -> Mapping[str, Any]:

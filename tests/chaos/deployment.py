@@ -236,7 +236,7 @@ class Deployment(Run):
         assert process.code == code, f"{process.name} ended with {process.code}, expected {code}\n{process.tail()}"
 
     def count_kill(self, name: str, times: int = 1) -> None:
-        """What its trainer did since its last question, H steps at most, may not have been reported (step_batch.py)."""
+        """What its trainer did since its last question, H steps at most, may not have been told (agent_client.py)."""
         self._killed[name] = self._killed.get(name, 0) + times
 
     def count_untold(self, name: str, since: float) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dips.ids import VersionId
-from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, MOMENTUM, THETA
+from dips.slave.snapshot_files import MANIFEST_FILE, MODEL_FILE, MOMENTUM, THETA
 from tests.damage import flip_bit
 
 FILLER = "filler"

@@ -18,8 +18,7 @@ import torch
 from dips.client.ipc.messages import PullMoved, PullWanted, PushMoved, PushWanted
 from dips.client.parallel import HostMemory
 from dips.client.rank import shard_transfer, transfer
-from dips.client.rank.agent_client import AgentClient
-from dips.client.rank.agent_connection import AgentConnection
+from dips.client.rank.agent_client import AgentClient, AgentConnection
 from tests.chaos.train_chaos import LAYERS, SHAPES
 
 CHUNK_BYTES = 4096

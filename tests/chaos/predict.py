@@ -15,7 +15,7 @@ import numpy as np
 
 from dips.ids import GENESIS, VersionId
 from dips.protocol.records import FoldRow
-from dips.protocol.rules.weights import MOST_TIMES
+from dips.protocol.rules import MOST_TIMES
 from dips.view.points import RoundHistory
 from tests.chaos.train_chaos import NUMEL, START, constant
 

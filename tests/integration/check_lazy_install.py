@@ -23,7 +23,7 @@ from layouts import BLOCKS, VOCABULARY, laid, local, seeded
 from torch import nn
 
 from dips.client.parallel import HostMemory, LazyMemory, lay_out
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.errors import LocalProtocolError
 
 FSDP = ("fsdp", "hsdp", "tp_fsdp")

@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import nn
 
 from dips.client.parallel import HostMemory, lay_out
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.protocol.grouping import Grouping
 
 TIED = "embedding.word_embeddings.weight"

@@ -23,8 +23,8 @@ from train_constant import ConstantModel, local
 
 from dips.client.parallel import HostMemory, ModelLayout, lay_out
 from dips.client.rank import transfer
-from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.replica_check import EVERY
+from dips.client.rank.agent_client import JobCollectives
+from dips.client.rank.model_checks import EVERY
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer import TransferIdentity, TransferStats
 from dips.errors import ConfigError, LocalProtocolError, UnavailableSlave

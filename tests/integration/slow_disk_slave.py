@@ -11,7 +11,7 @@ import os
 import time
 
 from dips.slave import app
-from dips.slave.snapshot_manifest import MODEL_FILE
+from dips.slave.snapshot_files import MODEL_FILE
 
 
 def main() -> None:

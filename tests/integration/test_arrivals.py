@@ -12,7 +12,7 @@ import pytest
 from dips.config import load_run
 from dips.protocol.records import FoldRow, VersionCommitted
 from dips.sim.arrivals import read_arrivals
-from dips.slave.snapshot_manifest import MANIFEST_FILE, SnapshotManifest
+from dips.slave.snapshot_files import MANIFEST_FILE, SnapshotManifest
 from dips.study.arrivals import emulate_arrivals
 from dips.study.fleet import Fleet, FleetCluster
 from dips.study.task import make_model

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dips.client.rank import orphan
+from dips.client.rank import joining
 from dips.commands.status import ask_status
 from dips.telemetry import timeline
 from dips.transport.endpoints import master_peer
@@ -139,7 +139,7 @@ def test_ranks_whose_agent_and_torchrun_were_killed_end_by_themselves(run: Any, 
     torchrun = marks(run, "west", "trainer_start")[0]["pid"]
     os.kill(torchrun, signal.SIGSTOP)  # it cannot learn that its agent died, and so not end its workers
     west.kill()
-    run.until(lambda: not any(alive(pid) for pid in pids(tmp_path)), orphan.GRACE_S + 20, "the ranks ended")
+    run.until(lambda: not any(alive(pid) for pid in pids(tmp_path)), joining.GRACE_S + 20, "the ranks ended")
     os.kill(torchrun, signal.SIGKILL)
     assert west.log.read_text().count("is gone: this rank ends") == 2
 

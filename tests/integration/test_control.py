@@ -39,10 +39,10 @@ from dips.errors import (
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.app import serve
+from dips.master.core import SlaveProgress
 from dips.master.genesis import INITIAL_MANIFEST, ledger_path, make_run
 from dips.master.ledger import Ledger
-from dips.master.links import SlaveLink, SlaveLinks
-from dips.master.outbox import SlaveProgress
+from dips.master.runtime import SlaveLink, SlaveLinks
 from dips.protocol import effects, events
 from dips.protocol.effects import Order
 from dips.protocol.enums import Activity, TrainerState

@@ -20,6 +20,7 @@ import zmq
 
 from dips.client.rank.fragments import FragmentGate
 from dips.client.rank.transfer import (
+    LayerOrder,
     Piece,
     PullTransfer,
     TransferCancelled,
@@ -29,7 +30,6 @@ from dips.client.rank.transfer import (
     pull_pieces,
     push_pieces,
 )
-from dips.client.rank.transfer_types import LayerOrder
 from dips.codecs import Codec, Dtype
 from dips.errors import (
     ConfigError,
@@ -44,8 +44,8 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
-from dips.slave.moves import FlowEvent, PushOver, Released, SourceMoved, Staged
-from dips.slave.outgoing_pull import OutStream
+from dips.slave.ports import FlowEvent, PushOver, Released, SourceMoved, Staged
+from dips.slave.sender import OutStream
 from dips.wire import bodies, streams
 from dips.wire.chunks import Range, encode_ranges, split_chunks
 from dips.wire.frame import Header, Kind, make_message, pack_header, run_id, unpack_header

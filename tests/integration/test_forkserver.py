@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dips import private_files
+from dips import files
 from dips.client.agent.trainer import TrainerProcess
 from tests.forkserver import client, fixtures
 from tests.forkserver.command import CONSOLE_SCRIPT, agrees, parse
@@ -51,7 +51,7 @@ def test_a_program_sees_the_same(tmp_path: Path, form: str, options: dict[str, A
 
 async def test_a_training_command_is_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the agent starts it, whose own files are private: else every rank of every test imports torch by itself."""
-    monkeypatch.setattr(private_files, "_given", 0o027)
+    monkeypatch.setattr(files, "_given", 0o027)
     server = fixtures._server()
     before, out = server.served, tmp_path / "out"
     process = await TrainerProcess.start([sys.executable, str(PROBE), str(out), ""], {})

@@ -19,7 +19,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from dips.errors import ConfigError
-from dips.http import connection, daemon, server
+from dips.http import daemon, server
 from dips.http.daemon import HttpSubject, serve_http
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
@@ -120,14 +120,14 @@ async def test_it_is_read_only_and_takes_no_body() -> None:
             assert (await ask(port, "/nowhere", method=method))[0] == 405, "whatever routes a daemon adds"
         assert (await ask(port, "/healthz", headers={"Content-Length": "5"}))[0] == 413
         assert (await ask(port, "/metrics", headers={"Host": "evil.example"}))[0] == 403
-        assert (await ask(port, "/metrics", headers={"X": "y" * connection.MAX_HEADER_BYTES}))[0] == 431
+        assert (await ask(port, "/metrics", headers={"X": "y" * server.MAX_HEADER_BYTES}))[0] == 431
     assert refusals_by_reason()["http_request"] == before + 10
 
 
 async def test_who_is_slow_or_many_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections beyond the most end the oldest; one that sends half a request ends in time; a probe comes through."""
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 8)
-    monkeypatch.setattr(connection, "REQUEST_S", 0.3)
+    monkeypatch.setattr(server, "REQUEST_S", 0.3)
     before, slow = refusals_by_reason().get("http_connections", 0), refusals_by_reason().get("http_slow", 0)
     async with serving(subject()) as port:
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dips.client.agent.master_link import MasterLink
-from dips.client.rank.transfer import Piece, TransferIdentity, pull_pieces, push_pieces
-from dips.client.rank.transfer_types import TransferRate
+from dips.client.agent.agent import MasterLink
+from dips.client.rank.transfer import Piece, TransferIdentity, TransferRate, pull_pieces, push_pieces
 from dips.client.version_pull import _describe_run, _keep_lease, list_pieces
 from dips.dataclass import replace
 from dips.errors import Denied, StalePush, UnavailableSlave

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dips.client.agent.master_link import MasterLink
+from dips.client.agent.agent import MasterLink
 from dips.errors import ConfigError, Denied, UnavailableMaster
 from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
@@ -19,7 +19,7 @@ from dips.identity.paths import TlsFiles
 from dips.protocol.events import ClusterLeft
 from dips.transport import control
 from dips.transport.endpoints import Endpoint, master_peer
-from dips.transport.guard import Guard
+from dips.transport.gate import Guard
 from dips.transport.tls import LOOK_S, TlsSource
 from dips.wire.generated import cluster_pb2, operator_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer, ClusterServiceStub

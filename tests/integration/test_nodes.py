@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from benchmarks import namespaces
-from dips.client.rank import orphan
+from dips.client.rank import joining
 from dips.identity.names import PeerRole
 from tests.enrolled import enroll_all
 from tests.forkserver.process import is_server
@@ -152,7 +152,7 @@ def test_an_agent_that_dies_ends_the_ranks_of_other_hosts(tmp_path: Path, monkey
         agent, other = start()
         run.until(lambda: len(run.versions()) >= 3, 120, "three versions")
         agent.kill()
-        run.until(lambda: other.code is not None, orphan.GRACE_S + 40, "the other host's ranks ended")
+        run.until(lambda: other.code is not None, joining.GRACE_S + 40, "the other host's ranks ended")
         assert other.code != 0
         # the third: rank 1 had ended first, while both were in a collective
         said = r"is gone: this rank ends|the agent at tcp://\S+ (closed|is gone: )|gloo.*(by peer|Broken pipe)"

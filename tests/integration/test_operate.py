@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dips.master.replay import replay_journal
+from dips.master.journal import replay_journal
 from tests.integration import cluster_harness as harness
 from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import CLI, type_words

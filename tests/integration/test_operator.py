@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from dips.master import journal
+from dips.master.journal import replay_journal
 from dips.master.ledger import Ledger
-from dips.master.replay import replay_journal
-from dips.slave.snapshot_manifest import THETA
+from dips.slave.snapshot_files import THETA
 from tests.damage import flip_bit
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script

@@ -44,10 +44,8 @@ from dips.protocol.events import Answer, Folded, Measured
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.protocol.placement import place_layers
-from dips.slave.actions import SlaveIdentity
 from dips.slave.export import export_snapshot
-from dips.slave.moves import FlowEvent, Staged
-from dips.slave.ports import Arrays
+from dips.slave.ports import Arrays, FlowEvent, SlaveIdentity, Staged
 from dips.slave.shard import Followed, Shard
 from dips.slave.snapshots import Snapshots
 from tests.loading import follow_load

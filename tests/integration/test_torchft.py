@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dips.slave.snapshot_manifest import MODEL_FILE, THETA
+from dips.slave.snapshot_files import MODEL_FILE, THETA
 from dips.study.task import make_model
 from tests.integration import cluster_harness as harness
 from tests.integration import train_study as script

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dips.client.rank.transfer import PullTransfer, pull_pieces
-from dips.client.rank.transfer_types import LayerOrder
+from dips.client.rank.transfer import LayerOrder, PullTransfer, pull_pieces
 from dips.codecs import Codec
 from dips.errors import UnavailableSlave
 from dips.ids import GENESIS, PullId, PushId, VersionId

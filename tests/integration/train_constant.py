@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dips.client import OuterLoop
-from dips.client.parallel.torch_types import is_dtensor
+from dips.client.parallel.adapter import is_dtensor
 
 START = 0.5  # every element of v0@r0
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dips.client import OuterLoop
-from dips.client.parallel.torch_types import is_dtensor
+from dips.client.parallel.adapter import is_dtensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

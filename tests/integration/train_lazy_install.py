@@ -15,7 +15,7 @@ from run_example import main
 
 from dips.client import OuterLoop
 from dips.client.parallel import LazyMemory
-from dips.client.parallel.read_groups import ReadGroup
+from dips.client.parallel.adapter import ReadGroup
 
 
 def die_once(died: Path) -> None:

@@ -25,7 +25,7 @@ from check_layouts import pull, whole_theta
 
 from dips.client import OuterLoop
 from dips.client.parallel import HostMemory, full_parameters, lay_out
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.client.torchtitan import join_trainer
 from dips.protocol.grouping import Grouping
 

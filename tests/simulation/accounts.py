@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dips.client.agent.phases import SyncPhase
+from dips.client.agent.state import SyncPhase
 from dips.ids import PushId, VersionId
 from dips.protocol.effects import Outcome
 from dips.protocol.records import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dips.client.agent import heartbeats, membership
+from dips.client.agent import membership
 from dips.client.agent.account import Account, Portion
 from dips.client.agent.state import AgentState
 from dips.protocol import clusters
@@ -15,7 +15,7 @@ from dips.protocol.events import ClusterLeft
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.run_state import RunState
 from dips.sim.pull_stream import Pulled
-from dips.sim.ranks import SimRanks
+from dips.sim.trainer import SimRanks
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
@@ -42,7 +42,7 @@ def tokens_cut_at_pull() -> list[Patch]:
 def lose_what_was_settled() -> list[Patch]:
     honest_end, honest_heartbeat, honest_leave = (
         clusters.end_incarnation,
-        heartbeats.build_heartbeat,
+        membership.build_heartbeat,
         membership.leave_run,
     )
 
@@ -60,7 +60,7 @@ def lose_what_was_settled() -> list[Patch]:
 
     return [
         (clusters, "end_incarnation", end),
-        (heartbeats, "build_heartbeat", heartbeat),
+        (membership, "build_heartbeat", heartbeat),
         (membership, "leave_run", leave),
     ]
 

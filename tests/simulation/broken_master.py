@@ -8,13 +8,14 @@ from typing import Any
 
 from dips.ids import PushId, VersionId
 from dips.master.ledger import Ledger
-from dips.protocol import lineage, mirrors, pushes, rollback, settlement, slaves, stepping
+from dips.protocol import durability, pushes, rollback, run_state, slaves
+from dips.protocol import round as round_module
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
+from dips.protocol.data import Intervals
 from dips.protocol.effects import Outcome, Result
 from dips.protocol.entities import Cluster, Fanout, Pull, Round
 from dips.protocol.enums import FanoutKind, OutcomeKind
 from dips.protocol.events import OrderAnswered, SlaveRegistered
-from dips.protocol.intervals import Intervals
 from dips.protocol.records import LedgerState, Record, VersionRow
 from dips.protocol.run_state import RunState
 from dips.protocol.transfer_book import TransferBook
@@ -60,13 +61,13 @@ def reuse_round_after_restart() -> list[Patch]:
 
 
 def row_of_what_is_tuned() -> list[Patch]:
-    honest = settlement.commit_version
+    honest = round_module.commit_version
 
     def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
-        stepping.make_step(run, r)  # by what holds now
+        round_module.make_step(run, r)  # by what holds now
         honest(run, r, digests, durable=durable)
 
-    return [(settlement, "commit_version", commit_version)]
+    return [(round_module, "commit_version", commit_version)]
 
 
 def forget_quarantine() -> list[Patch]:
@@ -79,14 +80,14 @@ def forget_quarantine() -> list[Patch]:
 
 
 def stats_of_skipped_rounds() -> list[Patch]:
-    honest = settlement.skip_round
+    honest = round_module.skip_round
 
     def skip_round(run: RunState, reason: str) -> None:
         if run.round is not None:
-            run.penalty.keep_statistics(*settlement.statistics_after(run, run.round))
+            run.penalty.keep_statistics(*round_module.statistics_after(run, run.round))
         honest(run, reason)
 
-    return [(settlement, "skip_round", skip_round)]
+    return [(round_module, "skip_round", skip_round)]
 
 
 def blind_leases() -> list[Patch]:
@@ -125,7 +126,7 @@ def believe_fresh_slaves() -> list[Patch]:
         """Whatever became of the versions after it; `lineage` keeps their tokens and ranges by the same rule."""
         return True
 
-    places = (lineage, rollback)
+    places = (run_state, rollback)
     return [(rollback, "offered_versions", offered), *((place, "offers_genesis", offers) for place in places)]
 
 
@@ -164,7 +165,7 @@ def forget_mirrors() -> list[Patch]:
     def mirrored_versions(run: RunState) -> tuple[VersionId, ...]:
         return ()
 
-    return [(mirrors, "mirrored_versions", mirrored_versions)]
+    return [(durability, "mirrored_versions", mirrored_versions)]
 
 
 def reuse_incarnations() -> list[Patch]:

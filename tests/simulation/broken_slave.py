@@ -12,12 +12,10 @@ from dips.protocol.events import Answer, Folded
 from dips.sim.disk import SimDisk
 from dips.sim.flow import SimFlow
 from dips.slave import open_transfers
-from dips.slave.moves import Released, SourceMoved, Tombstones
-from dips.slave.outgoing_pull import OutgoingPull
-from dips.slave.ports import Arrays
+from dips.slave.ports import Arrays, Released, SourceMoved, Tombstones
 from dips.slave.receiver import Receiver
-from dips.slave.shard import OrderFences, Shard
-from dips.slave.shard_round import ShardRound
+from dips.slave.sender import OutgoingPull
+from dips.slave.shard import OrderFences, Shard, ShardRound
 from dips.wire import bodies
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Buffer, Header

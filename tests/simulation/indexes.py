@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from dips.protocol.durability import _lacks, _stays_for
 from dips.protocol.effects import SlaveAddress
 from dips.protocol.entities import Push
+from dips.protocol.enums import ClusterState, SlaveState
 from dips.protocol.events import Event
 from dips.protocol.heartbeats import LiveTransfers
-from dips.protocol.mirrors import _lacks, _stays_for
-from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.rollback import _can_offer
 from dips.protocol.run_state import RunState
 from dips.protocol.timers import Timers

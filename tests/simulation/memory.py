@@ -8,9 +8,8 @@ from typing import Any
 from dips.ids import GENESIS
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.events import Event
-from dips.protocol.lineage import oldest_offered
 from dips.protocol.records import Record, RolledBack, VersionRow
-from dips.protocol.run_state import RunState
+from dips.protocol.run_state import RunState, oldest_offered
 from dips.sim.master import MasterProcess
 from dips.sim.world import World
 from tests.simulation.checks import Invariant

@@ -14,9 +14,9 @@ from statistics import median
 
 from dips.codecs import Codec
 from dips.ids import GENESIS, VersionId
+from dips.protocol.gates.norms import student_quantile
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import FoldRow, PenaltyRow, VersionCommitted
-from dips.protocol.spread import student_quantile
 from dips.slave.ports import F32
 
 Numbers = list[float]

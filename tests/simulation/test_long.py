@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dips.master.orders import SentOrder
-from dips.slave.incoming_push import IncomingPush
-from dips.slave.outgoing_pull import OutgoingPull
+from dips.master.core import SentOrder
+from dips.slave.receiver import IncomingPush
+from dips.slave.sender import OutgoingPull
 from tests.simulation.__main__ import play_all, report
 from tests.simulation.long import LongTrial
 

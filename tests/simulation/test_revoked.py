@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from dips.client.agent.heartbeats import HEAL_S
+from dips.client.agent.membership import HEAL_S
 from dips.ids import PushId
 from dips.protocol.effects import Outcome
 from dips.protocol.enums import OutcomeKind

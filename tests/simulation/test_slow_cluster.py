@@ -11,9 +11,9 @@ from statistics import mean
 
 import pytest
 
-from dips.protocol.deadlines import Bandwidth
 from dips.protocol.effects import Outcome
 from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
+from dips.protocol.transfer_book import Bandwidth
 from dips.sim.agent import SimAgent
 from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario

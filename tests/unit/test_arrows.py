@@ -20,13 +20,10 @@ CONFIG = {
     "dips.config",
     "dips.differences",
     "dips.distribution",
-    "dips.file_stamps",
-    "dips.fsync",
+    "dips.files",
     "dips.http",
     "dips.mirror",
     "dips.daemon",
-    "dips.pidlock",
-    "dips.private_files",
     "dips.tasks",
     "dips.telemetry",
 }  # what daemons and subcommands may use besides
@@ -42,30 +39,27 @@ MAY: dict[str, set[str]] = {
     "dips.dataclass": set(),
     "dips.plain": {"dips.errors"},
     "dips.printable": set(),
-    "dips.private_files": LOW | {"dips.fsync"},
+    "dips.files": LOW | {"dips.files"},
     "dips.ids": {"dips.errors", "dips.dataclass"},
     "dips.outer_step": {"dips.dataclass"},
     "dips.quantisers": {"dips.codecs", "dips.dataclass"},
     "dips.differences": set(),
     "dips.distribution": LOW,
     "dips.cgroup": LOW,
-    "dips.file_stamps": set(),
-    "dips.fsync": LOW,
     "dips.daemon": LOW
     | {"dips.config", "dips.http", "dips.identity", "dips.tasks", "dips.telemetry", "dips.transport"},
-    "dips.pidlock": LOW,
     "dips.tasks": set(),
-    "dips.mirror": LOW | {"dips.fsync"},
+    "dips.mirror": LOW | {"dips.files"},
     "dips.config": LOW
     | {"dips.protocol.enums", "dips.protocol.grouping", "dips.protocol.options", "dips.protocol.rank_keys"}
-    | {"dips.file_stamps", "dips.identity.names", "dips.identity.paths"},
-    "dips.identity": LOW | {"dips.fsync", "dips.private_files"},
+    | {"dips.files", "dips.identity.names", "dips.identity.paths"},
+    "dips.identity": LOW | {"dips.files"},
     "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,
     "dips.outer": LOW | {"dips.quantisers"},
     "dips.wire": LOW | {"dips.protocol", "dips.quantisers"},
     "dips.transport": LOW
-    | {"dips.cgroup", "dips.file_stamps", "dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
+    | {"dips.cgroup", "dips.files", "dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
     "dips.view": LOW | {"dips.protocol", "dips.telemetry"},
     "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.view"},
     "dips.http": LOW | {"dips.config", "dips.identity", "dips.telemetry", "dips.transport", "dips.__init__"},
@@ -74,7 +68,7 @@ MAY: dict[str, set[str]] = {
     "dips.client": BELOW_ROLES - {"dips.outer"} | {"dips.data"},
     "dips.client.agent": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc"},
     "dips.client.rank": LOW | BELOW_LIBRARY | {"dips.config", "dips.client.ipc", "dips.client.parallel"},
-    "dips.client.ipc": LOW | {"dips.config", "dips.private_files", "dips.protocol"},
+    "dips.client.ipc": LOW | {"dips.config", "dips.files", "dips.protocol"},
     "dips.client.parallel": LOW | BELOW_LIBRARY,
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
     "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.local", "dips.study", "dips.view"},
@@ -83,7 +77,7 @@ MAY: dict[str, set[str]] = {
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer"}
     | {f"dips.wire.{pure}" for pure in ("bodies", "chunks", "frame", "streams")}
-    | {"dips.transport.pool", "dips.transport.shares"}
+    | {"dips.transport.intake", "dips.wire.chunks"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "shard")}
     | {"dips.slave.mirror_plan", "dips.transport.backoff"}
     | {
@@ -137,7 +131,7 @@ def name_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """`dips.protocol.round` → `dips.protocol`, `dips.client.rank.agent_connection` → `dips.client.rank`."""
+    """`dips.protocol.round` → `dips.protocol`, `dips.client.rank.agent_client` → `dips.client.rank`."""
     parts = module.split(".")
     return next((room for room in (".".join(parts[:3]), ".".join(parts[:2])) if room in MAY), ".".join(parts[:2]))
 
@@ -211,7 +205,7 @@ def test_the_arrows_bite() -> None:
     assert not arrow_is_allowed("dips.protocol", "dips.wire.messages")
     assert not arrow_is_allowed("dips.slave", "dips.client")
     assert not arrow_is_allowed("dips.outer", "dips.protocol.effects")
-    assert not arrow_is_allowed("dips.client.agent", "dips.client.rank.agent_connection.AgentConnection")
+    assert not arrow_is_allowed("dips.client.agent", "dips.client.rank.agent_client.AgentConnection")
     assert not arrow_is_allowed("dips.client.rank", "dips.client.agent.pace.Pace")
     assert not arrow_is_allowed("dips.client.ipc", "dips.client.agent.pace.Pace")
     assert arrow_is_allowed("dips.client.rank", "dips.client.ipc.messages.Wait")

@@ -25,7 +25,7 @@ from dips.codecs import Codec
 from dips.config import ClusterFile, RunFile
 from dips.errors import TREATMENTS
 from dips.master import app as master_app
-from dips.protocol.moves import CLUSTER_MOVES, ROUND_MOVES, SLAVE_MOVES
+from dips.protocol.enums import CLUSTER_MOVES, ROUND_MOVES, SLAVE_MOVES
 from dips.protocol.options import OuterOptions
 from dips.protocol.tunable import TUNABLE
 from dips.slave import app as slave_app

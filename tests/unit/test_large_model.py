@@ -8,13 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dips.client.ipc.encoding import MOST_BYTES, encode_message
-from dips.client.ipc.messages import ManifestSent, PullNow
+from dips.client.ipc.messages import MOST_BYTES, ManifestSent, PullNow, encode_message
 from dips.errors import ConfigError, CorruptManifest
 from dips.ids import PushId, VersionId
 from dips.master import genesis
-from dips.master.begin import BYTES_PER_LAYER, propose_run
 from dips.master.genesis import manifest_of
+from dips.master.waiting import BYTES_PER_LAYER, propose_run
 from dips.outer_step import OuterStep
 from dips.protocol import manifest
 from dips.protocol.effects import Apply, Fold, Grant, Hold, Order, Registered, SlaveAddress

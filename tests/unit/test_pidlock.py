@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from dips.errors import ConfigError
-from dips.pidlock import UNKNOWN, PidLock, lock_holder
+from dips.files import UNKNOWN, PidLock, lock_holder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from dips.pidlock import PidLock
+from dips.files import PidLock
 lock = PidLock(Path(sys.argv[1]), busy="b", advice="a")
 print("held", flush=True)
 time.sleep(60)

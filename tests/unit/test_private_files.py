@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from dips import private_files
+from dips import files
 from dips.errors import ConfigError
-from dips.private_files import keep_files_private, make_private_directory, require_private, umask_given
+from dips.files import keep_files_private, make_private_directory, require_private, umask_given
 
 
 @pytest.fixture(autouse=True)
 def umask_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = os.umask(0o022)
-    monkeypatch.setattr(private_files, "_given", -1)
+    monkeypatch.setattr(files, "_given", -1)
     yield
     os.umask(before)
 

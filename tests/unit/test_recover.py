@@ -24,7 +24,7 @@ from dips.errors import ConfigError, FailedDisk, StaleTerm
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
-from dips.master.ledger_rebuild import SPARE
+from dips.master.restore import SPARE
 from dips.mirror import MirrorStore
 from dips.outer_step import nesterov_step
 from dips.protocol.coordinator import Coordinator
@@ -32,7 +32,7 @@ from dips.protocol.effects import Effect, Exit
 from dips.protocol.events import SlaveRegistered
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
-from dips.slave import mirror_copy, tensorfile
+from dips.slave import snapshot_mirror, tensorfile
 from dips.slave.rebalance import manifest_digest
 from dips.slave.rebuild import Rebuild
 from dips.slave.snapshots import Snapshots
@@ -153,7 +153,7 @@ def mirrored(config: RunFile, tmp_path: Path, *names: str) -> RunFile:
     for slave in (slave for slave in raw["slaves"] if slave["name"] in names):
         slave["mirror"] = "mirror"
         store = MirrorStore(str(tmp_path / "mirror"), "r", slave["name"])
-        mirror_copy.copy_out(store, tmp_path / slave["name"], V1, lambda _: None)
+        snapshot_mirror.copy_out(store, tmp_path / slave["name"], V1, lambda _: None)
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(raw))
     return load_run(tmp_path / "dips.yaml")
 

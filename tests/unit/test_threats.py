@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.transport import lane, lane_door, limits
+from dips.transport import lane, limits
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/guides/threats.md").read_text()
@@ -30,7 +30,7 @@ def test_many_are_named() -> None:
 
 def test_the_numbers_are_those_of_the_code() -> None:
     assert f"a master takes {limits.MOST_CONNECTIONS:,}, a slave {limits.MOST_SLAVE_CONNECTIONS}" in TEXT
-    assert f"a lane {lane_door.MOST_CONNECTIONS:,}" in TEXT
+    assert f"a lane {lane.MOST_CONNECTIONS:,}" in TEXT
     assert f"{limits.HANDSHAKE_MS // 1000} s for a handshake, {lane.HANDSHAKE_MS // 1000} s on lanes" in TEXT
     flood = f"{limits.PEER_CALLS_PER_S:g} calls a second of one peer, {limits.PEER_CALLS_AT_ONCE:,.0f} at once"
     assert flood in TEXT and f"{limits.CALLS_PER_S:,.0f} of all" in TEXT

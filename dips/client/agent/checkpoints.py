@@ -10,9 +10,8 @@ now.
 from __future__ import annotations
 
 from dips.client.agent.account import Portion
-from dips.client.agent.phases import SyncPhase
 from dips.client.agent.ranges import ask_ranges, is_asked
-from dips.client.agent.state import AgentState
+from dips.client.agent.state import AgentState, SyncPhase
 from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Healed, Resume, Resumed, Saved, SaveWanted
 from dips.ids import VersionId
 from dips.protocol.data import BegunRange

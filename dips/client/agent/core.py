@@ -1,6 +1,6 @@
 """All decisions of an agent, without clock, socket, file, task or process.
 
-A shell passes on what happened and at what time, and performs the returned actions (actions.py) in their order. Two
+A shell passes on what happened and at what time, and performs the returned actions (state.py) in their order. Two
 shells drive the core: the daemon (agent.py) and the simulation (dips/sim). The state is in state.py, the decisions are
 in modules by subject; this file combines them.
 
@@ -14,25 +14,26 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from dips.client.agent import (
-    attempts,
-    checkpoints,
-    heartbeats,
-    in_vain,
-    membership,
-    outer_sync,
-    ranges,
-    remarks,
-    restarts,
-    training,
-)
+from dips.client.agent import checkpoints, membership, outer_sync, ranges, restarts, state, training
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
-from dips.client.agent.actions import SAVED_AT, Actions, AskMaster, Channel, RecordMark, SaveIncarnation, StopTrainer
 from dips.client.agent.pace import Pace
-from dips.client.agent.questions import close_channel, is_open, repeat_after_pause
+from dips.client.agent.push_pull import on_transfer_progress
 from dips.client.agent.restarts import EndAgent, LaunchCommand
-from dips.client.agent.state import AgentSettings, AgentState, Membership
-from dips.client.agent.transfers import on_transfer_progress
+from dips.client.agent.state import (
+    SAVED_AT,
+    Actions,
+    AgentSettings,
+    AgentState,
+    AskMaster,
+    Channel,
+    Membership,
+    RecordMark,
+    SaveIncarnation,
+    StopTrainer,
+    close_channel,
+    is_open,
+    repeat_after_pause,
+)
 from dips.client.ipc.messages import (
     Answer,
     Attach,
@@ -63,8 +64,8 @@ EXIT_BUG = 70  # EX_SOFTWARE
 
 # Handlers of messages from a trainer that has no attempt number yet.
 ATTACHING: Mapping[type, Callable[[AgentState, Any], Answer]] = {
-    Attach: attempts.attach_trainer,
-    ManifestSent: attempts.take_manifest,
+    Attach: restarts.attach_trainer,
+    ManifestSent: restarts.take_manifest,
 }
 
 # Handlers of messages from the present attempt; notices are answered by None.
@@ -81,7 +82,7 @@ MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     RangeWanted: ranges.give_range,
     SaveWanted: checkpoints.save_progress,
     Resume: checkpoints.resume_checkpoint,
-    Detach: attempts.detach_trainer,
+    Detach: restarts.detach_trainer,
 }
 
 # Handlers of replies about data ranges; handlers for pushes and pulls depend on the phase: outer_sync.REPLIES.
@@ -127,7 +128,7 @@ class AgentCore:
         """End the present attempt, since the training command has ended."""
         self.state.now = now
         if self.state.trainer.alive:
-            attempts.end_attempt(self.state, reason)
+            restarts.end_attempt(self.state, reason)
         return self._take_actions()
 
     def on_hang_up(self, attempt: int, now: float) -> Actions:
@@ -170,7 +171,7 @@ class AgentCore:
             if is_open(s, ask):
                 repeat_after_pause(s, ask.channel)
         elif isinstance(error, Denied) and s.membership.inc:  # a cluster that never joined fails at once
-            heartbeats.on_question_refused(s, error)
+            membership.on_question_refused(s, error)
             if is_open(s, ask):
                 repeat_after_pause(s, ask.channel)
         elif is_open(s, ask):
@@ -184,8 +185,8 @@ class AgentCore:
     def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer, now: float) -> Actions:
         """Process the answer to a heartbeat of incarnation `inc`."""
         self.state.now = now
-        heartbeats.end_flight(self.state)
-        heartbeats.on_answer(self.state, inc, answer)
+        membership.end_flight(self.state)
+        membership.on_answer(self.state, inc, answer)
         return self._take_actions()
 
     def on_heartbeat_error(self, error: DipsError, now: float) -> Actions:
@@ -193,11 +194,11 @@ class AgentCore:
         deadlines.
         """
         self.state.now = now
-        heartbeats.end_flight(self.state)
+        membership.end_flight(self.state)
         if isinstance(error, Unavailable | Busy):
             membership.on_unreachable(self.state, str(error))
         elif isinstance(error, Denied):
-            heartbeats.on_refused(self.state, error)
+            membership.on_refused(self.state, error)
         return self._take_actions()
 
     def leave_run(self) -> ClusterLeft | None:
@@ -209,13 +210,13 @@ class AgentCore:
     def tick(self, now: float) -> Actions:
         """Do all work that is due at `now`."""
         self.state.now = now
-        remarks.tell_wait(self.state)
-        in_vain.look_for_steps(self.state)
+        state.tell_wait(self.state)
+        training.look_for_steps(self.state)
         return self._take_actions()
 
     def on_certificate(self, problem: str) -> Actions:
         """Update the remark on certificates: `problem` says why the newest files are not used, "" if they are."""
-        remarks.tell_certificate(self.state, problem)
+        state.tell_certificate(self.state, problem)
         return self._take_actions()
 
     def next_deadline(self) -> float:
@@ -263,7 +264,7 @@ class AgentCore:
     def _take_actions(self) -> Actions:
         s = self.state
         if s.heartbeats.is_due(s.now):
-            heartbeats.send_due(s)
+            membership.send_due(s)
         s.tally.switch_cause(training.name_cause(s), s.now)
         actions = s.out
         if not actions:

@@ -11,14 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dips.client.agent import membership, pulls, pushes
-from dips.client.agent.actions import Channel
-from dips.client.agent.in_vain import refuse_uncounted
-from dips.client.agent.phases import SyncPhase
-from dips.client.agent.questions import close_channel, repeat_question
-from dips.client.agent.state import AgentState
-from dips.client.agent.transfers import fragment_interval
-from dips.client.agent.verdicts import give_verdict, train_on
+from dips.client.agent import membership, push_pull
+from dips.client.agent.push_pull import fragment_interval, give_verdict, train_on
+from dips.client.agent.state import AgentState, Channel, SyncPhase, close_channel, repeat_question
+from dips.client.agent.training import refuse_uncounted
 from dips.client.ipc.messages import (
     Answer,
     AskAgain,
@@ -93,15 +89,15 @@ def _open_question(s: AgentState, q: SyncQuestion) -> None:
     """Start the transfer that a new question asks for, if it is still appropriate."""
     sync = s.sync
     if isinstance(q, PushMoved) and sync.phase is SyncPhase.PUSHING and q.seq == sync.seq:
-        pushes.on_push_moved(s, q)
+        push_pull.on_push_moved(s, q)
     elif isinstance(q, PullMoved) and sync.phase is SyncPhase.PULLING and q.seq == sync.seq:
-        pulls.on_pull_moved(s, q)
+        push_pull.on_pull_moved(s, q)
     elif isinstance(q, PullWanted):
-        pulls.want_pull(s, q)
+        push_pull.want_pull(s, q)
     elif sync.phase is not SyncPhase.RESTING:
         pass  # the question is about a transfer that is over; the verdict on the present one will follow
     elif isinstance(q, _MOVED) or sync.pull_due or s.membership.progress.finished:
-        pulls.end_transfer(s, "the transfer was ended meanwhile")
+        push_pull.end_transfer(s, "the transfer was ended meanwhile")
     elif s.now < sync.backoff_until:
         give_verdict(s, train_on(s, sync.reason, again=True))
     elif (steps := s.pace.look_in(s.now)) and not q.demanded:
@@ -109,7 +105,7 @@ def _open_question(s: AgentState, q: SyncQuestion) -> None:
     elif (refusal := refuse_uncounted(s)) is not None:
         give_verdict(s, refusal)
     else:
-        pushes.ask_push(s)
+        push_pull.ask_push(s)
 
 
 def _find_verdict(s: AgentState) -> Answer:
@@ -118,7 +114,7 @@ def _find_verdict(s: AgentState) -> Answer:
     if sync.verdict:
         return sync.verdict
     if sync.phase is SyncPhase.PUSHING and sync.grant:
-        pushes.freeze_push(s)
+        push_pull.freeze_push(s)
         sync.ordered = s.push_id
         return PushNow(inc, sync.seq, sync.grant, sync.accepted_seq, fragment_interval(s))
     if sync.phase is SyncPhase.PULLING and sync.grant:
@@ -150,9 +146,9 @@ def on_sync_error(s: AgentState, error: DipsError) -> None:
         s.sync.phase, s.sync.reason = SyncPhase.UNSURE, str(error)
         s.heartbeats.due_at = s.now
     elif isinstance(error, StaleVersion) and s.sync.phase is SyncPhase.ASKING_PUSH:
-        pushes.on_base_refused(s, str(error))
+        push_pull.on_base_refused(s, str(error))
     elif isinstance(error, Stale) and s.sync.phase is not SyncPhase.JOINING:
-        drop = pulls.on_pull_dropped if s.sync.phase is SyncPhase.ASKING_PULL else pushes.on_push_dropped
+        drop = push_pull.on_pull_dropped if s.sync.phase is SyncPhase.ASKING_PULL else push_pull.on_push_dropped
         drop(s, Dropped(str(error)))
     else:
         s.fail_training(error)
@@ -164,22 +160,22 @@ REPLIES: Mapping[tuple[SyncPhase, type], Callable[[AgentState, Any], None]] = {
     (SyncPhase.JOINING, ManifestWanted): membership.on_manifest_wanted,
     (SyncPhase.JOINING, Acknowledged): membership.on_same_model,
     (SyncPhase.JOINING, Refused): membership.on_name_taken,
-    (SyncPhase.ASKING_PUSH, Grant): pushes.on_push_granted,
-    (SyncPhase.ASKING_PUSH, Refused): pushes.on_push_refused,
-    (SyncPhase.ASKING_PUSH, Dropped): pushes.on_push_dropped,
-    (SyncPhase.ASKING_PUSH, Finished): pushes.on_push_after_end,
-    (SyncPhase.FINISHING, Committed): pushes.on_committed,
-    (SyncPhase.FINISHING, Outcome): pushes.on_outcome,
-    (SyncPhase.FINISHING, Dropped): pushes.on_push_dropped,
-    (SyncPhase.FINISHING, Finished): pushes.on_push_after_end,
-    (SyncPhase.AWAITING, Outcome): pushes.on_outcome,
-    (SyncPhase.AWAITING, Dropped): pushes.on_push_dropped,
-    (SyncPhase.AWAITING, Finished): pushes.on_push_after_end,
-    (SyncPhase.ABORTING, Acknowledged): pulls.on_closed,
-    (SyncPhase.ASKING_PULL, Grant): pulls.on_pull_granted,
-    (SyncPhase.ASKING_PULL, Refused): pulls.on_pull_refused,
-    (SyncPhase.ASKING_PULL, Dropped): pulls.on_pull_dropped,
-    (SyncPhase.ASKING_PULL, Finished): pulls.on_pull_after_end,
-    (SyncPhase.CLOSING, Acknowledged): pulls.on_closed,
-    (SyncPhase.CLOSING, Dropped): pulls.on_closed,
+    (SyncPhase.ASKING_PUSH, Grant): push_pull.on_push_granted,
+    (SyncPhase.ASKING_PUSH, Refused): push_pull.on_push_refused,
+    (SyncPhase.ASKING_PUSH, Dropped): push_pull.on_push_dropped,
+    (SyncPhase.ASKING_PUSH, Finished): push_pull.on_push_after_end,
+    (SyncPhase.FINISHING, Committed): push_pull.on_committed,
+    (SyncPhase.FINISHING, Outcome): push_pull.on_outcome,
+    (SyncPhase.FINISHING, Dropped): push_pull.on_push_dropped,
+    (SyncPhase.FINISHING, Finished): push_pull.on_push_after_end,
+    (SyncPhase.AWAITING, Outcome): push_pull.on_outcome,
+    (SyncPhase.AWAITING, Dropped): push_pull.on_push_dropped,
+    (SyncPhase.AWAITING, Finished): push_pull.on_push_after_end,
+    (SyncPhase.ABORTING, Acknowledged): push_pull.on_closed,
+    (SyncPhase.ASKING_PULL, Grant): push_pull.on_pull_granted,
+    (SyncPhase.ASKING_PULL, Refused): push_pull.on_pull_refused,
+    (SyncPhase.ASKING_PULL, Dropped): push_pull.on_pull_dropped,
+    (SyncPhase.ASKING_PULL, Finished): push_pull.on_pull_after_end,
+    (SyncPhase.CLOSING, Acknowledged): push_pull.on_closed,
+    (SyncPhase.CLOSING, Dropped): push_pull.on_closed,
 }

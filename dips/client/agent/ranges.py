@@ -8,13 +8,18 @@ other clusters hold ranges, which may come back, the trainer waits.
 from __future__ import annotations
 
 from dips.client.agent.account import NOTHING
-from dips.client.agent.actions import Channel
-from dips.client.agent.phases import SyncPhase
-from dips.client.agent.pushes import AGAIN_S
-from dips.client.agent.questions import ask_master, close_channel, repeat_question
-from dips.client.agent.recalls import use_ranges
-from dips.client.agent.remarks import drop_remark, make_remark
-from dips.client.agent.state import AgentState
+from dips.client.agent.push_pull import AGAIN_S
+from dips.client.agent.state import (
+    AgentState,
+    Channel,
+    SyncPhase,
+    ask_master,
+    close_channel,
+    drop_remark,
+    make_remark,
+    repeat_question,
+)
+from dips.client.agent.training import use_ranges
 from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, RangeWanted
 from dips.dataclass import replace
 from dips.protocol.data import BegunRange

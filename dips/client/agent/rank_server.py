@@ -1,33 +1,140 @@
-"""Serves the connections of ranks: passes each message of rank 0 to the core, and the core's answer back."""
+"""The sockets on which ranks reach the agent, and the connections on them."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import socket
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from dips.client.agent.actions import Actions
 from dips.client.agent.core import AgentCore
-from dips.client.agent.signals import AgentSignals
+from dips.client.agent.state import Actions
+from dips.client.ipc.address import AGENT, TOKEN, over_network, socket_path, token_of
 from dips.client.ipc.connection import Connection
-from dips.client.ipc.messages import (
-    Answer,
-    AskAgain,
-    Attached,
-    Detach,
-    ErrorReply,
-    Message,
-    Noted,
-    PullNow,
-    PushNow,
-)
+from dips.client.ipc.messages import Answer, AskAgain, Attached, Detach, ErrorReply, Message, Noted, PullNow, PushNow
+from dips.config import ClusterFile
 from dips.dataclass import replace
-from dips.errors import Denied, DipsError, RemoteProtocolError
+from dips.errors import ConfigError, Denied, DipsError, RemoteProtocolError
 from dips.protocol.effects import Grant
 from dips.telemetry.logs import Log
 from dips.telemetry.refusals import count_refusal
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+# Events by which the tasks of one agent notify each other.
+
+
+class AgentSignals:
+    """The events of one agent: each is set once, except changes, which are announced repeatedly."""
+
+    def __init__(self) -> None:
+        self.terminated = asyncio.Event()  # SIGTERM
+        self.stopped = asyncio.Event()  # the core has ordered StopTrainer
+        self.detached = asyncio.Event()  # a trainer that others started has detached
+        self._change = asyncio.Event()
+
+    def notify_change(self) -> None:
+        """Wake the tasks that wait for a change of the core's state."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def next_change(self) -> asyncio.Event:
+        """Return an event that the next `notify_change` sets; take it before reading the core, so that no change is
+        missed.
+        """
+        return self._change
+
+    async def wait_terminated(self, seconds: float) -> bool:
+        """Wait `seconds` or until SIGTERM arrives; return whether it arrived."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.terminated.wait()
+        return self.terminated.is_set()
+
+
+# ---- listen ---------------------------------------------------------------------------------------------------------
+# The sockets on which ranks reach the agent: a Unix socket for its own user, and a TCP port for a job on several hosts.
+
+
+RESOLVE_S = 60.0  # the name of a pod is resolvable only some seconds after its start
+AGAIN_S = 1.0
+
+
+@asynccontextmanager
+async def listen_for_ranks(config: ClusterFile, ranks: RankServer, log: Log) -> AsyncIterator[dict[str, str]]:
+    """Serve ranks; yields the environment variables through which a rank finds the agent."""
+    path, remote = socket_path(config), over_network(config)
+    servers = [await _on_this_host(path, ranks)]
+    environment = {AGENT: f"unix:{path}"}
+    try:
+        if remote is not None:
+            token = token_of(config) or secrets.token_hex(32).encode()
+            server, host = await _on_any_host(remote, ranks, token)
+            servers.append(server)
+            address, port = server.sockets[0].getsockname()[:2]
+            environment = {AGENT: f"tcp://{host}:{port}", TOKEN: token.decode()}
+            log.info("agent_line", address=f"{host}:{port}", bound=address)
+        yield environment
+    finally:
+        for server in servers:
+            server.close()
+        path.unlink(missing_ok=True)
+
+
+async def _on_this_host(path: Path, ranks: RankServer) -> asyncio.Server:
+    """Listen on the Unix socket for rank 0, which only this user can open."""
+    path.unlink(missing_ok=True)  # left by an agent that was killed; the pid file's lock shows that none runs
+    mask = os.umask(0o177)
+    try:
+        return await asyncio.start_unix_server(ranks.serve_local, path)
+    except OSError as error:
+        raise ConfigError(f"socket: cannot listen on {path}: {error.strerror or error}") from error
+    finally:
+        os.umask(mask)
+
+
+async def _on_any_host(remote: tuple[str, int, str], ranks: RankServer, token: bytes) -> tuple[asyncio.Server, str]:
+    """Listen on the one address that `remote` names; return the server and the host as ranks write it."""
+    host, port, named_by = remote
+    try:
+        family, *_, address = await _resolve_host(host, port)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            return await asyncio.start_server(ranks.serve_with(token), sock=listener), _bracket_host(host)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"{named_by}: cannot listen on {host}:{port}: {error.strerror or error}; it must be an address of the host "
+            "on which the agent runs"
+        ) from error
+
+
+async def _resolve_host(host: str, port: int) -> tuple[int, int, int, str, tuple[object, ...]]:
+    loop, until = asyncio.get_running_loop(), asyncio.get_running_loop().time() + RESOLVE_S
+    while True:
+        try:
+            return (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+        except socket.gaierror:
+            if loop.time() >= until:
+                raise
+            await asyncio.sleep(AGAIN_S)
+
+
+def _bracket_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+# ---- rank server ----------------------------------------------------------------------------------------------------
+# Serves the connections of ranks: passes each message of rank 0 to the core, and the core's answer back.
+
 
 MOST_REMOTE = 8192  # connections of ranks on other hosts, one per rank: the ranks of the largest job
 MOST_LOCAL = 256  # connections over the Unix socket: one of rank 0, briefly two when it is restarted
@@ -88,7 +195,7 @@ class RankServer:
     async def _serve_connection(self, rank: Connection) -> None:
         """Answer one connection until it ends; if rank 0's ends without Detach, its attempt ends.
 
-        Other ranks on other hosts send nothing: they hold the connection to notice the agent's end (orphan.py).
+        Other ranks on other hosts send nothing: they hold the connection to notice the agent's end (rank/joining.py).
         """
         attempt = 0
         try:

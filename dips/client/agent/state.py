@@ -1,31 +1,255 @@
-"""The agent's state; no decision is made here.
-
-Three dataclasses hold the cluster's standing with the master (Membership), its trainer (TrainerAttempt) and the present
-push or pull (OuterSync). Further ones hold the progress (Account), the data ranges (RangeQueue, RangeRequests), the
-time of the next push (Pace), the use of time (Tally) and the open questions to the master (OpenQuestion). The functions
-over them are in modules by subject; core.py calls them.
+"""The agent's vocabulary: its state, the phases of an outer step, the actions it orders, its questions to the master,
+and its remarks for the operator. No decision is made here.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field
+from enum import StrEnum
 from math import inf
 from random import Random
 
-from dips.client.agent.account import NO_INCARNATION, Account, PastIncarnation, RangeQueue
-from dips.client.agent.actions import Action, Channel, RecordMark, StopTrainer
+from dips.client.agent.account import NO_INCARNATION, Account, PastIncarnation, RangeQueue, Tally
 from dips.client.agent.pace import Pace
-from dips.client.agent.phases import SyncPhase
-from dips.client.agent.tally import Tally
 from dips.client.ipc.messages import Answer, ErrorReply, PushResult
 from dips.dataclass import dataclass
 from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
+from dips.printable import make_printable
 from dips.protocol.effects import Grant, Progress
-from dips.protocol.enums import DivergencePolicy, RemarkSubject
+from dips.protocol.enums import Activity, DivergencePolicy, RemarkSubject
+from dips.protocol.heartbeats import REMARK_CHARS, ClusterHeartbeat, Remark
 from dips.transport.backoff import Backoff
+
+# ---- actions --------------------------------------------------------------------------------------------------------
+# The actions that the agent's core orders its shell to do: small frozen values, returned in the order of execution.
+
+
+class Channel(StrEnum):
+    """A channel of questions to the master: each has at most one open question, and a new one replaces it."""
+
+    SYNC = "sync"
+    RANGES = "ranges"
+
+
+@dataclass(frozen=True, slots=True)
+class AskMaster:
+    """Send `event` to the master once, after `delay_s`; cancel the open or planned question of the same channel.
+
+    The reply goes to `on_reply`, a failure to `on_error`; the core decides whether to ask again.
+    """
+
+    channel: Channel
+    number: int  # the same for each repetition of a question
+    event: object
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendHeartbeat:
+    """Send this heartbeat now; the answer goes to `on_heartbeat_reply`, a failure to `on_heartbeat_error`."""
+
+    heartbeat: ClusterHeartbeat
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveIncarnation:
+    """Save the state that the next agent needs if this one dies, before any later action is done."""
+
+    past: PastIncarnation
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMark:
+    """Write a mark to the timeline and the log."""
+
+    kind: str
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class StopTrainer:
+    """Stop the trainer and exit with `code`, since continuing cannot help."""
+
+    code: int
+    reason: str
+    error: type[DipsError] | None = None  # None: our bug
+
+
+Action = AskMaster | SendHeartbeat | SaveIncarnation | RecordMark | StopTrainer
+Actions = list[Action]
+
+# The incarnation is saved at these marks, besides each heartbeat. At the end of a push this includes the progress that
+# may be settled from now on, so that the next agent never reports too few tokens as missing.
+SAVED_AT = frozenset({"joined", "push_end"})
+
+
+# ---- phases ---------------------------------------------------------------------------------------------------------
+# The phases of a cluster's outer step, with the activity shown and the cause of a trainer's standstill in each.
+
+
+class SyncPhase(StrEnum):
+    """The phase of the present push or pull."""
+
+    UNJOINED = "unjoined"
+    JOINING = "joining"
+    RESTING = "resting"
+    ASKING_PUSH = "asking for a push"
+    PUSHING = "pushing"
+    FINISHING = "finishing a push"
+    AWAITING = "awaiting the outcome"
+    ABORTING = "aborting a push"
+    ASKING_PULL = "asking for a pull"
+    PULLING = "pulling"
+    CLOSING = "closing a pull"
+    UNSURE = "unsure whether this incarnation is over"
+
+
+# The activity that heartbeats report and `dips status` shows; in other phases the trainer does not wait.
+ACTIVITY: Mapping[SyncPhase, Activity] = {
+    SyncPhase.JOINING: Activity.IDLE,
+    SyncPhase.ASKING_PUSH: Activity.PUSH,
+    SyncPhase.PUSHING: Activity.PUSH,
+    SyncPhase.FINISHING: Activity.PUSH,
+    SyncPhase.AWAITING: Activity.WINDOW,
+    SyncPhase.ASKING_PULL: Activity.PULL,
+    SyncPhase.PULLING: Activity.PULL,
+    SyncPhase.CLOSING: Activity.PULL,
+}
+
+# The cause (tally.CAUSES) under which a wait in each phase is counted.
+STANDSTILL: Mapping[SyncPhase, str] = {
+    SyncPhase.UNJOINED: "join",
+    SyncPhase.JOINING: "join",
+    SyncPhase.RESTING: "join",
+    SyncPhase.UNSURE: "join",
+    SyncPhase.ASKING_PUSH: "slot",
+    SyncPhase.PUSHING: "push",
+    SyncPhase.FINISHING: "push",
+    SyncPhase.ABORTING: "push",
+    SyncPhase.AWAITING: "window",
+    SyncPhase.ASKING_PULL: "pull",
+    SyncPhase.PULLING: "pull",
+    SyncPhase.CLOSING: "pull",
+}
+
+
+# ---- questions ------------------------------------------------------------------------------------------------------
+# Questions to the master: one at a time in each channel, repeated until it answers.
+#
+# A master that does not answer is asked again after a pause that doubles up to `retry_s`; a heartbeat that reaches it
+# ends the pause. A reply to a question that is no longer open is ignored.
+
+
+ASK_AGAIN_S = 0.05  # pause after Pending; the master itself holds the question open
+FIRST_PAUSE_S = 0.2  # pause before the second try to reach the master
+MOST_PAUSE_S = 5.0  # longest such pause: a thousand agents then ask a master that comes back 200 times a second
+
+
+def ask_master(s: AgentState, channel: Channel, event: object, delay_s: float = 0.0) -> None:
+    """Ask a new question; it replaces the open question of the channel."""
+    s.questions_asked += 1
+    backoff = Backoff(FIRST_PAUSE_S, s.settings.retry_s, s.rng)
+    s.questions[channel] = OpenQuestion(s.questions_asked, event, backoff)
+    _send_question(s, channel, delay_s)
+
+
+def repeat_question(s: AgentState, channel: Channel, delay_s: float = ASK_AGAIN_S) -> None:
+    """Repeat a question that the master answered with Pending or a refusal to be retried."""
+    s.questions[channel].backoff.reset()
+    _send_question(s, channel, delay_s)
+
+
+def repeat_after_pause(s: AgentState, channel: Channel) -> None:
+    """Repeat a question after a pause, since the master did not answer."""
+    question = s.questions[channel]
+    question.pausing = True
+    s.out.append(AskMaster(channel, question.number, question.event, question.backoff.next_pause_s()))
+
+
+def end_pauses(s: AgentState) -> None:
+    """Repeat at once all questions that pause, since the master can be reached."""
+    for channel, question in s.questions.items():
+        if question.pausing:
+            _send_question(s, channel, 0.0)
+
+
+def is_open(s: AgentState, ask: AskMaster) -> bool:
+    """Return whether the answer to this question is still awaited."""
+    question = s.questions.get(ask.channel)
+    return question is not None and question.number == ask.number
+
+
+def close_channel(s: AgentState, channel: Channel) -> None:
+    """Ignore replies in this channel until the next question."""
+    s.questions.pop(channel, None)
+
+
+def _send_question(s: AgentState, channel: Channel, delay_s: float) -> None:
+    question = s.questions[channel]
+    question.pausing = False
+    s.out.append(AskMaster(channel, question.number, question.event, delay_s))
+
+
+# ---- remarks --------------------------------------------------------------------------------------------------------
+# Remarks on this cluster for its operator: logged once, and shown in `dips status` as long as they hold.
+#
+# Subjects are few and fixed, so nothing grows; a remark that is repeated with the same text is not logged again.
+
+
+WAIT_TOLD_S = 5.0  # a wait of this length is logged
+
+
+def make_remark(s: AgentState, subject: RemarkSubject, text: str) -> None:
+    """Log a remark that names its remedy; it holds until it is dropped."""
+    if s.remarks.get(subject) != text:
+        s.remarks[subject] = text
+        s.record_mark("remark", subject=subject, text=text)
+
+
+def drop_remark(s: AgentState, subject: RemarkSubject) -> None:
+    """Drop the remark on a subject, since it no longer holds."""
+    s.remarks.pop(subject, None)
+
+
+def list_remarks(s: AgentState) -> tuple[Remark, ...]:
+    """Return all remarks that hold, for a heartbeat."""
+    return tuple(Remark(subject, make_printable(text)[:REMARK_CHARS]) for subject, text in s.remarks.items())
+
+
+def tell_certificate(s: AgentState, problem: str) -> None:
+    """Remark why a renewed certificate is not used while the former one still is; drop the remark if `problem` is
+    empty.
+    """
+    if problem:
+        make_remark(s, RemarkSubject.CERTIFICATE, f"certificate: {problem}")
+    else:
+        drop_remark(s, RemarkSubject.CERTIFICATE)
+
+
+def tell_wait(s: AgentState) -> None:
+    """Log once for each reason what a waiting trainer, or one that has not joined, is waiting for."""
+    stands = s.trainer.alive and (s.sync.waiting or not s.joined)
+    reason = s.sync.reason if stands else ""
+    told, since, is_told = s.waits_for
+    if reason != told:
+        s.waits_for = (reason, s.now, False)
+    elif reason and not is_told and s.now - since >= WAIT_TOLD_S:
+        s.waits_for = (reason, since, True)
+        s.record_mark("waits", reason=reason)
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+# The agent's state; no decision is made here.
+#
+# Three dataclasses hold the cluster's standing with the master (Membership), its trainer (TrainerAttempt) and the
+# present push or pull (OuterSync). Further ones hold the progress (Account), the data ranges (RangeQueue,
+# RangeRequests), the time of the next push (Pace), the use of time (Tally) and the open questions to the master
+# (OpenQuestion). The functions over them are in modules by subject; core.py calls them.
+
 
 RANGES_AT_ONCE = 2  # ranges leased together: the one needed, and the next, before it is asked for
 RESTART_WINDOW_S = 86_400.0  # restarts are counted within it: a month on 1,000 devices has more than ten crashes
@@ -208,7 +432,7 @@ class AgentState:
     questions: dict[Channel, OpenQuestion] = field(default_factory=dict)
     questions_asked: int = 0
     crashes: deque[Crash] = field(default_factory=deque)  # of the training command, within the window
-    remarks: dict[RemarkSubject, str] = field(default_factory=dict)  # what a person should know now: remarks.py
+    remarks: dict[RemarkSubject, str] = field(default_factory=dict)  # what a person should know now: state.py
     waits_for: tuple[str, float, bool] = ("", 0.0, False)  # reason of the present wait, since when, whether logged
     leaves_for: str = ""  # why the agent ends, as reported to the master
     failure: ErrorReply | None = None  # why this agent cannot continue, as reported to the ranks; None: it can

@@ -1,20 +1,136 @@
-"""The training command as a process group: started, ended, and cleaned up (docs/rationale.md#27).
-
-torchrun puts its workers into separate sessions, so SIGKILL to its group leaves them running. The agent is their
-subreaper: they become its children and are killed here, so that two launches never overlap.
-"""
+"""The training command as a process group: started, ended, cleaned up; the end of its standard error."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+import select
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dips.private_files import umask_given
+from dips.files import umask_given
+from dips.printable import make_printable
+
+# ---- error tail -----------------------------------------------------------------------------------------------------
+# Forwards a trainer's standard error unchanged and keeps its end, to report why the trainer crashed.
+#
+# The trainer writes to a pipe instead of our standard error; a thread copies it, so that a slow terminal blocks the
+# trainer and not the agent.
+#
+# When one rank fails, the others fail as a consequence, with errors of their own (a closed connection), and usually
+# print last. torchrun says which rank failed first; if it did not notice in time, an error that is no such consequence
+# is used.
+
+
+TAIL_BYTES = 1 << 18  # kept: a traceback of each rank of a host, and torchrun's report after them
+PIECE_BYTES = 65536
+LINE_CHARS = 160  # at most shown of the line
+PAST_CHARS = 4 * LINE_CHARS  # read per line that is shown
+END_S = 1.0  # for the rest of the output, after all processes of the trainer are gone
+# The last line of a Python traceback, as torch prints it for a rank; torchrun's own traceback after it has no cause.
+RAISED = re.compile(
+    r"^(?:\[rank(\d+)\]: ?)?((?:dips\.errors\.\w+|(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Iteration))\b.*)$",
+    re.MULTILINE,
+)
+OF_TORCHRUN = "torch.distributed.elastic"
+# torchrun's report: the rank whose end it saw first, and its exit code; negative: the signal that killed it.
+ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank +: (\d+) .*?exitcode +: (-?\d+)", re.DOTALL)
+OF_OTHERS = re.compile(
+    r"Connection (?:closed|reset|refused)|Broken pipe|DistNetworkError|gloo|Gloo|NCCL|ncclRemoteError|DistBackendError"
+    r"|not all \d+ ranks reached",
+)
+WARNED = re.compile(r":\d+: \w*Warning: ")  # Python prints the source line below it
+BY_SIGNAL = 128  # exit codes above it mean a signal mean a signal
+SILENT = {signal.SIGKILL: " (out of memory?)", signal.SIGTERM: ""}  # a process ended by these prints no reason
+
+
+class ErrorTail:
+    """The standard error of one launch: pass `writer` to the process, then call `close_writer`, and `finish` after its
+    end.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        self._tail = bytearray()
+        self._thread = threading.Thread(target=self._copy, name="trainer-stderr", daemon=True)
+
+    def close_writer(self) -> None:
+        """Close our copy of the pipe's write end, so that the pipe ends with the process, and start copying."""
+        os.close(self.writer)
+        self._thread.start()
+
+    def last_lines(self, most: int) -> tuple[str, ...]:
+        """Return the newest complete lines so far that contain words, at most `most`."""
+        text = bytes(self._tail[-most * PAST_CHARS :]).decode(errors="replace")
+        return tuple(make_printable(line)[:LINE_CHARS] for line in _list_spoken(text)[-most:])
+
+    def finish(self) -> str:
+        """Return the probable cause of the process's end in one line; empty if nothing was printed."""
+        self._thread.join(END_S)
+        return find_cause(bytes(self._tail).decode(errors="replace"))
+
+    def _copy(self) -> None:
+        while piece := os.read(self._reader, PIECE_BYTES):
+            self._tail += piece
+            del self._tail[:-TAIL_BYTES]
+            _pass_on(piece)
+        os.close(self._reader)
+
+
+def _pass_on(piece: bytes) -> None:
+    """Write to our own standard error; if that is closed, the trainer goes on without it."""
+    while piece:
+        try:
+            piece = piece[os.write(2, piece) :]
+        except BlockingIOError:  # a terminal that another program has made non-blocking
+            select.select([], [2], [])
+        except OSError:
+            return
+
+
+def find_cause(text: str) -> str:
+    """Return the error of the rank that failed first, or the signal that killed it; without either, the last line of
+    text.
+    """
+    raised = [found for found in RAISED.findall(text) if not found[1].startswith(OF_TORCHRUN)]
+    first = ROOT_CAUSE.search(text)
+    if first is not None and int(first[2]) < 0:
+        return f"rank {first[1]} was {describe_signal(-int(first[2]))}"
+    lines = [line for rank, line in raised if first is not None and rank == first[1]]
+    if not lines or OF_OTHERS.search(lines[-1]):
+        lines = [line for _, line in raised if not OF_OTHERS.search(line)] or lines or [line for _, line in raised]
+    return (lines or _list_spoken(text) or [""])[-1].strip()[:LINE_CHARS]
+
+
+def describe_signal(number: int) -> str:
+    """Describe a signal's effect and its usual reason."""
+    try:
+        named = signal.Signals(number)
+    except ValueError:
+        return f"killed by signal {number}"
+    return f"killed by {named.name}{SILENT.get(named, '')}"
+
+
+def _list_spoken(text: str) -> list[str]:
+    lines = text.splitlines()
+    before = ["", *lines]
+    return [
+        line.strip()
+        for line, above in zip(lines, before, strict=False)
+        if any(c.isalnum() for c in line) and not (line[0].isspace() and WARNED.search(above))
+    ]
+
+
+# ---- trainer --------------------------------------------------------------------------------------------------------
+# The training command as a process group: started, ended, and cleaned up (docs/rationale.md#27).
+#
+# torchrun puts its workers into separate sessions, so SIGKILL to its group leaves them running. The agent is their
+# subreaper: they become its children and are killed here, so that two launches never overlap.
 
 
 class TrainerProcess:

@@ -1,11 +1,4 @@
-"""The address of a job's agent: a Unix socket on its own host, TCP with a token from the job's other hosts.
-
-    DIPS_AGENT=unix:/path/agent.sock     set by the agent for the command that it starts, or
-    DIPS_AGENT=tcp://HOST:PORT           set by the launcher of ranks on other hosts; the agent reads it, too
-    DIPS_AGENT_TOKEN=…                   the job's token, at least LEAST_TOKEN characters; or the file `token`
-
-Without DIPS_AGENT: the cluster file's `agent`, else the Unix socket in its directory. Opens no socket.
-"""
+"""The address of a job's agent: a Unix socket on its own host, TCP with a token from the job's other hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +9,35 @@ from pathlib import Path
 from dips.config import ClusterFile, host_port
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
-from dips.private_files import require_private
+from dips.files import require_private
+
+# ---- process --------------------------------------------------------------------------------------------------------
+# Process names that are unique across hosts, containers and reboots; an agent passes its own on by the environment.
+
+
+AGENT_PID, AGENT_HOME = "DIPS_AGENT_PID", "DIPS_AGENT_HOME"
+
+
+def process_home() -> str:
+    """Return the scope in which this process's id is valid: this boot of this machine, this PID namespace."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def process_name() -> str:
+    """Return a unique name of this process: ids alone are reused, in containers soon."""
+    began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # ticks since boot
+    return f"{process_home()}/{os.getpid()}/{began}"
+
+
+# ---- address --------------------------------------------------------------------------------------------------------
+# The address of a job's agent: a Unix socket on its own host, TCP with a token from the job's other hosts.
+#
+#     DIPS_AGENT=unix:/path/agent.sock     set by the agent for the command that it starts, or
+#     DIPS_AGENT=tcp://HOST:PORT           set by the launcher of ranks on other hosts; the agent reads it, too
+#     DIPS_AGENT_TOKEN=…                   the job's token, at least LEAST_TOKEN characters; or the file `token`
+#
+# Without DIPS_AGENT: the cluster file's `agent`, else the Unix socket in its directory. Opens no socket.
+
 
 AGENT, TOKEN = "DIPS_AGENT", "DIPS_AGENT_TOKEN"
 PID_FILE = "agent.pid"  # in the agent's directory, held while it runs

@@ -3,11 +3,98 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import secrets
 import socket
 
-from dips.client.ipc import encoding
+from dips.client.ipc import messages
 from dips.client.ipc.messages import Message
-from dips.client.ipc.seal import ANSWER, TAG, Seal, TokenServer
+from dips.errors import Denied, RemoteProtocolError
+
+# ---- seal -----------------------------------------------------------------------------------------------------------
+# Authentication of agent and rank across hosts: both hold the job's token, which is never sent.
+#
+# Each end sends a nonce and proves the token over both nonces; then every message has a tag made with a key of this
+# connection alone, its direction and its number, so that messages cannot be altered, dropped, repeated or inserted.
+# Messages are signed but not encrypted: progress, addresses and public keys. Pure except for the nonces; no socket.
+#
+#     agent → rank   MAGIC, nonce              GREETING bytes
+#     rank → agent   nonce, proof              ANSWER bytes
+#     agent → rank   proof                     PROOF bytes
+#     both           message, tag              TAG bytes after each message
+
+
+MAGIC = b"dips-agent/1"
+NONCE = 32
+PROOF = TAG = hashlib.sha256().digest_size
+GREETING, ANSWER = len(MAGIC) + NONCE, NONCE + PROOF
+
+
+class Seal:
+    """Signs the frames that this end sends and checks those that it receives."""
+
+    def __init__(self, key: bytes, sends: bytes, receives: bytes) -> None:
+        self._key, self._names = key, (sends, receives)
+        self._sent = self._received = 0
+
+    def tag_frame(self, frame: bytes) -> bytes:
+        """Return the tag to be sent after the next frame."""
+        self._sent += 1
+        return _compute_mac(self._key, self._names[0], self._sent.to_bytes(8, "big"), frame)
+
+    def check_frame(self, frame: bytes, tag: bytes) -> None:
+        """Raise RemoteProtocolError unless this is the next frame of the other end."""
+        self._received += 1
+        if not hmac.compare_digest(
+            tag, _compute_mac(self._key, self._names[1], self._received.to_bytes(8, "big"), frame)
+        ):
+            raise RemoteProtocolError("a message on the line between rank and agent bears a wrong tag: it was altered")
+
+
+class TokenServer:
+    """The agent's side of the handshake."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token, self._nonce = token, secrets.token_bytes(NONCE)
+        self.greeting = MAGIC + self._nonce
+
+    def admit_rank(self, answer: bytes) -> tuple[bytes, Seal]:
+        """Return the last message of the handshake, and the seal. Raises Denied if the rank does not know the token."""
+        both = self._nonce + answer[:NONCE]
+        if not hmac.compare_digest(answer[NONCE:], _compute_mac(self._token, b"rank", both)):
+            raise Denied("whoever dialled the agent does not know the job's token")
+        return _compute_mac(self._token, b"agent", both), Seal(
+            _compute_mac(self._token, b"key", both), b"agent", b"rank"
+        )
+
+
+class TokenClient:
+    """The rank's side of the handshake."""
+
+    def __init__(self, token: bytes, greeting: bytes) -> None:
+        """Answer the agent's greeting. Raises RemoteProtocolError if it is not an agent's greeting of this version."""
+        if not greeting.startswith(MAGIC):
+            raise RemoteProtocolError(f"expected a greeting that begins with {MAGIC!r}, got {greeting[:16]!r}")
+        nonce = secrets.token_bytes(NONCE)
+        self._token, self._both = token, greeting[len(MAGIC) :] + nonce
+        self.answer = nonce + _compute_mac(token, b"rank", self._both)
+
+    def accept_proof(self, proof: bytes) -> Seal:
+        """Return the seal. Raises Denied if the peer is not our agent."""
+        if not hmac.compare_digest(proof, _compute_mac(self._token, b"agent", self._both)):
+            raise Denied("whoever answers does not know the job's token: it is not this job's agent")
+        return Seal(_compute_mac(self._token, b"key", self._both), b"rank", b"agent")
+
+
+def _compute_mac(key: bytes, *parts: bytes) -> bytes:
+    """Return the HMAC over parts of fixed lengths, except for the last."""
+    return hmac.digest(key, b"\0".join(parts), "sha256")
+
+
+# ---- connection -----------------------------------------------------------------------------------------------------
+# One connection of a rank, on the agent's side: whole messages in and out, sealed if it came from the network.
+
 
 ADMIT_S = 10.0  # time for a rank to prove that it knows the token
 
@@ -40,14 +127,14 @@ class Connection:
         """Return the next message. Raises IncompleteReadError at the end, RemoteProtocolError for an invalid
         message.
         """
-        head = await self._reader.readexactly(encoding.LENGTH.size)
-        body = await self._reader.readexactly(encoding.body_length(head))
+        head = await self._reader.readexactly(messages.LENGTH.size)
+        body = await self._reader.readexactly(messages.body_length(head))
         if self._seal:
             self._seal.check_frame(head + body, await self._reader.readexactly(TAG))
-        return encoding.decode_message(body)
+        return messages.decode_message(body)
 
     async def write_message(self, message: Message) -> None:
-        frame = encoding.encode_message(message)
+        frame = messages.encode_message(message)
         self._writer.write(frame + self._seal.tag_frame(frame) if self._seal else frame)
         await self._writer.drain()
 

@@ -1,42 +1,314 @@
-"""This rank's host memory of θ, frozen for a push or filled by a pull, and the copies to and from the model.
-
-    push    gather_pieces     the model's blocks → pieces, some of them from or to other ranks; then the pieces are sent
-    pull    (bytes arrive in the pieces)
-            scatter_pieces    pieces → this rank's whole shard, in host memory
-            install_shard     shard → the model, on this rank alone
-
-The memory is one buffer of 4 B for each parameter of the rank's shard, and holds either pieces or the shard
-(memory_map.py); one layer is rearranged at a time. On an accelerator the copies go through pinned memory on a stream of
-their own; beside the model at most one block is needed there. Where training should not wait
-for it, `install_shard` only begins, and the next forward does the rest (lazy.py).
-
-`gather_pieces` and `scatter_pieces` are collective: every rank calls them, outside forward and backward. Ranks of one
-host that hold the same share the buffer (replicas.py): before anything is written into it, after an install, all ranks
-must have met once in a collective, so that none of them still reads.
-"""
+"""This rank's host memory of θ, frozen for a push or filled by a pull, and the copies to and from the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 
-from dips.client.parallel.arrangement import Replicas
-from dips.client.parallel.checksum import sum_bits
-from dips.client.parallel.copies import read_tensor, write_merged, write_pulled
-from dips.client.parallel.devices import find_device
+from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock
+from dips.client.parallel.blocks import FiniteCheck, find_not_finite, shaped_like, split_together, sum_bits
+from dips.client.parallel.devices import HOST_BLOCK_ITEMS, Device, find_device
 from dips.client.parallel.exchange import PartExchange, RankExchange, SentPart
-from dips.client.parallel.finiteness import FiniteCheck, find_not_finite
-from dips.client.parallel.host_sum import BYTES, HostSum
-from dips.client.parallel.kept_shard import KeptShard
 from dips.client.parallel.model_memory import ModelMemory
-from dips.client.parallel.plan import LocalRect, TransferPlan
-from dips.client.parallel.remainders import Remainders
-from dips.client.parallel.seam import Adapter, HeldParameter
-from dips.client.parallel.shard_buffer import ShardBuffer
-from dips.client.parallel.shard_copies import ShardBlocks, ShardCopy, part_of
-from dips.transport.shares import Piece
+from dips.client.parallel.plan import LocalRect, Replicas, TransferPlan
+from dips.client.parallel.rect import Rect
+from dips.client.parallel.shard_buffer import BYTES, HostSum, ShardBuffer
+from dips.wire.chunks import Piece
+
+# ---- shard copies ---------------------------------------------------------------------------------------------------
+# The copies of an install: from each block of the shard in host memory to the framework's tensor.
+
+
+LayerHeld = Sequence[HeldParameter | None]  # parameters of one layer in the manifest's order; None: not on this rank
+
+
+@dataclass(frozen=True, eq=False)
+class ShardCopy:
+    """One copy from host memory to a tensor of the framework."""
+
+    name: str  # of the parameter
+    view: torch.Tensor  # the framework's tensor
+    host: torch.Tensor
+    rounds: bool = False  # the tensor has fewer bits than the pulled values and is itself pushed
+    key: tuple[int, int, int] = (-1, -1, -1)  # layer, parameter, block; unset for masters
+
+
+@dataclass(frozen=True)
+class ShardBlocks:
+    """The blocks of a rank's shard and their host memory."""
+
+    held: Sequence[LayerHeld]
+    buffer: ShardBuffer
+
+    def host_block(self, layer: int, param: int, index: int) -> tuple[TensorBlock, torch.Tensor]:
+        """Return a written block and its host memory, of the same shape."""
+        held = self.held[layer][param]
+        assert held is not None
+        block = held.writes[index]
+        memory = self.buffer.block_memory((layer, param, index), block.rect.numel)
+        return block, memory.view(block.rect.rows, block.rect.cols)
+
+    def parameter_copies(self) -> list[list[ShardCopy]]:
+        """Return the copies to the parameters of each layer, in a fixed order."""
+        found: list[list[ShardCopy]] = [[] for _ in self.held]
+        for l, k, b in self.buffer.blocks:
+            held = self.held[l][k]
+            if held is not None:
+                block, host = self.host_block(l, k, b)
+                found[l].append(ShardCopy(held.name, block.view, host, rounds=_rounds(held, block), key=(l, k, b)))
+        return found
+
+    def master_copies(self, layer: int) -> Iterator[ShardCopy]:
+        """Yield the copies to the optimizer's masters of one layer."""
+        for k, held in enumerate(self.held[layer]):
+            for master in held.masters if held else ():
+                yield from self._copies_of_master(layer, k, master)
+
+    def _copies_of_master(self, layer: int, param: int, master: TensorBlock) -> Iterator[ShardCopy]:
+        held = self.held[layer][param]
+        assert held is not None
+        for b in range(len(held.writes)):
+            block, host = self.host_block(layer, param, b)
+            for part in block.rect.cut_between(master.rect.first, master.rect.end):
+                for shared in master.rect.cut_between(part.first, part.end):
+                    view, source = part_of(master.view, master.rect, shared), part_of(host, block.rect, shared)
+                    yield ShardCopy(held.name, view, source)
+
+
+def part_of(view: torch.Tensor, rect: Rect, part: Rect) -> torch.Tensor:
+    """Return the part of a rectangle's memory, [part.rows, part.cols]."""
+    row, col = rect.place_of(part)
+    return view[row : row + part.rows, col : col + part.cols]
+
+
+def _rounds(held: HeldParameter, block: TensorBlock) -> bool:
+    """Return whether the block has fewer bits than the pulled values and is itself pushed."""
+    return block.view.dtype is not torch.float32 and any(block is read for read in held.reads)
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+# Copies between host memory and the framework's tensors, block by block, using one block of memory on the device.
+
+
+def read_tensor(device: Device, view: torch.Tensor, host: torch.Tensor) -> None:
+    """Copy a tensor into host memory; on an asynchronous device the copy is only enqueued."""
+    if not device.accelerated or view.dtype is torch.float32:
+        host.copy_(view, non_blocking=True)
+        return
+    for part, target in split_together(device.block_items, view, host):
+        block = shaped_like(device.scratch, part)
+        block.copy_(part)
+        target.copy_(block, non_blocking=True)
+
+
+def write_pulled(device: Device, copy: ShardCopy) -> None:
+    """Write pulled values into the tensor; on an asynchronous device the copy is only enqueued."""
+    if not device.accelerated or copy.view.dtype is torch.float32:
+        copy.view.copy_(copy.host, non_blocking=True)
+        return
+    for view, host in split_together(device.block_items, copy.view, copy.host):  # a cast on the host would block
+        block = shaped_like(device.scratch, view)
+        block.copy_(host, non_blocking=True)
+        view.copy_(block)
+
+
+def write_merged(
+    device: Device, copy: ShardCopy, difference: torch.Tensor, remainder: torch.Tensor | None, check: FiniteCheck
+) -> None:
+    """Add a difference to the tensor in fp32, and store the rounding error in `remainder`."""
+    parts = (copy.view, difference) if remainder is None else (copy.view, difference, remainder)
+    in_place = copy.view.dtype is torch.float32 and not device.accelerated
+    for view, added, *rest in split_together(device.block_items, *parts):
+        if in_place:
+            view.add_(added)
+        else:
+            _add_by_scratch(device, view, added, rest)
+        check.add_block(view)
+
+
+def _add_by_scratch(device: Device, view: torch.Tensor, added: torch.Tensor, rest: Sequence[torch.Tensor]) -> None:
+    block = shaped_like(device.scratch, view)
+    block.copy_(added, non_blocking=True)
+    if view.dtype is torch.float32:
+        view.add_(block)
+    else:
+        block.add_(view)
+        view.copy_(block)
+    for rounded in rest:
+        block.sub_(view)
+        rounded.copy_(block, non_blocking=True)
+
+
+# ---- kept shard -----------------------------------------------------------------------------------------------------
+# A copy of this rank's shard as it was pushed, kept for the merge that follows under `overlap: full`.
+#
+#     keep_copies       at the push: copies the tensors
+#     subtract_kept     when a version has arrived on all ranks: pulled − kept, in the memory of the kept copy. Where a
+#                       version lies in place in the shard, a thread does it beside training
+#     difference        in the merge: the values to be added to the tensor
+#
+# So a merge reads one array of host memory beside the tensor, as an install does, and sends as many bytes to a device.
+
+
+class KeptShard:
+    """Copies of the framework's tensors in host memory, allocated at the first `keep_copies` and reused."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self.alpha = device, 1.0
+        self._memory: dict[ShardCopy, torch.Tensor] = {}
+        self._kept: set[ShardCopy] = set()  # whose memory holds the kept copy
+        self._differences: set[ShardCopy] = set()  # whose memory holds the difference
+
+    @property
+    def allocated_numel(self) -> int:
+        """The elements of 4 B that are allocated."""
+        return sum(memory.numel() for memory in self._memory.values())
+
+    def keep_copies(self, copies: Iterable[ShardCopy], all_copies: Iterable[ShardCopy]) -> None:
+        """Copy the present values of the tensors in `copies`; `all_copies` are all that may ever be kept."""
+        if not self._memory:
+            self._memory = _allocate_copies(self._device, list(all_copies))
+        with self._device.ordered_copies():
+            for copy in copies:
+                read_tensor(self._device, copy.view, self._memory[copy])
+                self._kept.add(copy)
+                self._differences.discard(copy)
+            self._device.synchronize()
+
+    def move_copies(self, copies: Iterable[ShardCopy]) -> None:
+        """Rebind to `copies` after the framework's tensors have moved: the same in the same order, or all are
+        dropped.
+        """
+        moved = list(copies)
+        if len(moved) != len(self._memory):
+            self._memory, self._kept, self._differences = {}, set(), set()
+            return
+        new = dict(zip(self._memory, moved, strict=True))
+        self._memory = {new[copy]: memory for copy, memory in self._memory.items()}
+        self._kept, self._differences = ({new[copy] for copy in some} for some in (self._kept, self._differences))
+
+    def holds(self, copies: Iterable[ShardCopy]) -> bool:
+        """Return whether all of these were kept and none was merged since."""
+        return all(copy in self._kept or copy in self._differences for copy in copies)
+
+    def subtract_kept(self, copies: Iterable[ShardCopy]) -> None:
+        """Turn each kept copy once into `alpha` · (pulled − kept); may be called in any thread."""
+        for copy in copies:
+            if copy in self._kept:
+                memory = self._memory[copy].numpy()
+                np.subtract(copy.host.numpy(), memory, out=memory)  # not torch, which would start threads
+                if self.alpha != 1.0:
+                    np.multiply(memory, np.float32(self.alpha), out=memory)
+                self._kept.discard(copy)
+                self._differences.add(copy)
+
+    def difference(self, copy: ShardCopy) -> torch.Tensor:
+        """Return pulled − kept of a copy, in host memory."""
+        assert copy in self._differences, copy.name
+        return self._memory[copy]
+
+    def drop_copies(self, copies: Iterable[ShardCopy]) -> None:
+        """Forget copies that were merged: another merge needs another push."""
+        for copy in copies:
+            self._kept.discard(copy)
+            self._differences.discard(copy)
+
+
+def _allocate_copies(device: Device, copies: list[ShardCopy]) -> dict[ShardCopy, torch.Tensor]:
+    sizes = [copy.view.numel() for copy in copies]
+    parts = device.allocate_host(sum(sizes)).split(sizes)
+    return {copy: part.view(copy.view.shape) for copy, part in zip(copies, parts, strict=True)}
+
+
+# ---- remainders -----------------------------------------------------------------------------------------------------
+# Rounding errors of 16-bit parameters without fp32 masters, kept and added to the next push.
+#
+# A pull of θ writes round(θ); the next push sends p + (θ − round(θ)), where p is the parameter at that time. So a
+# cluster that trains nothing pushes θ bit for bit, since the difference is exact in fp32, and other clusters' changes
+# below half a unit in the last place are not undone. Costs 4 B of host memory per such parameter of a rank's shard.
+
+
+class Remainders:
+    """The rounding errors of one rank; empty as long as no parameter rounds."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def keep_installed(self, copies: Iterable[ShardCopy]) -> None:
+        """Store the rounding errors of an install that has written `host` of each copy into its tensor."""
+        for copy in copies:
+            if copy.rounds:
+                for host, rounded in split_together(HOST_BLOCK_ITEMS, copy.host, self._allocate(copy)):
+                    torch.sub(host, host.to(copy.view.dtype).float(), out=rounded)
+            else:
+                self._of.pop(copy.key, None)  # masters made since the last install hold the exact value
+
+    def room_for(self, copy: ShardCopy) -> torch.Tensor | None:
+        """Return the memory for the rounding errors of a merge; None if the copy does not round."""
+        if copy.rounds:
+            return self._allocate(copy)
+        self._of.pop(copy.key, None)
+        return None
+
+    @property
+    def any(self) -> bool:
+        """Whether any rounding error is stored."""
+        return bool(self._of)
+
+    @property
+    def allocated_numel(self) -> int:
+        """The elements of 4 B that are allocated."""
+        return sum(remainder.numel() for remainder in self._of.values())
+
+    def part_for(self, layer: int, source: LocalRect, blocks: ShardBlocks) -> torch.Tensor | None:
+        """Return the rounding errors of a part of the model; None if it does not round."""
+        key = layer, source.param, source.index
+        if (remainder := self._of.get(key)) is None:
+            return None
+        return part_of(remainder, blocks.host_block(*key)[0].rect, source.rect)
+
+    def take_state(self) -> torch.Tensor | None:
+        """Return all rounding errors concatenated, for a checkpoint; None if no parameter rounds."""
+        return torch.cat([r.reshape(-1) for _, r in sorted(self._of.items())]) if self._of else None
+
+    def restore_state(self, saved: torch.Tensor | None) -> bool:
+        """Restore the value of `take_state`, or zeros for None; return False if it is of another layout."""
+        mine = [r for _, r in sorted(self._of.items())]
+        if saved is None or saved.numel() != sum(r.numel() for r in mine):
+            for remainder in mine:
+                remainder.zero_()
+            return saved is None
+        for remainder, part in zip(mine, saved.split([r.numel() for r in mine]), strict=True):
+            remainder.copy_(part.view(remainder.shape))
+        return True
+
+    def _allocate(self, copy: ShardCopy) -> torch.Tensor:
+        if copy.key not in self._of:
+            self._of[copy.key] = torch.zeros(copy.host.shape)
+        return self._of[copy.key]
+
+
+# ---- host -----------------------------------------------------------------------------------------------------------
+# This rank's host memory of θ, frozen for a push or filled by a pull, and the copies to and from the model.
+#
+#     push    gather_pieces     the model's blocks → pieces, some from or to other ranks; then the pieces are sent
+#     pull    (bytes arrive in the pieces)
+#             scatter_pieces    pieces → this rank's whole shard, in host memory
+#             install_shard     shard → the model, on this rank alone
+#
+# The memory is one buffer of 4 B for each parameter of the rank's shard, and holds either pieces or the shard
+# (shard_buffer.py); one layer is rearranged at a time. On an accelerator the copies go through pinned memory on a
+# stream of their own; beside the model at most one block is needed there. Where training should not wait for it,
+# `install_shard` only begins, and the next forward does the rest (lazy.py).
+#
+# `gather_pieces` and `scatter_pieces` are collective: every rank calls them, outside forward and backward. Ranks of one
+# host that hold the same share the buffer (shard_buffer.py): before anything is written into it, after an install, all
+# ranks must have met once in a collective, so that none of them still reads.
+
 
 Layers = Sequence[int] | None  # numbers of layers in the manifest; None: all
 
@@ -336,7 +608,7 @@ class HostMemory:
         return self._remainders.part_for(layer, rect, self._blocks)
 
     def _add_remainders(self, layer: int) -> None:
-        """Add the rounding errors of the last install to the pieces read from the model (remainders.py)."""
+        """Add the rounding errors of the last install to the pieces read from the model (host.py)."""
         if not self._remainders.any:
             return
         for source, target in self._plan.gather[layer].local:

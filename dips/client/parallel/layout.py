@@ -14,13 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock, check_found, check_in_memory
 from dips.client.parallel.model_memory import merge_tied
-from dips.client.parallel.plan import SPREAD_ITEMS, TransferPlan, make_plan
-from dips.client.parallel.rank_layout import GatherMessages, Holding, RankLayout, gather_layouts
+from dips.client.parallel.plan import (
+    SPREAD_ITEMS,
+    GatherMessages,
+    Holding,
+    RankLayout,
+    TransferPlan,
+    gather_layouts,
+    make_plan,
+)
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.replicas import find_replicas
-from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, check_in_memory
-from dips.client.parallel.shared_buffers import check_found
+from dips.client.parallel.shard_buffer import find_replicas
 from dips.client.parallel.tensors import TorchAdapter, plain_name
 from dips.errors import ConfigError
 from dips.protocol.grouping import PLAIN_GROUPING, Grouping

@@ -1,7 +1,7 @@
 """An install during which training continues: `install: lazy` (EDiT §3.1).
 
 When all ranks have agreed that a version is complete in host memory, training continues at once. On an accelerator the
-copies of all layers are enqueued right away on a stream of their own, one read group (read_groups.py) after the other
+copies of all layers are enqueued right away on a stream of their own, one read group (adapter.py) after the other
 in the order of the forward, and the pre-forward hook of a group's modules waits for the group's copies: while layer l
 computes, l+1 arrives. On the CPU the hook itself copies: a thread would compete with the forward for cores and memory
 bandwidth. A merge computes what `HostMemory.merge_shard` does, in the same places.
@@ -27,15 +27,19 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dips.client.parallel.copies import write_merged, write_pulled
+from dips.client.parallel.adapter import (
+    INSTEAD,
+    Adapter,
+    HeldParameter,
+    ReadGroup,
+    check_sharded,
+    groups_gathered_with,
+    is_dtensor,
+)
+from dips.client.parallel.blocks import FiniteCheck, find_not_finite
 from dips.client.parallel.exchange import RankExchange
-from dips.client.parallel.finiteness import FiniteCheck, find_not_finite
-from dips.client.parallel.host import HostMemory, Layers
+from dips.client.parallel.host import HostMemory, Layers, ShardCopy, write_merged, write_pulled
 from dips.client.parallel.plan import TransferPlan
-from dips.client.parallel.read_groups import INSTEAD, ReadGroup, check_sharded, groups_gathered_with
-from dips.client.parallel.seam import Adapter, HeldParameter
-from dips.client.parallel.shard_copies import ShardCopy
-from dips.client.parallel.torch_types import is_dtensor
 from dips.errors import LocalProtocolError
 
 

@@ -14,7 +14,7 @@ from weakref import ref
 
 import torch
 
-from dips.client.parallel.seam import Adapter, HeldParameter
+from dips.client.parallel.adapter import Adapter, HeldParameter
 from dips.errors import ConfigError
 
 

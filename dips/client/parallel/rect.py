@@ -1,16 +1,20 @@
-"""Rectangles of a full parameter's flattened elements: the place of a piece in the parameter.
-
-A full parameter is one row of elements in memory order. A rank's part of it is a few rectangles: `rows` runs of `cols`
-elements, `width` apart. A shard along the first dim is one run; a shard along another dim has as many runs as rows.
-Pure: no torch.
-"""
+"""Rectangles of a full parameter's flattened elements: the place of a piece in the parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+
+from dips.errors import ConfigError
+
+# ---- rect -----------------------------------------------------------------------------------------------------------
+# Rectangles of a full parameter's flattened elements: the place of a piece in the parameter.
+#
+# A full parameter is one row of elements in memory order. A rank's part of it is a few rectangles: `rows` runs of
+# `cols` elements, `width` apart. A shard along the first dim is one run; a shard along another dim has as many runs as
+# rows. Pure: no torch.
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -122,3 +126,48 @@ def cut_flat(parts: Sequence[Rect], begin: int, end: int) -> Iterator[tuple[int,
         highest = part.first + (bottom * part.width + right if right else (bottom - 1) * part.width + part.cols)
         for piece in part.cut_between(lowest, highest):
             yield index, piece
+
+
+# ---- slabs ----------------------------------------------------------------------------------------------------------
+# Slabs of a parameter: contiguous ranges that do not overlap, with the rectangles that the ranks hold of each. Pure.
+
+
+@dataclass(slots=True)
+class Slab:
+    """A contiguous range of a parameter that overlaps no other slab, and the rectangles that make it up."""
+
+    begin: int
+    end: int
+    rects: list[Rect]
+
+
+def cut_slabs(name: str, found: Iterable[Rect], numel: int) -> Iterator[Slab]:
+    """Group sorted rectangles whose ranges overlap. Raises ConfigError unless they cover the parameter exactly once."""
+    at, slab = 0, None
+    for rect in found:
+        if slab is not None and rect.first < slab.end:
+            slab.rects.append(rect)
+            slab.end = max(slab.end, rect.end)
+            continue
+        if slab is not None:
+            yield _check_slab(name, slab)
+            at = slab.end
+        if rect.first != at:
+            raise ConfigError(f"{name}: elements {at} to {rect.first} are held by no rank")
+        slab = Slab(rect.first, rect.end, [rect])
+    if slab is not None:
+        yield _check_slab(name, slab)
+        at = slab.end
+    if at != numel:
+        raise ConfigError(f"{name}: elements {at} to {numel} are held by no rank")
+
+
+def _check_slab(name: str, slab: Slab) -> Slab:
+    if len({rect.width for rect in slab.rects if not rect.is_run}) > 1:
+        raise ConfigError(f"{name}: ranks hold it cut along different dims")
+    for i, rect in enumerate(slab.rects):
+        if any(rect.overlaps_with(other) for other in slab.rects[:i]):
+            raise ConfigError(f"{name}: ranks hold shards that overlap without being equal")
+    if sum(rect.numel for rect in slab.rects) != slab.end - slab.begin:
+        raise ConfigError(f"{name}: not all of its elements {slab.begin} to {slab.end} are held by a rank")
+    return slab

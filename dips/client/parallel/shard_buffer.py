@@ -1,23 +1,270 @@
-"""The host memory of a rank's shard and pieces, and the places in it (memory_map.py).
-
-Two buffers: one for this rank alone, and one shared by the ranks of its host that hold the same parts.
-"""
+"""The host memory of a rank's shard and pieces: its size, the offsets in it, and its pages shared within a node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
+import msgspec
 import numpy as np
 import torch
 
 from dips.client.parallel.devices import FLOAT_BYTES, Device, map_pages
 from dips.client.parallel.exchange import RankExchange
-from dips.client.parallel.memory_map import LayerBlocks, find_block, map_memory
-from dips.client.parallel.node_memory import share_memory
-from dips.client.parallel.plan import LocalRect
-from dips.client.parallel.replicas import Group, Place, SharedShards
-from dips.transport.shares import Piece
-from dips.wire.chunks import Range
+from dips.client.parallel.plan import Holding, LocalRect, RankLayout, Redistribution
+from dips.client.parallel.rect import Rect
+from dips.wire.chunks import Piece, Range
+
+# ---- host sum -------------------------------------------------------------------------------------------------------
+# The host memory that a rank needs beside the model, as a written sum.
+
+
+BYTES = 4  # per fp32 element
+PROCESS_BYTES = 60_000_000  # libzmq, threads and requested chunks that are not yet in place, measured
+
+
+@dataclass(frozen=True, slots=True)
+class HostSum:
+    """The bytes that one rank needs, by purpose."""
+
+    shard: int  # the frozen or pulled parameters
+    kept: int = 0  # the pushed shard, kept for the merge under overlap: full
+    owed: int = 0  # base and error feedback of a lossy codec
+    rounded: int = 0  # rounding errors of 16-bit parameters without masters
+    transit: int = 0  # blocks in transit to and from other ranks of the cluster
+    process: int = PROCESS_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    def describe_sum(self) -> str:
+        """Format the sum with its parts, so that a person can check it."""
+        parts = [f"{getattr(self, part.name) / 1e6:.1f} MB {part.name}" for part in fields(self)]
+        return f"{' + '.join(part for part in parts if not part.startswith('0.0 '))} = {self.total_bytes / 1e6:.1f} MB"
+
+
+# ---- memory map -----------------------------------------------------------------------------------------------------
+# Offsets of a rank's blocks and pieces in its host buffer, in elements, computed once. Pure: no torch.
+#
+# A piece that is one run of a block shares the block's memory, so no copy is needed between the two. A parameter for
+# which that is impossible (shards along an inner dim) has memory that holds either its pieces or its blocks, never both
+# at once.
+
+
+@dataclass(slots=True)
+class MemoryMap:
+    """The offsets of all blocks and pieces in the buffer, and its size."""
+
+    piece_at: dict[int, int] = field(default_factory=dict)  # offset by number of the piece in the plan
+    block_at: dict[tuple[int, int, int], int] = field(default_factory=dict)  # offset by layer, parameter, block
+    in_block: set[int] = field(default_factory=set)  # pieces that share the memory of the one block that holds them
+    size: int = 0
+
+
+# One layer: for each parameter the rectangles of its written blocks.
+LayerBlocks = Sequence[Sequence[Rect]]
+
+
+def map_memory(layers: Sequence[LayerBlocks], pieces: Sequence[Range]) -> MemoryMap:
+    """Lay out a buffer for all layers, one after the other."""
+    found = MemoryMap()
+    by_layer: list[dict[int, Range]] = [{} for _ in layers]
+    for n, piece in enumerate(pieces):
+        by_layer[piece.layer][n] = piece
+    for number, (blocks, own) in enumerate(zip(layers, by_layer, strict=True)):
+        found.size = _map_layer(found, number, blocks, own, found.size)
+    return found
+
+
+def _map_layer(found: MemoryMap, layer: int, blocks: LayerBlocks, pieces: Mapping[int, Range], begin: int) -> int:
+    """Place one layer from offset `begin` on; return its end."""
+    shared = {piece.param for piece in pieces.values() if find_block(blocks[piece.param], piece) is None}
+    numbered = [((layer, k, b), rect.numel) for k, rects in enumerate(blocks) for b, rect in enumerate(rects)]
+    at = begin
+    for key, numel in numbered:
+        if key[1] not in shared:
+            found.block_at[key], at = at, at + numel
+    for number, piece in pieces.items():
+        block = find_block(blocks[piece.param], piece)
+        if piece.param not in shared and block is not None:
+            found.piece_at[number] = found.block_at[layer, piece.param, block[0]] + block[1]
+            found.in_block.add(number)
+    pieces_end = blocks_end = at
+    for number, piece in pieces.items():
+        if piece.param in shared:
+            found.piece_at[number], pieces_end = pieces_end, pieces_end + piece.length
+    for key, numel in numbered:
+        if key[1] in shared:
+            found.block_at[key], blocks_end = blocks_end, blocks_end + numel
+    return max(pieces_end, blocks_end)
+
+
+def find_block(blocks: Sequence[Rect], piece: Range) -> tuple[int, int] | None:
+    """Return the block that holds the piece as one run, and the piece's offset in it; None if no block does."""
+    for index, rect in enumerate(blocks):
+        if rect.is_run and rect.first <= piece.offset and piece.offset + piece.length <= rect.end:
+            return index, piece.offset - rect.first
+    return None
+
+
+# ---- replicas -------------------------------------------------------------------------------------------------------
+# Ranks of one host that write the same parts of the model: replicas of DDP, HSDP and Megatron's data parallelism.
+#
+# They share one copy of the shard in host memory: each pulls its pieces into it, and all install from it. Parts from
+# ranks of other groups are received by the group's first rank only. Pure.
+
+
+Group = tuple[int, ...]  # ranks in order
+Place = tuple[int, int]  # layer, parameter
+
+
+def find_replicas(ranks: Sequence[RankLayout]) -> tuple[Group, ...]:
+    """Return the group of each rank, often only the rank itself; the same on all ranks."""
+    ways: dict[object, int] = {}
+    columns: dict[object, tuple[int, ...]] = {}
+    found: dict[object, list[int]] = {}
+    keys = []
+    for rank, layout in enumerate(ranks):
+        numbers = tuple(ways.setdefault(_written(holding), len(ways)) for holding in layout.holdings)
+        column = columns.setdefault((layout.column, numbers), tuple(numbers[way] for way in layout.column))
+        keys.append((layout.host, layout.names, column))
+        found.setdefault(keys[-1], []).append(rank)
+    return tuple(tuple(found[key]) for key in keys)
+
+
+@dataclass(frozen=True)
+class SharedShards:
+    """The groups of ranks that share parts of their shards; the same on all ranks."""
+
+    group_of: Mapping[int, Group] = field(default_factory=dict)  # only for ranks that share
+    private: Mapping[Group, Collection[Place]] = field(default_factory=dict)  # parameters not shared in the group
+
+    def shares(self, rank: int, place: Place) -> bool:
+        """Return whether a rank's memory of this parameter is shared in its group."""
+        group = self.group_of.get(rank)
+        return group is not None and place not in self.private[group]
+
+    def is_sent(self, mover: int, target: int, place: Place) -> bool:
+        """Return whether a part that `mover` has pulled is sent to `target`: not within a group, and once per shared
+        memory.
+        """
+        if not self.shares(target, place):
+            return True
+        group = self.group_of[target]
+        return mover not in group and target == group[0]
+
+    def is_complete(self, me: int, layer: int, moves: Redistribution) -> bool:
+        """Return whether this rank's whole part of a layer is in its memory once all ranks have pulled."""
+        return all(
+            self.shares(me, (layer, rect.param)) and peer in self.group_of[me]
+            for peer, rects in moves.receives.items()
+            for rect in rects
+        )
+
+    def filter_spread(self, me: int, layer: int, moves: Redistribution) -> Redistribution:
+        """Return the exchanges after a pull that remain with shared memory."""
+        sends = {
+            peer: [rect for rect in rects if self.is_sent(me, peer, (layer, rect.param))]
+            for peer, rects in moves.sends.items()
+        }
+        receives = {
+            peer: [rect for rect in rects if self.is_sent(peer, me, (layer, rect.param))]
+            for peer, rects in moves.receives.items()
+        }
+        return Redistribution(
+            {peer: rects for peer, rects in sends.items() if rects},
+            {peer: rects for peer, rects in receives.items() if rects},
+            moves.local,
+        )
+
+
+def _written(holding: Holding) -> object:
+    return holding.shape, holding.writes
+
+
+# ---- node memory ----------------------------------------------------------------------------------------------------
+# Host memory mapped by several processes of one host: a file without a name, opened through its creator's /proc.
+#
+# The first rank of a group creates it and sends its process id and descriptor; the others open it in /proc and compare
+# a random token at its end, so that neither another process with that id nor another host of that name is mistaken for
+# it. The kernel frees it with the last process. If one rank of a group cannot open it (separate containers), each rank
+# of the group uses its own memory.
+
+
+TOKEN_BYTES = 16
+NAME = "dips-shard"
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """The agreement of all ranks on shared memory, and this rank's mapping; `pages` None: this rank shares none."""
+
+    shards: SharedShards
+    pages: mmap.mmap | None
+
+
+def share_memory(
+    ranks: RankExchange,
+    groups: Sequence[Group],
+    private: Collection[Place],
+    count_bytes: Callable[[Collection[Place]], int],
+) -> NodeMemory:
+    """Map one memory in each group of several ranks. Collective.
+
+    private      parameters that this rank cannot have in shared memory
+    count_bytes  returns the size of the group's shard without all its ranks' private parameters
+    """
+    if all(len(group) == 1 for group in groups):
+        return NodeMemory(SharedShards(), None)
+    told = [msgspec.msgpack.decode(words) for words in ranks.all_gather(msgspec.msgpack.encode(sorted(private)))]
+    excluded = {group: {(l, k) for rank in group for l, k in told[rank]} for group in groups if len(group) > 1}
+    mine = groups[ranks.rank]
+    nbytes = count_bytes(excluded[mine]) if mine in excluded else 0
+    made = _make_pages(nbytes) if nbytes and ranks.rank == mine[0] else None
+    offers = ranks.all_gather(b"" if made is None else msgspec.msgpack.encode(made[1:]))
+    pages = made[0] if made is not None else _open_pages(offers[mine[0]], nbytes)
+    mapped = [bool(answer) for answer in ranks.all_gather(b"\1" if pages is not None else b"")]
+    if made is not None:
+        os.close(made[2])  # every rank that can open it has mapped it
+    shared = {group: places for group, places in excluded.items() if all(mapped[rank] for rank in group)}
+    group_of = {rank: group for group in shared for rank in group}
+    return NodeMemory(SharedShards(group_of, shared), pages if ranks.rank in group_of else None)
+
+
+def _make_pages(nbytes: int) -> tuple[mmap.mmap, int, int, bytes]:
+    """Create shared memory; return the mapping, this process's id, the descriptor and the token."""
+    descriptor, token = os.memfd_create(NAME), secrets.token_bytes(TOKEN_BYTES)
+    os.ftruncate(descriptor, nbytes + TOKEN_BYTES)
+    os.pwrite(descriptor, token, nbytes)
+    return mmap.mmap(descriptor, nbytes), os.getpid(), descriptor, token
+
+
+def _open_pages(offer: bytes, nbytes: int) -> mmap.mmap | None:
+    """Map the offered memory; None if it cannot be opened here, or the token differs."""
+    if not offer or not nbytes:
+        return None
+    pid, number, token = msgspec.msgpack.decode(offer)
+    try:
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        same = os.fstat(descriptor).st_size == nbytes + TOKEN_BYTES
+        if same and os.pread(descriptor, TOKEN_BYTES, nbytes) == token:
+            return mmap.mmap(descriptor, nbytes)
+        return None
+    finally:
+        os.close(descriptor)
+
+
+# ---- shard buffer ---------------------------------------------------------------------------------------------------
+# The host memory of a rank's shard and pieces, and the places in it (shard_buffer.py).
+#
+# Two buffers: one for this rank alone, and one shared by the ranks of its host that hold the same parts.
 
 
 class ShardBuffer:

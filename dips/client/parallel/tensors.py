@@ -6,7 +6,7 @@ rank holds a replica of their shards.
 
 A push reads the parameters themselves: with FSDP2's mixed precision or autocast these are fp32 and exact. If they are
 bf16 or fp16, it reads the fp32 masters of the optimizer that the script has passed (masters.py); where there are
-none, the rounding error of a pull is kept for the next push (remainders.py).
+none, the rounding error of a pull is kept for the next push (host.py).
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from dips.client.parallel.masters import OptimizerMasters
-from dips.client.parallel.read_groups import INSTEAD, ReadGroup, find_read_groups
-from dips.client.parallel.rect import Rect, box_rects
-from dips.client.parallel.seam import (
+from dips.client.parallel.adapter import (
+    INSTEAD,
     Adapter,
     HeldParameter,
+    ReadGroup,
     check_devices,
     check_dtype,
     check_made,
+    check_parameter,
     check_plain,
+    choose_buffers,
+    find_read_groups,
+    is_dtensor,
+    is_fsdp,
     pair_blocks,
 )
-from dips.client.parallel.shared_buffers import check_parameter, choose_buffers
-from dips.client.parallel.torch_types import is_dtensor, is_fsdp
+from dips.client.parallel.masters import OptimizerMasters
+from dips.client.parallel.rect import Rect, box_rects
 from dips.errors import ConfigError
 
 if TYPE_CHECKING:

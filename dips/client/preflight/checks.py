@@ -13,7 +13,7 @@ from dips.client.preflight.probe import ProbeResult, measure_lane, measure_round
 from dips.config import ClusterFile
 from dips.differences import differing_options
 from dips.errors import DifferentModel, DipsError, Unavailable, treatment_of
-from dips.pidlock import lock_holder
+from dips.files import lock_holder
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 from dips.protocol.manifest import Manifest
 from dips.transport.curve import KeyPair

@@ -23,9 +23,8 @@ import numpy as np
 from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.ids import VersionId
-from dips.transport.shares import F32, Piece, Share
 from dips.wire import bodies
-from dips.wire.chunks import Range
+from dips.wire.chunks import F32, Piece, Range, Share
 from dips.wire.frame import Buffer
 
 ADOPTED = -1  # a checkpoint was loaded: the incarnation is unknown here until the next transfer

@@ -1,28 +1,234 @@
-"""Finding a rank's cluster file and its agent, and attaching to the agent."""
+"""Finding a rank's cluster file and its agent, attaching to it, training alone without one, ending when it is gone."""
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from dips.client.ipc import address
-from dips.client.ipc.messages import Attach, Attached, ManifestSent
-from dips.client.ipc.process import process_name
-from dips.client.parallel.host_sum import HostSum
-from dips.client.rank.agent_client import AgentClient
-from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.lone_agent import ALONE, CLUSTER_FILE, WARNING, LoneAgent, is_alone, lone_config
-from dips.client.rank.orphan import watch_agent
+from dips.client.ipc.address import AGENT, AGENT_HOME, AGENT_PID, Address, OnThisHost, process_home, process_name
+from dips.client.ipc.messages import (
+    Answer,
+    Attach,
+    Attached,
+    Detach,
+    ManifestSent,
+    Noted,
+    Notice,
+    PullMoved,
+    PullWanted,
+    PushMoved,
+    PushWanted,
+    Question,
+    RangeGiven,
+    RangesEnded,
+    RangeWanted,
+    Resume,
+    Resumed,
+    Saved,
+    SaveWanted,
+    Stepped,
+    TrainOn,
+    TransferProgress,
+)
+from dips.client.parallel.shard_buffer import HostSum
+from dips.client.rank.agent_client import AgentClient, AgentConnection, JobCollectives
 from dips.client.rank.outer_state import OuterState
-from dips.config import ClusterFile, load_cluster
+from dips.config import ClusterFile, Shared, load_cluster
 from dips.errors import ConfigError, LocalProtocolError
+from dips.ids import GENESIS
+from dips.protocol.data import BegunRange
 from dips.protocol.effects import ManifestWanted
 from dips.protocol.manifest import Manifest
 from dips.wire.packed_manifest import pack_manifest
+
+# ---- lone agent -----------------------------------------------------------------------------------------------------
+# A stand-in for the agent: a training script without an agent trains alone, in no run, and every call works.
+#
+# So the same script runs on a workstation. DIPS_ALONE=1 asks for it; a rank without a cluster file from its script or
+# from an agent is alone, too. Nothing is pulled, pushed or counted; data ranges, if the file has any, are given in
+# order, and a checkpoint continues where it stopped.
+
+
+ALONE = "DIPS_ALONE"
+CLUSTER_FILE = "DIPS_CLUSTER_FILE"
+LOOK_STEPS = 1 << 40  # inner steps until the ranks ask again: in effect never
+WARNING = (
+    "OuterLoop trains alone: no agent started this script, so nothing is pulled or pushed. To take part in a run start "
+    "it as `dips-client --config cluster.yaml -- …`; DIPS_ALONE=1 says that this is meant"
+)
+
+
+def is_alone(config: str | os.PathLike[str] | None) -> bool:
+    """Return whether this script takes part in no run."""
+    named = config is not None or CLUSTER_FILE in os.environ or AGENT in os.environ
+    return os.environ.get(ALONE) == "1" or not named
+
+
+def lone_config(config: ClusterFile | None) -> ClusterFile:
+    """Return the script's cluster file, or a default one, without transfers."""
+    if config is None:
+        shared = Shared(run="alone")
+        config = ClusterFile(shared=shared, cluster="alone", master="127.0.0.1:0", directory=Path("."), tls=False)
+    return config.model_copy(update={"install": "whole", "overlap": "none", "fragments": 1})
+
+
+class LoneAgent(AgentClient):
+    """Answers in place of an agent without a run; has no connection."""
+
+    def __init__(self, ranges: int) -> None:
+        self._ranges, self._given = ranges, list[int]()  # ranges given and not used up, in order
+        self._next, self._begun = 0, dict[int, BegunRange]()
+        self._answers: dict[type, Callable[[Any], Answer]] = {
+            Attach: lambda _: Attached(1, 0.0),
+            RangeWanted: self._give_range,
+            SaveWanted: lambda _: self._save_progress(),
+            Resume: self._resume_progress,
+            Detach: lambda _: Noted(),
+            TransferProgress: lambda _: Noted(),
+        }
+        self._answers |= dict.fromkeys(
+            (PushWanted, PushMoved, PullWanted, PullMoved), lambda _: TrainOn("it trains alone", LOOK_STEPS, 0.0)
+        )
+
+    def ask_agent(self, question: Question) -> Answer:
+        """Return the answer, the same on every rank."""
+        return self._answers[type(question)](question)
+
+    def ask_until_answered(self, question: Question) -> Answer:
+        """Return the answer; it is never AskAgain."""
+        return self.ask_agent(question)
+
+    def notify_agent(self, notice: Notice) -> None:
+        """Do nothing, since there is no agent."""
+
+    def report_step(self, step: Stepped, ended_s: float) -> None:
+        """Record the position in the data; steps are not counted."""
+        if step.left is not None:
+            self._use_up(step.left)
+            self._begun = {step.begun.number: step.begun} if step.begun else {}
+
+    def report_progress(self, attempt: int, moved: int, total: int, idle_s: float) -> str:
+        """Return "": nothing moves."""
+        return ""
+
+    def disconnect(self) -> None:
+        """Do nothing, since there is no connection."""
+
+    def _give_range(self, wanted: RangeWanted) -> Answer:
+        self._use_up(wanted.left or ())
+        if self._next >= self._ranges:
+            return RangesEnded("all ranges were walked", finished=False)
+        self._given.append(self._next)
+        self._next += 1
+        return RangeGiven(self._given[-1], self._begun.get(self._given[-1]))
+
+    def _use_up(self, left: Sequence[int]) -> None:
+        self._given = [number for number in self._given if number in left]
+
+    def _save_progress(self) -> Saved:
+        """Return the position: all ranges from the first that is not used up are ahead."""
+        ahead = self._given[0] if self._given else self._next
+        begun = tuple(self._begun.values())
+        return Saved("alone", str(GENESIS), 0, False, 0, 0, (), 0.0, 0, (ahead,), 0, begun)
+
+    def _resume_progress(self, message: Resume) -> Answer:
+        (self._next,) = message.saved.ahead
+        self._given, self._begun = [], {part.number: part for part in message.saved.begun}
+        return Resumed("it trains alone", LOOK_STEPS)
+
+
+# ---- orphan ---------------------------------------------------------------------------------------------------------
+# Ends a rank whose agent is gone (docs/rationale.md#27): no other process may act for its cluster, so it must not
+# continue.
+#
+# torchrun is signalled when the agent dies (launch.py) and ends its workers; but it may be killed with it, or hang, and
+# on other hosts the agent did not start it. So every rank watches its agent in a thread that sleeps in the kernel: by a
+# pidfd on the agent's machine, elsewhere by a connection that carries no messages and is closed when the agent ends.
+
+
+FIND_S = 60.0  # time to reach the agent: hosts of one job do not start at the same moment
+GRACE_S = 10.0  # between SIGTERM to this process and its end: time for exit handlers
+
+_watched = False
+
+
+def watch_agent(address: Address, poll_s: float) -> Callable[[], None]:
+    """End this process when its agent ends; return a function that stops the watch.
+
+    On a host other than the agent's, raises Unavailable if it cannot be reached within FIND_S, Denied if it is not this
+    job's.
+    """
+    if os.environ.get(AGENT_HOME) == process_home():
+        _watch_process(int(os.environ[AGENT_PID]))
+        return lambda: None  # the agent waits for the ranks' launcher, so it ends after them
+    if isinstance(address, OnThisHost):
+        return lambda: None  # the agent's process is unknown here; rank 0 will find its connection closed
+    connection, done = AgentConnection.connect_within(address, poll_s, FIND_S), threading.Event()
+
+    def wait_for_end() -> None:
+        connection.wait_until_closed()
+        if not done.is_set():
+            _end_process(f"at {address}")
+
+    def stop_watching() -> None:
+        done.set()
+        connection.close()
+
+    threading.Thread(target=wait_for_end, name="agent-watch", daemon=True).start()
+    return stop_watching
+
+
+def _watch_process(pid: int) -> None:
+    """Start the watch, once per process for any number of OuterLoops."""
+    global _watched
+    if _watched:
+        return
+    _watched = True
+    try:
+        agent = os.pidfd_open(pid)
+    except ProcessLookupError:
+        _end_process(f"(process {pid})")
+        return
+
+    def wait_for_exit() -> None:
+        select.select([agent], [], [])
+        _end_process(f"(process {pid})")
+
+    threading.Thread(target=wait_for_exit, name="agent-watch", daemon=True).start()
+
+
+def _end_process(which: str) -> None:
+    """Send SIGTERM to this process, then exit hard after GRACE_S: a rank blocked in a collective does not handle the
+    signal.
+    """
+    for stream in (sys.stderr, sys.stdout):  # standard error may be a pipe to the agent that is gone
+        with suppress(OSError):
+            stream.write(f"dips: the agent {which} is gone: this rank ends\n")
+            stream.flush()
+            break
+    threading.Thread(target=_exit_after_grace, daemon=True).start()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exit_after_grace() -> None:
+    time.sleep(GRACE_S)
+    os._exit(128 + signal.SIGTERM)
+
+
+# ---- joining --------------------------------------------------------------------------------------------------------
+# Finding a rank's cluster file and its agent, and attaching to the agent.
+
 
 _loops = count(1)  # numbers the OuterLoops of this process: each is a separate attempt
 

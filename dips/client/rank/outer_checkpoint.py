@@ -9,8 +9,40 @@ from typing import Any
 import torch
 
 from dips.client.ipc.messages import Saved
+from dips.client.rank.feedback import Feedback
 from dips.errors import LocalProtocolError
+from dips.ids import VersionId
 from dips.protocol.data import BegunRange
+
+# ---- feedback checkpoint --------------------------------------------------------------------------------------------
+# Error feedback in a checkpoint: one tensor of bases and one of debts, each over all pieces of this rank in order.
+
+
+NAMES = ("base", "owed")
+
+
+def save_feedback(feedback: Feedback) -> dict[str, torch.Tensor]:
+    """Return copies of base and debt; empty for a rank that pushes nothing."""
+    parts = zip(NAMES, feedback.checkpoint_arrays(), strict=True)
+    return {name: torch.cat([torch.from_numpy(a) for a in arrays]) for name, arrays in parts if arrays}
+
+
+def count_feedback(feedback: Feedback) -> dict[str, int]:
+    """Return the number of elements of each tensor of `save_feedback`, by name."""
+    sizes = [a.size for a in feedback.checkpoint_arrays()[0]]
+    return dict.fromkeys(NAMES, sum(sizes)) if sizes else {}
+
+
+def restore_feedback(feedback: Feedback, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
+    """Restore the tensors of `save_feedback`; names and sizes must be those of `count_feedback`."""
+    sizes = [a.size for a in feedback.checkpoint_arrays()[0]]
+    base, owed = ([t.numpy() for t in saved[name].split(sizes)] if sizes else [] for name in NAMES)
+    feedback.restore_debt(version, base, owed)
+
+
+# ---- outer checkpoint -----------------------------------------------------------------------------------------------
+# The outer loop's part of a cluster's checkpoint, as a state_dict. No agent, no collectives.
+
 
 STATE_FORMAT = 1  # format of the state_dict; any other is refused
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dips.client.ipc.messages import PushResult
-from dips.client.rank.losses import finite_or_none
+from dips.client.rank.steps import finite_or_none
 from dips.ids import VersionId
 
 PREFIX = "dips/"  # of all names that are written

@@ -28,22 +28,25 @@ from dips.client.ipc.address import find_address
 from dips.client.ipc.messages import Detach, Healed, Remarked, Resume, Resumed, Saved, SaveWanted
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
 from dips.client.parallel.unshared_buffers import BufferWatch
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.data_ranges import DataRanges
-from dips.client.rank.frozen_base import UNKNOWN, digest_frozen
-from dips.client.rank.inner_optimizers import InnerOptimizers
-from dips.client.rank.joining import attach_trainer, find_agent, find_config, tell_memory, warn_of_coarse, watch_run
-from dips.client.rank.kept_weights import KeptWeights
-from dips.client.rank.lone_agent import is_alone
+from dips.client.rank.joining import (
+    attach_trainer,
+    find_agent,
+    find_config,
+    is_alone,
+    tell_memory,
+    warn_of_coarse,
+    watch_run,
+)
+from dips.client.rank.model_checks import UNKNOWN, TrainedNames, digest_frozen
+from dips.client.rank.optimizers import InnerOptimizers, KeptWeights
 from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
 from dips.client.rank.outer_log import OnVersion, OuterLog
 from dips.client.rank.outer_state import InnerState
 from dips.client.rank.outer_steps import OuterSteps
 from dips.client.rank.shard_transfer import ShardTransfer
-from dips.client.rank.step_checks import StepChecks
-from dips.client.rank.step_reports import StepReports
-from dips.client.rank.step_tokens import StepTokens
-from dips.client.rank.trained_names import TrainedNames
+from dips.client.rank.steps import StepChecks, StepReports, StepTokens
 from dips.codecs import Codec
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError

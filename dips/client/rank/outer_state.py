@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dips.client.ipc.messages import PullMoved, PullNow, PullWanted, PushMoved, PushNow, PushResult, PushWanted
-from dips.client.rank.background_transfer import BackgroundTransfer
+from dips.client.rank.shard_transfer import BackgroundTransfer
 from dips.ids import VersionId
 from dips.protocol.data import BegunRange
 

@@ -30,10 +30,9 @@ from dips.client.ipc.messages import (
     TrainOn,
 )
 from dips.client.rank.agent_client import AgentClient
-from dips.client.rank.background_transfer import TransferResult, do_nothing
 from dips.client.rank.outer_state import OpenTransfer, OuterRequest, OuterState
-from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
-from dips.client.rank.transfer_types import TransferIdentity
+from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest, TransferResult, do_nothing
+from dips.client.rank.transfer import TransferIdentity
 from dips.config import ClusterFile
 from dips.errors import LocalProtocolError
 

@@ -1,46 +1,308 @@
-"""Transfers of this rank's bytes in a push or pull, and the ranks' agreement on the result (docs/rationale.md#7, #25).
-
-A transfer runs in its own thread; meanwhile the ranks meet in a collective at least every `poll_s`, so none of
-them waits for anything outside the cluster, and the first rank that fails ends it for all. The host buffer is allocated
-once and holds the frozen or the pulled parameters; nothing else is written into it while a transfer runs.
-"""
+"""Transfers of this rank's bytes in the background of training, and the ranks' agreement on the result."""
 
 from __future__ import annotations
 
 import threading
+import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from dips.client.parallel import HostMemory
-from dips.client.parallel.checksum import wrap_sum
+from dips.client.parallel.blocks import wrap_sum
 from dips.client.parallel.host import Layers
-from dips.client.parallel.host_sum import HostSum
-from dips.client.rank import feedback_checkpoint, transfer
-from dips.client.rank.background_transfer import (
-    BackgroundTransfer,
-    EndedTransfer,
-    ThreadedTransfer,
-    TransferResult,
-    TransferThread,
-)
-from dips.client.rank.collectives import JobCollectives
+from dips.client.parallel.shard_buffer import HostSum
+from dips.client.rank import outer_checkpoint, transfer
+from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.feedback import Feedback
 from dips.client.rank.fragments import FragmentGate, cut_fragments
-from dips.client.rank.replica_check import ReplicaCheck
-from dips.client.rank.staggered import Stagger, StaggeredMerge, StaggeredTransfer
-from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
-from dips.client.rank.undo_watch import UndoWatch
+from dips.client.rank.model_checks import ReplicaCheck
+from dips.client.rank.optimizers import UndoWatch
+from dips.client.rank.transfer import TransferIdentity, TransferRate, TransferStats
 from dips.codecs import Codec
-from dips.errors import Diverged, LocalProtocolError
+from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Unavailable
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.transport import curve
-from dips.transport.shares import Piece
-from dips.wire.chunks import encode_ranges
+from dips.wire.chunks import Piece, encode_ranges
+
+# ---- background transfer --------------------------------------------------------------------------------------------
+# A transfer in progress: this rank's thread, and the collective that decides whether all ranks are done
+# (docs/rationale.md#7).
+#
+# The caller either waits for its end (`wait`) or trains on and polls it regularly (`poll`). The first rank that fails
+# ends the transfer on all ranks.
+
+
+def do_nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """The result agreed on by all ranks: every rank moved all its bytes, or the transfer failed."""
+
+    ok: bool
+    reason: str  # of the failure on this rank
+    nbytes: int  # over all ranks
+    torn: bool = False  # the pull failed after its first fragment was merged
+    diverged: bool = False  # the push was not begun: the model is not finite on some rank
+
+
+class BackgroundTransfer(ABC):
+    """A push or pull that was begun on all ranks."""
+
+    @abstractmethod
+    def wait(self, poll_s: float) -> TransferResult:
+        """Block until the transfer is over; the ranks meet in a collective at least every `poll_s`. Collective."""
+
+    @abstractmethod
+    def poll(self) -> TransferResult | None:
+        """Return the result, or None while the transfer moves; does not block on it. Collective."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End the transfer on this rank, independently of the others."""
+
+    @property
+    def steps_until_due(self) -> int | None:
+        """Inner steps after which a poll has something to do; None: at no particular step."""
+        return None
+
+
+class EndedTransfer(BackgroundTransfer):
+    """A transfer that all ranks agreed not to begin."""
+
+    def __init__(self, result: TransferResult) -> None:
+        self._result = result
+
+    def wait(self, poll_s: float) -> TransferResult:
+        return self._result
+
+    def poll(self) -> TransferResult | None:
+        return self._result
+
+    def cancel(self) -> None:
+        pass  # nothing moves
+
+
+class ThreadedTransfer(BackgroundTransfer):
+    """A transfer that moves in its own thread."""
+
+    def __init__(
+        self,
+        thread: TransferThread,
+        seq: int,
+        total: Callable[[], int],
+        collectives: JobCollectives,
+        report_progress: Callable[[], str],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        """Follow a thread that has begun to move.
+
+        total            returns the bytes over all ranks; called when the transfer is over
+        report_progress  returns why to give up, or ""
+        finish           remaining work, done in a thread once all ranks have moved all bytes; on all ranks or on none
+        """
+        self._thread, self._seq, self._total, self._collectives = thread, seq, total, collectives
+        self._report_progress, self._finish = report_progress, finish
+
+    def wait(self, poll_s: float) -> TransferResult:
+        while (result := self._agree_on_result(poll_s)) is None:
+            pass
+        return result
+
+    def poll(self) -> TransferResult | None:
+        return self._agree_on_result(0.0)
+
+    def cancel(self) -> None:
+        self._thread.cancel()
+
+    def _agree_on_result(self, wait_s: float) -> TransferResult | None:
+        """Agree with the other ranks whether the transfer is over; return its result, or None."""
+        thread = self._thread
+        thread.join(wait_s)
+        thread.mark_failed(self._report_progress())
+        # Same transfer on all ranks (the smallest seq is the largest), no rank failed, all ranks are done.
+        done = thread.done  # read before the error: a thread that fails in between does not count as done
+        own = [self._seq, -self._seq, int(thread.error is None), int(done), self._own_count()]
+        smallest_seq, minus_largest_seq, all_well, all_done, least_count = self._collectives.all_min(own)
+        if not all_well or smallest_seq != -minus_largest_seq:
+            self.cancel()
+            return TransferResult(False, thread.reason, self._total())
+        self._on_least_count(least_count)
+        if not all_done:
+            return None
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._thread = TransferThread(lambda _: finish())
+            return None
+        return TransferResult(True, "", self._total())
+
+    def _own_count(self) -> int:
+        """Return a count of this rank; the least count over all ranks is passed to `_on_least_count`."""
+        return 0
+
+    def _on_least_count(self, count: int) -> None:
+        """Process the least count over all ranks."""
+
+
+class TransferThread:
+    """One rank's transfer in a thread; an unexpected error is raised after the ranks have agreed to give up."""
+
+    def __init__(self, work: Callable[[threading.Event], object] | None) -> None:
+        """Start the thread; `work` takes the event that cancels it, None: this rank moves nothing."""
+        self.error: BaseException | None = None
+        self._ended_at: float | None = None
+        self._cancel = threading.Event()
+        self._thread: threading.Thread | None = None
+        if work is not None:
+            self._thread = threading.Thread(target=self._run_work, args=(work,), name="dips-transfer", daemon=True)
+            self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the thread ended; 0 while it runs."""
+        return 0.0 if self._ended_at is None else time.monotonic() - self._ended_at
+
+    @property
+    def reason(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}" if self.error else "another rank failed"
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def mark_failed(self, reason: str) -> None:
+        """Mark the transfer as failed for `reason`, unless that is empty or it has failed already."""
+        if reason and self.error is None:
+            self.error = Unavailable(reason)
+
+    def cancel(self) -> None:
+        """Cancel the transfer and wait for its end. Raises its error if it is a ConfigError or a bug, which would
+        recur.
+        """
+        own = self.error
+        self._cancel.set()
+        if self._thread is not None:
+            self._thread.join()
+        if own is not None and (isinstance(own, ConfigError) or not isinstance(own, DipsError)):
+            raise own
+        self.error = own  # drop TransferCancelled, which this call has caused
+
+    def _run_work(self, work: Callable[[threading.Event], object]) -> None:
+        try:
+            work(self._cancel)
+        except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the training thread)
+            self.error = error
+        self._ended_at = time.monotonic()
+
+
+# ---- staggered ------------------------------------------------------------------------------------------------------
+# A push or pull whose fragments move an interval of inner steps apart; for master and slaves it is one slow transfer.
+#
+#     push    every interval the next fragment is checked, frozen and offered to the slaves
+#     pull    every interval the next fragment is requested; fragments that have arrived on all ranks are merged
+#
+# While training is paused (`wait`) staggering has no benefit: the remaining fragments move at once. Ranks count the
+# same inner steps, so they agree on due fragments without a message.
+
+
+def open_freely(_: int) -> str:
+    """Return "": nothing prevents the fragment from moving."""
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stagger:
+    """The schedule of one transfer's fragments, and the callbacks for each fragment."""
+
+    gate: FragmentGate
+    interval: int  # inner steps between two fragments
+    count_steps: Callable[[], int]  # returns the inner steps taken
+    prepare_fragment: Callable[[int], str] = (
+        open_freely  # called before it moves; returns why to end the transfer, or ""
+    )
+    on_arrived: Callable[[int], Any] = do_nothing  # called with the number of first fragments on all ranks
+    is_torn: Callable[[], bool] = bool  # whether arrived fragments are already in the model
+
+
+class StaggeredTransfer(ThreadedTransfer):
+    """A transfer that opens its fragments one after the other; every method but `cancel` is collective."""
+
+    def __init__(self, *args: Any, stagger: Stagger) -> None:
+        """Follow a thread as ThreadedTransfer does."""
+        super().__init__(*args)
+        self._stagger, self._began = stagger, stagger.count_steps()
+
+    def wait(self, poll_s: float) -> TransferResult:
+        gate, result = self._stagger.gate, None
+        while result is None and gate.open < gate.count:
+            result = self._open_next()
+        return result or super().wait(poll_s)
+
+    def poll(self) -> TransferResult | None:
+        result = super().poll()
+        while result is None and self.steps_until_due == 0:
+            result = self._open_next()
+        return result
+
+    @property
+    def steps_until_due(self) -> int | None:
+        gate, taken = self._stagger.gate, self._stagger.count_steps() - self._began
+        return max(0, gate.open * self._stagger.interval - taken) if gate.open < gate.count else None
+
+    def _open_next(self) -> TransferResult | None:
+        """Let the next fragment move; return the transfer's result if it must end instead."""
+        stagger = self._stagger
+        if reason := stagger.prepare_fragment(stagger.gate.open):
+            self.cancel()
+            return TransferResult(False, reason, self._total(), diverged=True)
+        stagger.gate.open_next()
+        return None
+
+    def _own_count(self) -> int:
+        return self._stagger.gate.arrived
+
+    def _on_least_count(self, count: int) -> None:
+        self._stagger.on_arrived(count)
+
+    def _agree_on_result(self, wait_s: float) -> TransferResult | None:
+        result = super()._agree_on_result(wait_s)
+        return result if result is None or result.ok else replace(result, torn=self._stagger.is_torn())
+
+
+@dataclass(slots=True)
+class StaggeredMerge:
+    """The state of a pull whose fragments are merged as they arrive."""
+
+    version: VersionId
+    gate: FragmentGate
+    merged: int = 0  # fragments that are merged, or will be installed with all others
+    finite: bool = True  # merging gives finite values; if False the version is installed instead
+
+    def open_all(self) -> None:
+        """Open all fragments, since training is useless until the whole version has arrived."""
+        while self.gate.open < self.gate.count:
+            self.gate.open_next()
+
+
+# ---- shard transfer -------------------------------------------------------------------------------------------------
+# Transfers of this rank's bytes in a push or pull, and the ranks' agreement on the result (docs/rationale.md#7, #25).
+#
+# A transfer runs in its own thread; meanwhile the ranks meet in a collective at least every `poll_s`, so none of them
+# waits for anything outside the cluster, and the first rank that fails ends it for all. The host buffer is allocated
+# once and holds the frozen or the pulled parameters; nothing else is written into it while a transfer runs.
+
 
 # Takes bytes moved and bytes in all, over all ranks as estimated by this one, and the seconds since this rank has moved
 # all of its own; returns why to give up, or "" to continue.
@@ -307,7 +569,7 @@ class ShardTransfer:
         """Return this rank's own tensors for a checkpoint: error feedback with its base, and rounding errors of 16-bit
         parameters.
         """
-        owed = feedback_checkpoint.save_feedback(self._feedback) if self._feedback is not None else {}
+        owed = outer_checkpoint.save_feedback(self._feedback) if self._feedback is not None else {}
         rounded = self._memory.remainders.take_state()
         return owed if rounded is None else {**owed, ROUNDED: rounded}
 
@@ -316,7 +578,7 @@ class ShardTransfer:
 
         A rank lacks tensors if other ranks saved them, rank 0 alone saved, or the codec was another.
         """
-        owed = feedback_checkpoint.count_feedback(self._feedback) if self._feedback is not None else {}
+        owed = outer_checkpoint.count_feedback(self._feedback) if self._feedback is not None else {}
         rounded = self._memory.remainders.allocated_numel
         wanted = {**owed, ROUNDED: rounded} if rounded else owed
         found = {name: saved[name].numel() if name in saved else None for name in wanted}
@@ -327,7 +589,7 @@ class ShardTransfer:
     def restore_tensors(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
         """Restore the tensors of `checkpoint_tensors`; legal if `find_misfit` returns ""."""
         if self._feedback is not None:
-            feedback_checkpoint.restore_feedback(self._feedback, version, saved)
+            outer_checkpoint.restore_feedback(self._feedback, version, saved)
         self._memory.remainders.restore_state(saved.get(ROUNDED))
 
     def checksum(self) -> int:

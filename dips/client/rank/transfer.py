@@ -1,43 +1,38 @@
-"""One rank's push or pull: its own bytes, directly to and from every slave of the grant.
-
-A push sends HELLO to every slave at once (also without ranges: slaves wait for all ranks) and then the chunks that
-they ask for. A pull asks the slaves in the grant's order, checks each chunk and copies it into the caller's arrays. All
-sockets and threads are made for one transfer, in the calling process (no context is ever inherited by a fork), and
-closed when the call returns: the arrays are the caller's again, also after an error. A lost connection is resumed. No
-torch here.
-"""
+"""One rank's push or pull: its own bytes, directly to and from every slave of the grant, a stream per lane."""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import xxhash
+import zmq
 
 from dips.client.rank.fragments import FragmentGate
-from dips.client.rank.lane_parts import LanePart
-from dips.client.rank.transfer_loop import DEPTH, TRANSIT_BYTES, StagedChunk, TransferLoop
-from dips.client.rank.transfer_types import (
-    EncodeChunk,
-    LayerOrder,
-    Progress,
-    TransferCancelled,
-    TransferIdentity,
-    TransferRate,
-    TransferStats,
-)
-from dips.errors import RemoteProtocolError, UnavailableSlave
+from dips.codecs import Codec
+from dips.errors import DipsError, LocalProtocolError, RemoteProtocolError, UnavailableSlave
 from dips.ids import VersionId
-from dips.protocol.effects import Grant
-from dips.transport.intake import Intake, LinkRate
-from dips.transport.pool import Transit
-from dips.transport.shares import Piece
-from dips.transport.stream import Arrived
+from dips.protocol.effects import Grant, SlaveAddress
+from dips.protocol.heartbeats import remaining_s
+from dips.protocol.order import slaves_for_worker
+from dips.transport.curve import KeyPair
+from dips.transport.intake import Intake, LinkRate, Rate, Transit
+from dips.transport.lane import Waker
+from dips.transport.memory import keep_message_memory
+from dips.transport.pipeline import Stage, available_cores, spare_threads
+from dips.transport.stream import Arrived, Stream
 from dips.wire import bodies, streams
-from dips.wire.chunks import Range, pulled_range_type, range_type
+from dips.wire.chunks import Piece, Range, Share, check_piece, deal_pieces, encode_ranges, pulled_range_type, range_type
 from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack_header
+from dips.wire.streams import StreamName
 
 __all__ = [
     "EncodeChunk",
@@ -50,6 +45,366 @@ __all__ = [
     "pull_pieces",
     "push_pieces",
 ]
+
+
+# ---- transfer types -------------------------------------------------------------------------------------------------
+# The inputs and results of one rank's transfer. No torch, no socket.
+
+
+EncodeChunk = Callable[[Range, memoryview], Buffer]  # a chunk and its elements in the caller's array → its body
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRate:
+    """The progress and rate of a transfer."""
+
+    nbytes: int
+    total: int
+    bytes_per_s: float  # over the last seconds
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until all bytes are moved at this rate; infinite while none move."""
+        return remaining_s(self.nbytes, self.total, self.bytes_per_s)
+
+
+Progress = Callable[[TransferRate], None]  # called on the caller's thread
+
+
+class TransferCancelled(DipsError):
+    """Raised when the caller's `cancel` event is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferIdentity:
+    """The identity of a transferring rank: the part of every stream's name that is the same for all slaves."""
+
+    run: str
+    cluster: str
+    inc: int
+    seq: int
+    rank: int
+    keys: KeyPair | None = None  # this rank's keys for encrypted lanes; None: lanes are plain
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Statistics of a completed transfer."""
+
+    nbytes: int  # on the wire; a lossy push has fewer than its pieces
+    seconds: float
+    connections: int  # one per stream, and one per resume
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOrder:
+    """The pieces to be moved, and how long to wait for a silent slave."""
+
+    grant: Grant
+    base: TransferIdentity
+    pieces: Sequence[Piece]
+    stall_s: float
+    clock: Callable[[], float]
+    held: VersionId | None = None  # pull: the version that the pieces hold, which updates may be added to
+    gate: FragmentGate | None = None  # opens the pieces' fragments one after the other; None: all may move at once
+
+
+# ---- lane parts -----------------------------------------------------------------------------------------------------
+# Assignment of a rank's pieces to the lanes of the slaves that hold their layers, one stream per lane. No torch.
+
+
+FIRST_EPOCH = 1  # epoch of a new stream; each reconnect raises it
+
+
+@dataclass(eq=False, slots=True)
+class LanePart:
+    """This rank's share at one lane of one slave."""
+
+    slave: SlaveAddress
+    share: Share
+    nbytes: int  # of the share, on the wire
+    stream: Stream
+    ends: tuple[int, ...]  # number of its ranges in the first fragment, in the first two, …
+    intake: Intake | None = None  # pull: from the first WELCOME on
+    posted: int = 0  # push: bytes that were sent
+    done: bool = False
+    ranges: type[Range] = Range  # pull: of its chunks, parameters or updates, as the slave said
+
+    def count_ready(self, gate: FragmentGate | None) -> int:
+        """Return the number of its ranges that may move now."""
+        return self.ends[-1] if gate is None else _count_open(self.ends, gate)
+
+
+def check_order(order: LayerOrder, name: str) -> None:
+    """Raise LocalProtocolError unless the grant has a slave for each piece, and this rank a key if lanes are
+    encrypted.
+    """
+    for piece in order.pieces:
+        check_piece(piece)
+    held = {layer for slave in order.grant.slaves for layer in slave.layers}
+    if order.base.keys is None and (asking := [slave.name for slave in order.grant.slaves if slave.key]):
+        raise LocalProtocolError(f"{name}: the lanes of {', '.join(asking)} are encrypted, and this rank has no key")
+    if strays := sorted({p.layer for p in order.pieces} - held):
+        raise LocalProtocolError(f"{name}: no slave of the grant holds layers {strays}")
+
+
+def open_parts(
+    order: LayerOrder, kind: str, codec: Codec, context: zmq.Context[zmq.Socket[bytes]]
+) -> Iterator[LanePart]:
+    """Open the streams of a transfer, in the order of the grant; a push has one to every lane, even without pieces."""
+    grant, base, rng = order.grant, order.base, random.Random()
+    version = str(grant.version) if kind == "pull" else ""
+    held = str(order.held or "")
+    for index in slaves_for_worker(grant.first + base.rank, len(grant.slaves)):
+        slave = grant.slaves[index]
+        held_here = [p for p in order.pieces if p.layer in slave.layers and p.length]
+        groups = [held_here] if order.gate is None else order.gate.group_pieces(held_here)
+        dealt = [deal_pieces(group, len(slave.lanes)) for group in groups]  # every lane has its part of each fragment
+        for lane in range(len(slave.lanes)):
+            share = Share([piece for hands in dealt for piece in hands[lane]])
+            ends = tuple(accumulate(len(hands[lane]) for hands in dealt))
+            name = StreamName(
+                base.run, kind, base.cluster, base.inc, base.seq, base.rank, slave.name, slave.sinc,
+                FIRST_EPOCH, version, lane, held,
+            )  # fmt: skip
+            keys = (base.keys, slave.key) if base.keys is not None and slave.key else None
+            ready = None if order.gate is None or kind == "pull" else partial(_count_open, ends, order.gate)
+            stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys, ready)
+            stream.waits = False
+            if share.nbytes or kind == "push":
+                nbytes = sum(piece.nbytes for piece in encode_ranges(codec.dtype, share.ranges))
+                yield LanePart(slave, share, nbytes, stream, ends)
+
+
+def _count_open(ends: tuple[int, ...], gate: FragmentGate) -> int:
+    return ends[gate.open - 1]
+
+
+# ---- transfer loop --------------------------------------------------------------------------------------------------
+# The loop of one rank's transfer in either direction: streams, their reconnects, and a stage for the heavy work.
+#
+# The calling thread owns everything but the stage, a thread that checksums and copies chunks if cores are available.
+# The directions handle the frames (transfer.py): a push sends the chunks that slaves ask for, a pull asks and receives.
+# No torch here.
+
+
+TRANSIT_BYTES = 128 << 20  # requested and not yet in the caller's arrays, per rank's pull
+POLL_MS = 50
+DEPTH = TRANSIT_BYTES // 4096  # chunks queued between the polling thread and the stage
+BATCH = 4  # frames read from one stream before more are requested: with more, the requests in flight would run out
+FLUSH_MS = 500  # time for sending the DONE of a pull
+
+
+@dataclass(eq=False, slots=True)
+class StagedChunk:
+    """A chunk in the stage: to be encoded and checksummed (push), or checked and copied (pull)."""
+
+    part: LanePart
+    chunk: Range
+    view: memoryview  # in the caller's array
+    stream: int  # push: the stream, with its epoch, that asked for it
+    frame: Arrived | None = None  # pull: the frame that arrived: the frame that arrived
+    body: Buffer = b""  # push: the encoded body, set by the stage
+
+
+class TransferLoop(ABC):
+    """The loop of both directions; the calling thread owns everything but the stage."""
+
+    kind: str
+
+    def __init__(self, order: LayerOrder) -> None:
+        keep_message_memory()
+        base = order.base
+        self._name = f"{self.kind} {base.cluster}/{base.inc} {base.seq} of rank {base.rank}"
+        check_order(order, self._name)
+        self._order, self._grant, self._pieces, self._clock = order, order.grant, order.pieces, order.clock
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(order.grant))
+        self._waker = Waker()
+        self._codec = order.grant.codec if self.kind == "push" else Codec.FP32
+        # The stage's results: a chunk, with its checksum (push) or 1 if it is intact, else 0 (pull).
+        self._results: deque[tuple[StagedChunk, int]] = deque()
+        self._parts = list(open_parts(order, self.kind, self._codec, self._context))
+        self._total = sum(part.nbytes for part in self._parts)
+        self._failure: Exception | None = None  # error of the stage's thread
+        self._more = False  # a batch was full: more frames may be there without a poll
+        self._in_place = False  # the calling thread also does the stage's work
+
+    def run(self, cancel: threading.Event, progress: Progress | None) -> TransferStats:
+        """Move everything. Raises UnavailableSlave if a slave owes us something and nothing moves until the
+        deadline.
+        """
+        began, reported = self._clock(), -1
+        rate, moved_at = Rate(began), began
+        stage = Stage(
+            f"{self.kind}-{self._order.base.rank}", DEPTH, self._process_chunk, spare_threads(available_cores())
+        )
+        self._in_place = stage.in_place
+        self._put = stage.put_item
+        try:
+            while not all(part.done for part in self._parts):
+                now = self._clock()
+                if cancel.is_set():
+                    raise TransferCancelled(f"{self._name} was cancelled")
+                if now - moved_at >= self._grant.deadline_s:
+                    raise UnavailableSlave(f"{self._name} passed its deadline: {self._describe_waiting()}")
+                self._run_once(now)
+                if reported != (moved := self._moved_bytes()):
+                    reported, moved_at = moved, now
+                    rate.record_bytes(moved, now)
+                    if progress is not None:
+                        progress(TransferRate(moved, self._total, rate.bytes_per_s))
+                elif not self._is_owed():
+                    moved_at = now
+        finally:
+            self._close_streams(stage)
+        connections = sum(part.stream.name.epoch for part in self._parts)
+        return TransferStats(self._total, self._clock() - began, connections)
+
+    def _run_once(self, now: float) -> None:
+        """Reconnect, poll, handle the frames that arrived and the stage's results."""
+        for part in self._parts:
+            if not part.done and part.stream.advance_connection(now):
+                self.on_stream_lost(part)
+        if not self._more:
+            self._poll_sockets()
+        now, self._more = self._clock(), False
+        for part in self._parts:
+            self._more |= self._read_frames(part, now)
+        while self._results:
+            self.on_processed(*self._results.popleft())
+        if self._failure is not None:
+            raise self._failure
+        self.after_frames(now)
+
+    def _poll_sockets(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._waker.theirs, zmq.POLLIN)
+        for part in self._parts:
+            part.stream.register_poll(poller)
+        if self._waker.theirs.fileno() in dict(poller.poll(POLL_MS)):
+            self._waker.drain()
+
+    def _read_frames(self, part: LanePart, now: float) -> bool:
+        """Handle at most BATCH frames of one stream; return whether there may be more."""
+        count = 0
+        for frame in part.stream.read_frames(now, BATCH):
+            count += 1
+            self._on_frame(part, frame, now)
+            if part.done:
+                break
+        return count == BATCH
+
+    def _on_frame(self, part: LanePart, frame: Arrived, now: float) -> None:
+        try:
+            if frame.header.kind is Kind.CHUNK:
+                self.on_chunk(part, frame, now)
+                return
+            check_body(frame.header, frame.body)
+            match frame.header.kind:
+                case Kind.WELCOME:
+                    part.stream.on_welcome()
+                    self.on_welcome(part, streams.decode_welcome(frame.body), now)
+                case Kind.WANT:
+                    self.on_want(part, streams.decode_want(frame.body))
+                case Kind.DONE:
+                    streams.decode_done(frame.body)
+                    self.finish_part(part)
+                case Kind.ERROR:
+                    self._on_error(part, streams.decode_error(frame.body), now)
+        except BadFrame as bad:
+            part.stream.reconnect_later(f"slave {part.slave.name} sent a bad frame: {bad}", now)
+            self.on_stream_lost(part)
+
+    def _on_error(self, part: LanePart, error: streams.ErrorMessage, now: float) -> None:
+        cls = streams.CODES[error.code]
+        if cls is not None:
+            raise cls(f"{self._name}: slave {part.slave.name} answered: {error.message}")
+        part.stream.reconnect_later(error.message, now)
+        self.on_stream_lost(part)
+
+    def _is_owed(self) -> bool:
+        """Return whether a slave does not answer or does not send requested chunks; waiting to be asked is no fault."""
+        return any(not p.done and (p.stream.waits or not p.stream.welcomed) for p in self._parts)
+
+    def _describe_waiting(self) -> str:
+        return "; ".join(
+            f"slave {p.slave.name} at {p.stream.address} "
+            + ("is connected" if p.stream.welcomed else f"is not connected ({p.stream.why})")
+            for p in self._parts
+            if not p.done
+        )
+
+    def finish_part(self, part: LanePart) -> None:
+        """Mark a part as completely moved and close its stream."""
+        part.done = True
+        part.stream.close(FLUSH_MS if self.kind == "pull" else 0)
+
+    def _close_streams(self, stage: Stage[StagedChunk]) -> None:
+        for part in self._parts:
+            part.stream.close()
+        stage.close()
+        self._results.clear()
+        self._context.term()  # after this, libzmq no longer reads the caller's arrays
+        self._waker.close()
+
+    def _process_chunk(self, staged: StagedChunk) -> None:
+        """Process a chunk, on the stage's thread if it has one."""
+        try:
+            value = self.process_chunk(staged)
+        except Exception as failure:  # noqa: BLE001  raised again on the caller's thread
+            self._failure = failure
+            self._waker.wake()
+            return
+        if self._in_place:
+            self.on_processed(staged, value)  # at once: libzmq sends the chunk while the next one is read
+        else:
+            self._results.append((staged, value))
+            self._waker.wake()
+
+    @abstractmethod
+    def process_chunk(self, staged: StagedChunk) -> int:
+        """Encode and checksum, or check and copy; runs on the stage's thread."""
+
+    @abstractmethod
+    def on_processed(self, staged: StagedChunk, value: int) -> None:
+        """Continue with a chunk; `value` is the result of `process_chunk`."""
+
+    @abstractmethod
+    def _moved_bytes(self) -> int: ...
+
+    def on_stream_lost(self, part: LanePart) -> None:
+        """Process the loss of a connection; the next connection resumes."""
+
+    def after_frames(self, now: float) -> None:
+        """Do the work at the end of each pass of the loop."""
+
+    def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
+        """Process the slave's acceptance of the stream."""
+
+    def on_want(self, part: LanePart, chunks: tuple[Range, ...]) -> None:
+        raise RemoteProtocolError(f"{self._name}: slave {part.slave.name} asked for {chunks[:1]}, but this is a pull")
+
+    def on_chunk(self, part: LanePart, frame: Arrived, now: float) -> None:
+        raise RemoteProtocolError(f"{self._name}: slave {part.slave.name} sent a chunk, but this is a push")
+
+
+def _io_threads(grant: Grant) -> int:
+    """Return one I/O thread per encrypted lane, at most the cores: libzmq encrypts a connection in one of these
+    threads.
+    """
+    lanes = max((len(slave.lanes) for slave in grant.slaves if slave.key), default=1)
+    return max(1, min(lanes, available_cores()))
+
+
+# ---- transfer -------------------------------------------------------------------------------------------------------
+# One rank's push or pull: its own bytes, directly to and from every slave of the grant.
+#
+# A push sends HELLO to every slave at once (also without ranges: slaves wait for all ranks) and then the chunks that
+# they ask for. A pull asks the slaves in the grant's order, checks each chunk and copies it into the caller's arrays.
+# All sockets and threads are made for one transfer, in the calling process (no context is ever inherited by a fork),
+# and closed when the call returns: the arrays are the caller's again, also after an error. A lost connection is
+# resumed. No torch here.
+
 
 CONCURRENT_STREAMS = 2  # streams that a rank pulls from at once: the next begins while the last one drains
 SLOW_S = 1.0  # a stream without a chunk for this long does not count as one of them

@@ -1,7 +1,7 @@
 """The gates: pure functions of a push's evidence and the statistics, by the names that `penalty.gates` lists.
 
 A gate returns an Opinion with its sentence. The first GATED decides; flags are reported. The memory of a gate between
-rounds is in PenaltyRow or ScoreHistory and is updated by penalty_rows.py when a round is settled.
+rounds is in PenaltyRow or ScoreHistory and is updated by penalty.py when a round is settled.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dips.protocol.enums import GateName
 from dips.protocol.gates.direction import judge_direction
 from dips.protocol.gates.layers import judge_layers
 from dips.protocol.gates.losses import judge_loss
-from dips.protocol.gates.norms import judge_norm, judge_norm_literally
+from dips.protocol.gates.norms import Past, judge_norm, judge_norm_literally
 from dips.protocol.gates.replays import judge_replay
-from dips.protocol.norm_scores import Past
 from dips.protocol.verdicts import Opinion, PushEvidence
 
 Gate = Callable[[PushEvidence, Past], Opinion]

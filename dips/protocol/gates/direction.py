@@ -1,6 +1,6 @@
 """The gate `direction`: gates a push that points away from the sum of the other pushes of its round.
 
-Pushes of clusters that have just joined or were out of line before are measured last (held_pushes.py), against the sum
+Pushes of clusters that have just joined or were out of line before are measured last (round.py), against the sum
 of all others; the rest are measured against the pushes folded before them. Up to a third of the clusters may be wrong,
 so a push is gated only if the sum contains more pushes than that third, at least two, that have something in common,
 are not at odds among themselves, and outnumber the pushes that point away from it. Otherwise the push is flagged: its
@@ -29,7 +29,7 @@ witnesses does not raise suspicion, so suspicion ends after some pushes.
 
 from __future__ import annotations
 
-from dips.protocol.norm_scores import Past
+from dips.protocol.gates.norms import Past
 from dips.protocol.records import PenaltyRow
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 

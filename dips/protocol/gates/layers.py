@@ -1,16 +1,15 @@
 """The gate `edit` (EDiT §3.2): a z-test of each layer's norm; layers that fail it are left out of the sum.
 
-A push is accepted if at least one of its layers passes. σ is corrected and floored as for the gate `dips` (spread.py).
+A push is accepted if at least one of its layers passes. σ is corrected and floored as for the gate `dips` (norms.py).
 """
 
 from __future__ import annotations
 
 from math import sqrt
 
-from dips.protocol.norm_scores import LEAST_SIGMA, Past
+from dips.protocol.gates.norms import LEAST_SIGMA, Past, spread_factor
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import LayerStatistics
-from dips.protocol.spread import spread_factor
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from math import isfinite
 from statistics import median
 
-from dips.protocol.norm_scores import Past, is_joiner
+from dips.protocol.gates.norms import Past, is_joiner
 from dips.protocol.records import PenaltyRow
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 

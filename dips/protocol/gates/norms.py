@@ -1,16 +1,161 @@
-"""Gates of a push's norm against its cluster's own past: `dips`, and `dips-paper`, the literal rule of §4.1."""
+"""Gates of a push's norm against its cluster's own past, and the scores they compare."""
 
 from __future__ import annotations
 
-from dips.protocol.norm_scores import (
-    Past,
-    corrected_sigma,
-    gate_threshold,
-    hard_cap,
-    has_score,
-    overclaimed,
-)
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from math import exp, sqrt
+
+from dips.dataclass import dataclass
+from dips.protocol.options import PenaltyOptions
+from dips.protocol.records import PenaltyRow, ScoreHistory
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
+
+# ---- last norms -----------------------------------------------------------------------------------------------------
+# The last accepted norms of all clusters, sorted, to compare a cluster's norm with the median of the others'.
+#
+# Pure. Kept beside the penalty's statistics, so that a median does not visit every cluster.
+
+
+class LastNorms:
+    """The last norm of each cluster with an accepted push; with `warm_only`, of those that have warmed up."""
+
+    def __init__(self, rows: Iterable[PenaltyRow], warm_only: bool = False) -> None:
+        self.warm_only = warm_only
+        self.ordered = sorted(row.last_norm for row in rows if self._counts(row))
+
+    def replace_row(self, old: PenaltyRow | None, new: PenaltyRow) -> None:
+        """Update a cluster's norm after its statistics have changed."""
+        if old is not None and self._counts(old):
+            del self.ordered[bisect_left(self.ordered, old.last_norm)]
+        if self._counts(new):
+            insort(self.ordered, new.last_norm)
+
+    def median_without(self, row: PenaltyRow) -> float | None:
+        """Return the median of the other clusters' norms; None if there are none."""
+        skip = bisect_left(self.ordered, row.last_norm) if self._counts(row) else len(self.ordered)
+        count = len(self.ordered) - self._counts(row)
+        if not count:
+            return None
+        low, high = (self.ordered[i + (i >= skip)] for i in ((count - 1) // 2, count // 2))
+        return low if count % 2 else (low + high) / 2
+
+    def _counts(self, row: PenaltyRow) -> bool:
+        return row.accepted > 0 and row.last_norm > 0 and not (self.warm_only and row.warm_left)
+
+
+# ---- spread ---------------------------------------------------------------------------------------------------------
+# The correction of the penalty's σ for the number of pushes that it was computed from.
+#
+# Its residuals are taken from a mean that contains them, of few pushes at first, and the next push is compared with
+# that mean, not with the true one. So σ is divided by its expectation for σ_true = 1, and widened to Student's
+# quantile: a score of 3 is then exceeded by 1.35 in 1,000 healthy pushes, after ten as after a thousand.
+
+
+NORMAL_QUANTILE = 3.0  # where the widened σ has the same tail as a normal one: the paper's β
+MEMORIES = 20.0  # in 1/α: after so many pushes the factor no longer changes
+MOST_TERMS = 20_000  # pushes that are summed at most: an α of 1e-6 must not make a judgement slow
+
+
+@lru_cache(maxsize=4096)
+def spread_factor(n: int, alpha: float) -> float:
+    """Return the factor on the σ of n pushes; 0 if they have no spread, as for one."""
+    share, squares, of_mean = 0.0, 0.0, 1.0  # E[σ²], and Σ of its squared weights; variance of the mean
+    for k in range(2, min(n, int(MEMORIES / alpha), MOST_TERMS) + 1):
+        weight = max(alpha, 1.0 / k)
+        residual = (1.0 - weight) ** 2 * (1.0 + of_mean)
+        of_mean = weight**2 + (1.0 - weight) ** 2 * of_mean
+        share = (1.0 - alpha) * share + alpha * residual
+        squares = (1.0 - alpha) ** 2 * squares + (alpha * residual) ** 2
+    if share <= 0.0:
+        return 0.0
+    freedom = share**2 / squares
+    return sqrt((1.0 + of_mean) / share) * student_quantile(freedom) / NORMAL_QUANTILE
+
+
+def student_quantile(freedom: float) -> float:
+    """Return the quantile of Student's t with the tail of a normal at NORMAL_QUANTILE (Wallace 1959)."""
+    z = NORMAL_QUANTILE * (8.0 * freedom + 3.0) / (8.0 * freedom + 1.0)
+    return sqrt(freedom * (exp(min(z * z / freedom, 50.0)) - 1.0))
+
+
+# ---- norm scores ----------------------------------------------------------------------------------------------------
+# Scores of norms (docs/architecture.md#penalty): of a push against its cluster's own past, and the hard cap.
+#
+# Pure functions of the statistics, which penalty.py updates.
+
+
+LEAST_SIGMA = 1e-30
+OWN_REFERENCE = 2  # accepted pushes from which a cluster's own hard cap is made; before, the others' is used
+MOST_TIMES_STEPS = 16.0  # of the usual inner steps: more do not count against the hard cap: at most a factor of 4 in G
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The knowledge of a gate besides the push itself."""
+
+    options: PenaltyOptions
+    row: PenaltyRow  # of the push's cluster
+    rows: Mapping[str, PenaltyRow]  # of all clusters
+    norms: LastNorms
+    warm_norms: LastNorms  # norms of clusters that have warmed up
+    history: ScoreHistory
+    genesis_norm: float  # ‖θ₀‖, summed over layers; 0: unknown
+
+
+def has_score(row: PenaltyRow) -> bool:
+    """Whether the cluster's norms are compared with their mean: not in a warm-up."""
+    return row.warm_left == 0 and row.n > 0
+
+
+def is_joiner(row: PenaltyRow, options: PenaltyOptions) -> bool:
+    """Whether the cluster is in its first warm-up, when its past pushes do not tell yet what is usual."""
+    return row.accepted < options.warmup_rounds and row.warm_left > 0
+
+
+def corrected_sigma(row: PenaltyRow, options: PenaltyOptions) -> float:
+    """Return σ corrected for its bias and widened by its uncertainty, with a floor; for one norm, the norm itself."""
+    share = options.sigma_floor if row.n > 1 else 1.0
+    return max(row.sigma * spread_factor(row.n, options.alpha), share * row.mu, LEAST_SIGMA)
+
+
+def gate_threshold(history: ScoreHistory, options: PenaltyOptions) -> float:
+    """Return β·min(E_cap, max(1, max E)), bounded so that neither small nor large past scores disarm the gate."""
+    largest = max(history.scores, default=1.0)
+    return options.beta * min(options.e_cap, max(1.0, largest))
+
+
+def overclaimed(row: PenaltyRow, inner_steps: int) -> float:
+    """Return the factor on G for the hard cap: at most MOST_TIMES_STEPS times the usual inner steps are believed."""
+    if row.steps <= 0:
+        return 1.0
+    return sqrt(max(1.0, inner_steps / (MOST_TIMES_STEPS * row.steps)))
+
+
+def hard_cap(past: Past, inner_steps: int) -> tuple[float, str]:
+    """Return (the norm above which even a warm-up is gated, its origin in words); a new warm-up keeps the reference."""
+    row, options = past.row, past.options
+    factor = options.hard_cap
+    if is_joiner(row, options) and (others := past.warm_norms.median_without(row)) is not None:
+        return options.joiner_cap * others, f"{options.joiner_cap:g} × the others' median"
+    if row.accepted >= OWN_REFERENCE and row.reference > 0:
+        return factor * row.reference, f"{factor:g} × its usual norm"
+    if (others := past.norms.median_without(row)) is not None:
+        return factor * others, f"{factor:g} × the others' median"
+    if row.reference > 0:
+        return factor * row.reference, f"{factor:g} × its usual norm"
+    return longest_step(past.genesis_norm, inner_steps), "the initial model's own norm"
+
+
+def longest_step(genesis_norm: float, inner_steps: int) -> float:
+    """Return G of a push that moves θ by its own length, the most that is plausible; inf if ‖θ₀‖ is unknown."""
+    return genesis_norm / sqrt(max(1, inner_steps)) if genesis_norm > 0 else float("inf")
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+# Gates of a push's norm against its cluster's own past: `dips`, and `dips-paper`, the literal rule of §4.1.
+
 
 LITERAL_LEAST = 2  # pushes before σ is defined; the paper has no warm-up
 

@@ -5,7 +5,7 @@ Known are the parameters of accepted pushes and of versions as they were pulled,
 
 from __future__ import annotations
 
-from dips.protocol.norm_scores import Past
+from dips.protocol.gates.norms import Past
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
 DIGESTS_KEPT = 512  # of the last accepted pushes and of the versions made of them: 50 rounds of nine clusters

@@ -14,14 +14,20 @@ from types import MappingProxyType
 from typing import Any
 
 from dips.plain import to_plain
-from dips.protocol.enums import RoundResult, Severity
-from dips.protocol.moves import ClusterState, SlaveState
+from dips.protocol.enums import ClusterState, RoundResult, Severity, SlaveState
 from dips.protocol.view import ClusterView, Concern, RunView, SlaveView
 from dips.view.judging import rank_severity, sort_concerns
 from dips.view.page.curves import PUSH_COLUMNS, RUN_COLUMNS, Curve
-from dips.view.page.memory import EndedRound, PageMemory
-from dips.view.page.spans import RUN_LANE, Span
-from dips.view.page.text import NAME_CHARS, clean_plain, clean_text, seconds_of
+from dips.view.page.memory import (
+    NAME_CHARS,
+    RUN_LANE,
+    EndedRound,
+    PageMemory,
+    Span,
+    clean_plain,
+    clean_text,
+    seconds_of,
+)
 
 FORMAT = 2  # of the document; the page comes with it
 ROUNDS_DRAWN = 8  # newest, whose times the timeline covers

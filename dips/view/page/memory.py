@@ -1,27 +1,212 @@
-"""The page's memory of what the Coordinator did: bounded, in memory, for showing, never for deciding.
-
-`watch_step` sees each event and its effects; the times are the wall clock's, given by the caller. What lay before this
-master's start comes from the ledger, by `recall_round`.
-"""
+"""The page's memory of what the Coordinator did: bounded, in memory, for showing, never for deciding."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import isfinite
 from typing import Any
 
 from dips.errors import Busy, Unavailable
 from dips.ids import VersionId
 from dips.protocol.effects import Effect, Failed, Note, Refused, Reply
-from dips.protocol.enums import OutcomeKind, RoundResult
+from dips.protocol.enums import ClusterCause, OutcomeKind, RoundResult, Severity
 from dips.protocol.events import ClusterJoined, Event, PullFinished, PullRequested, PushRequested, SlaveRegistered
 from dips.protocol.records import RolledBack, RoundEnded, VersionCommitted
 from dips.view.page.curves import RunCurves
-from dips.view.page.events import PageEvent, cluster_of_push, describe_note
-from dips.view.page.spans import RUN_LANE, Span, SpanBook, SpanKind
-from dips.view.page.text import NAME_CHARS, clean_text
 from dips.view.points import PointMaker, RoundHistory
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+# Words and numbers from outside, bounded before they are shown: what a cluster says may be anything.
+
+
+MOST_CHARS = 240  # of a reason or remark; the heartbeat's own limit
+NAME_CHARS = 63  # of a cluster or slave
+DIGITS = 6  # significant, of a number that is shown
+# Control and format characters: among the latter are those that turn the direction of what follows.
+_HIDDEN = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
+
+
+def clean_text(text: object, most: int = MOST_CHARS) -> str:
+    """One line of visible characters, at most `most` of them."""
+    line = str(text)[: most + 1]
+    shown = line if line.isprintable() else "".join(" " if unicodedata.category(c) in _HIDDEN else c for c in line)
+    return shown if len(line) <= most else shown[: most - 1] + "…"
+
+
+def clean_plain(value: Any) -> Any:
+    """The same for what `to_plain` made: texts bounded, numbers with few digits; JSON has no NaN."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if isfinite(value) else None
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, Mapping):
+        return {clean_text(key): clean_plain(item) for key, item in value.items()}
+    return [clean_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def seconds_of(value: float | None) -> float | None:
+    """A number of seconds to the hundredth."""
+    return None if value is None or not isfinite(value) else round(value, 2)
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+# The master's notes as lines for a person: its severity, about whom, and what happened.
+#
+# A kind without a line here is shown by its own words, so that a new one is never lost; ROUTINE is on the timeline.
+
+
+ROUTINE = frozenset(
+    {"push_granted", "push_committed", "round_opened", "round_applying", "round_persisting", "version_committed"}
+) | {"version_durable"}
+
+
+@dataclass(frozen=True, slots=True)
+class PageEvent:
+    at: float  # Unix seconds
+    severity: Severity
+    who: str
+    what: str
+    times: int = 1  # in a row
+
+
+_GOOD, _PLAIN, _ATTENTION, _BROKEN = Severity.GOOD, Severity.PLAIN, Severity.ATTENTION, Severity.BROKEN
+# kind → severity, the field that names who it is about, and the sentence
+LINES: Mapping[str, tuple[Severity, str, str]] = {
+    "cluster_joined": (_GOOD, "cluster", "joined at {head}"),
+    "cluster_gone": (_ATTENTION, "cluster", "is gone: {reason}"),
+    "cluster_readmitted": (_GOOD, "cluster", "was readmitted by an operator"),
+    "cluster_diverged": (_ATTENTION, "cluster", "gave up a push that was not finite"),
+    "push_gated": (_ATTENTION, "push", "push gated: {reason}"),
+    "push_dropped": (_PLAIN, "push", "push dropped: {reason}"),
+    "claim_refused": (_ATTENTION, "push", "push refused: {reason}"),
+    "round_skipped": (_ATTENTION, "", "round {round} was skipped: {reason}"),
+    "round_unchanged": (_ATTENTION, "", "round {round} changed nothing: each of its {gated} pushes was gated"),
+    "rolled_back": (_BROKEN, "", "rolled back to {head}: {reason}"),
+    "persist_failed": (_ATTENTION, "", "the snapshot of {head} failed: {reason}"),
+    "degraded": (_BROKEN, "", "goes on without snapshots: {reason}"),
+    "stopped": (_BROKEN, "", "stopped: {reason}"),
+    "durable_again": (_GOOD, "", "{version} is on every disk again"),
+    "slave_ready": (_GOOD, "slave", "serves {version}"),
+    "slave_lost": (_BROKEN, "slave", "is lost: {reason}"),
+    "slave_drains": (_PLAIN, "slave", "is being drained"),
+    "slave_drained": (_PLAIN, "slave", "is drained"),
+    "mirror_fails": (_ATTENTION, "slave", "mirror fails: {reason}"),
+    "mirror_works_again": (_GOOD, "slave", "mirror works again"),
+    "order_refused": (_ATTENTION, "slave", "refused an order: {reason}"),
+    "run_finished": (_GOOD, "", "the run is finished at {version}: {reason}"),
+    "run_extended": (_PLAIN, "", "an operator extended the run"),
+    "blind": (_ATTENTION, "", "the master itself was held up for {gap_s} s"),
+}
+
+
+def describe_note(kind: str, fields: Mapping[str, str], at: float) -> PageEvent | None:
+    """Return the line of a note; None for what happens in every round that goes well."""
+    if kind in ROUTINE:
+        return None
+    known = {key: clean_text(value) for key, value in fields.items()}
+    if kind not in LINES:
+        told = ", ".join(f"{key} {value}" for key, value in known.items())
+        return PageEvent(at, _PLAIN, "", clean_text(f"{kind.replace('_', ' ')}: {told}"))
+    severity, who, sentence = LINES[kind]
+    if kind == "cluster_gone" and known.get("cause") == ClusterCause.LEFT:
+        severity, sentence = _PLAIN, "left"
+    name = cluster_of_push(known.get(who, "")) if who == "push" else known.get(who, "")
+    return PageEvent(at, severity, name, clean_text(sentence.format_map(_OrDash(known))))
+
+
+def cluster_of_push(push: str) -> str:
+    """`west/3#17` → `west`."""
+    return push.partition("/")[0]
+
+
+class _OrDash(dict[str, str]):
+    """A field that a note does not have is shown as a dash."""
+
+    def __missing__(self, key: str) -> str:
+        return "–"
+
+
+# ---- spans ----------------------------------------------------------------------------------------------------------
+# Spans of time for the timeline: windows, applies and persists of the run, pushes, waits and pulls of each cluster.
+
+
+SPANS_KEPT = 1024  # that are over, the newest
+MOST_OPEN = 4096  # at once; what is more is not drawn
+
+RUN_LANE = ""  # no cluster has this name
+
+
+class SpanKind(StrEnum):
+    """The kinds of bars on the timeline."""
+
+    ROUND = "round"  # of a master before: its parts are not known
+    WINDOW = "window"
+    APPLY = "apply"
+    PERSIST = "persist"
+    PUSH = "push"
+    WAIT = "wait"  # committed, until its round ends
+    PULL = "pull"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`begin` and `end` are Unix seconds; `end` None: it goes on. `broken`: it led to nothing."""
+
+    lane: str
+    kind: SpanKind
+    begin: float
+    end: float | None
+    label: str
+    broken: bool = False
+
+
+class SpanBook:
+    """One span may be open in a lane at a time: whatever begins ends the one before."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Span] = {}
+        self._done: deque[Span] = deque(maxlen=SPANS_KEPT)
+
+    def begin_span(self, lane: str, kind: SpanKind, at: float, label: str = "") -> None:
+        self.end_span(lane, at)
+        if len(self._open) < MOST_OPEN:
+            self._open[lane] = Span(lane, kind, at, None, label)
+
+    def end_span(self, lane: str, at: float, kind: SpanKind | None = None, *, broken: bool = False) -> None:
+        """End what is open in a lane, if it is of this kind; None: of any."""
+        span = self._open.get(lane)
+        if span is not None and (kind is None or span.kind is kind):
+            del self._open[lane]
+            self._done.append(Span(lane, span.kind, span.begin, max(at, span.begin), span.label, broken))
+
+    def add_span(self, span: Span) -> None:
+        """One that is over, from elsewhere."""
+        self._done.append(span)
+
+    def open_kind(self, lane: str) -> SpanKind | None:
+        span = self._open.get(lane)
+        return span.kind if span is not None else None
+
+    def end_others(self, lanes: Mapping[str, SpanKind], at: float) -> None:
+        """End what is open in a lane that is not busy so: nothing told us how it ended."""
+        for lane in [lane for lane, span in self._open.items() if lanes.get(lane) is not span.kind]:
+            self.end_span(lane, at)
+
+    def list_spans(self, since: float) -> list[Span]:
+        """Those that had not ended by `since`, oldest first, the open ones last."""
+        return [s for s in self._done if s.end is None or s.end >= since] + list(self._open.values())
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+# The page's memory of what the Coordinator did: bounded, in memory, for showing, never for deciding.
+#
+# `watch_step` sees each event and its effects; the times are the wall clock's, given by the caller. What lay before
+# this master's start comes from the ledger, by `recall_round`.
+
 
 EVENTS_KEPT = 64
 ROUNDS_KEPT = 16

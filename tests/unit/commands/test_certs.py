@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from dips import cli
 from dips.errors import DipsError, treatment_of
-from dips.identity.certificates import identity_of
+from dips.identity.certificates import identity_of, parse_certificate, parse_revocations, read_pem
 from dips.identity.names import PeerRole
-from dips.identity.pem_files import parse_certificate, parse_revocations, read_pem
 from tests.enrolled import Enrolled
 
 RUN = "two-hosts"

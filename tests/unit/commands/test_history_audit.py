@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dips import cli
-from dips.commands.history_audit import draw_audit
+from dips.commands.history import draw_audit
 from dips.master.ledger import Ledger
 from dips.protocol.options import TunedOption
 from dips.protocol.records import ClusterQuarantined, OperatorActed, OptionsTuned, RunRow

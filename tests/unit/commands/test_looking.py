@@ -17,7 +17,7 @@ from cryptography.x509 import load_pem_x509_certificate
 from typer.testing import CliRunner
 
 from dips import cli
-from dips.client.parallel import host_sum
+from dips.client.parallel import shard_buffer
 from dips.codecs import Codec
 from dips.commands import completing, planning
 from dips.commands.config_checks import SOON, check_files
@@ -200,7 +200,7 @@ def test_codecs_are_as_wide_as_planned(codec: Codec) -> None:
 
 
 def test_ranks_are_planned_as_they_count_themselves() -> None:
-    assert planning.RANK_PROCESS_BYTES == host_sum.PROCESS_BYTES
+    assert planning.RANK_PROCESS_BYTES == shard_buffer.PROCESS_BYTES
 
 
 def test_a_plan_of_a_real_model_and_for_kubernetes() -> None:

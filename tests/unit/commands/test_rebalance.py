@@ -19,18 +19,17 @@ from typer.testing import CliRunner
 from dips import cli
 from dips.config import load_run
 from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk
+from dips.files import PidLock
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from dips.outer_step import nesterov_step
-from dips.pidlock import PidLock
 from dips.protocol.enums import Role
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import IncarnationGiven, RoundReserved, ScoreHistory, VersionCommitted
 from dips.slave import rebalance as files
 from dips.slave import tensorfile
-from dips.slave.snapshots import Snapshots
-from dips.slave.staged_snapshots import staged_path
+from dips.slave.snapshots import Snapshots, staged_path
 from tests.damage import flip_bit
 from tests.guillotine import Guillotine, Killed
 from tests.power_cut import PowerCut

@@ -14,17 +14,16 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from dips.commands.track_process import Follower, TrackPosition
+from dips.commands.track_process import Follower, TensorBoardSink, TrackPosition, WandbSink
 from dips.config import TrackSection, load_run
 from dips.errors import ConfigError
 from dips.ids import VersionId
 from dips.master.genesis import ledger_path
+from dips.master.hooks import TrackProcesses
 from dips.master.ledger import Ledger
-from dips.master.trackers import TrackProcesses
 from dips.protocol.records import RoundReserved
 from dips.protocol.view import TrackView
 from dips.telemetry import logs
-from dips.telemetry.track_sinks import TensorBoardSink, WandbSink
 from tests.unit.commands.test_plot import V3, committed, run_with_a_story  # noqa: F401 (a fixture)
 
 SHOWN_S = 60.0  # until a process has written what it found

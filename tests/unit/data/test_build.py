@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dips.data import DataSet, app
 from dips.data.build import BuildPlan, build_dataset, parse_source
-from dips.data.text import Tokenizer, make_tokenizer
+from dips.data.documents import Tokenizer, make_tokenizer
 from dips.errors import ConfigError, Corrupt
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "naïve", "café", "résumé"]

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.data.balance import weigh_sources
-from dips.data.deal import Documents, cut_of, deal_documents, deal_rows
-from dips.data.order import shuffle_numbers
+from dips.data.deal import Documents, cut_of, deal_documents, deal_rows, shuffle_numbers, weigh_sources
 from dips.errors import ConfigError
 
 

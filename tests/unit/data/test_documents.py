@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from dips.data.build import BuildPlan, build_dataset, parse_source
-from dips.data.documents import check_texts, read_documents
-from dips.data.text import make_tokenizer
+from dips.data.documents import check_texts, make_tokenizer, read_documents
 from dips.errors import ConfigError
 
 TEXTS = [f"The naïve fox number {i} jumps over the lazy dog." for i in range(2000)]

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dips.data import DataSet, tokenfile
+from dips.data import DataSet
 from dips.data.build import BuildPlan, build_dataset, parse_source
-from dips.data.text import make_tokenizer
-from dips.data.tokenfile import find_tokens
+from dips.data.documents import make_tokenizer
+from dips.data.index import _check_starts, find_tokens
 from dips.errors import ConfigError
 
 SEQUENCES = [np.arange(10 * i, 10 * i + 3 + i, dtype=np.uint16) for i in range(40)]
@@ -97,5 +97,5 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
 def test_starts_that_do_not_rise_from_0_are_refused(tmp_path: Path, starts: list[int]) -> None:
     """Of a file of 50 tokens: none but its end, none at 0, twice the same, back, beyond the end."""
     with pytest.raises(ConfigError, match="expected numbers that rise from 0 and stay below 50"):
-        tokenfile._check_starts(tmp_path, np.array(starts), 50)
-    assert tokenfile._check_starts(tmp_path, np.array([0, 5, 50]), 50).tolist() == [0, 5]
+        _check_starts(tmp_path, np.array(starts), 50)
+    assert _check_starts(tmp_path, np.array([0, 5, 50]), 50).tolist() == [0, 5]

@@ -10,7 +10,7 @@ import pytest
 
 from dips.data import DataSet
 from dips.data.build import BuildPlan, build_dataset, parse_source
-from dips.data.order import shuffle_numbers
+from dips.data.deal import shuffle_numbers
 
 SEED, LENGTH = 3, 16
 

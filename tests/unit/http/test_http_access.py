@@ -10,8 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from dips.errors import ConfigError
-from dips.http.access import LEAST_TOKEN, Door, ReaderToken, is_local_name
-from dips.http.cached_view import CachedView
+from dips.http.answers import LEAST_TOKEN, CachedView, Door, ReaderToken, is_local_name
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles

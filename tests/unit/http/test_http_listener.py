@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 
-from dips.http.loop_watch import WAKE_S, LoopWatch
+from dips.http.daemon import WAKE_S, LoopWatch
 from dips.http.server import bind_socket
 
 

@@ -12,7 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 from dips.errors import ConfigError, Denied
-from dips.identity import certificates, pem_files
+from dips.identity import certificates
 from dips.identity.authority import Authority
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerIdentity, PeerRole
@@ -54,15 +54,15 @@ def no_name(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
 def _signed(enrolled: Enrolled, files: TlsFiles, names: list[str]) -> TlsFiles:
     """A certificate that our authority would not sign, by its key."""
     key, root_path = certificates.new_key(), enrolled.directory / "ca" / "ca.key"
-    root_key = pem_files.parse_key(pem_files.read_key_pem(root_path, "key"), root_path, "key")
+    root_key = certificates.parse_key(certificates.read_key_pem(root_path, "key"), root_path, "key")
     subject = x509.Name([])
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(enrolled.authority.root.subject)
     builder = builder.public_key(key.public_key()).serial_number(7).not_valid_before(utc_now() - timedelta(hours=1))
     builder = builder.not_valid_after(utc_now() + timedelta(hours=1))
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(n) for n in names]), critical=False)
-    pem_files.write_public(files.cert, pem_files.to_pem(builder.sign(root_key, hashes.SHA256())))
-    pem_files.write_private(files.key, certificates.key_to_pem(key))
+    certificates.write_public(files.cert, certificates.to_pem(builder.sign(root_key, hashes.SHA256())))
+    certificates.write_private(files.key, certificates.key_to_pem(key))
     return files
 
 
@@ -160,7 +160,7 @@ def test_a_root_that_is_rolled_over(enrolled: Enrolled) -> None:
     """While both are trusted, certificates of either are."""
     files, other = enrolled.enroll("west", PeerRole.CLUSTER), Authority.create(enrolled.directory / "new", "july")
     both = enrolled.directory / "both.crt"
-    both.write_bytes(pem_files.to_pem(other.root) + files.ca.read_bytes())
+    both.write_bytes(certificates.to_pem(other.root) + files.ca.read_bytes())
     assert load_tls(replace(files, ca=both)).identity.name == "west"
 
 

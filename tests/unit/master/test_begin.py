@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from dips.errors import ConfigError, CorruptManifest, RemoteProtocolError, UnavailableMaster
-from dips.master.begin import ASIDE, begin_run, check_repeated, propose_run
 from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
 from dips.master.ledger import Ledger
-from dips.master.waiting import ModelAwaiting
+from dips.master.waiting import ASIDE, ModelAwaiting, begin_run, check_repeated, propose_run
 from dips.protocol.grouping import PLAIN_GROUPING
 from tests.unit.master.test_genesis import model, run_file
 

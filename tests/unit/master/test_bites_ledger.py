@@ -12,10 +12,10 @@ import yaml
 
 from dips.config import load_run
 from dips.errors import StaleTerm
-from dips.master import begin, mirror_files, restore
 from dips.master import ledger as ledger_module
+from dips.master import restore, waiting
 from dips.master.ledger import Ledger
-from dips.master.ledger_rebuild import MirroredLedger, MirroredTransaction
+from dips.master.restore import MirroredLedger, MirroredTransaction
 from dips.mirror import MirrorStore
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
@@ -79,9 +79,9 @@ def test_a_ledger_that_begins_with_dips_seed_is_whole_before_it_has_its_name(
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "ledger.sqlite-wal").write_bytes(b"of a ledger that somebody removed")
-    proposed = begin.propose_run({"a.w": np.ones(4, np.float32)}, Grouping())
+    proposed = waiting.propose_run({"a.w": np.ones(4, np.float32)}, Grouping())
     disk = DiskCalls(tmp_path / "m", monkeypatch)
-    begin.begin_run(load_run(tmp_path / "dips.yaml"), proposed, lambda: 0.0)
+    waiting.begin_run(load_run(tmp_path / "dips.yaml"), proposed, lambda: 0.0)
     assert disk.calls[disk.calls.index("fsync .beginning") :] == [
         "fsync .beginning",
         "fsync .beginning/ledger.sqlite",
@@ -119,7 +119,7 @@ def test_what_is_mirrored_is_on_the_mirror_s_disk(tmp_path: Path, monkeypatch: p
     store = MirrorStore(str(tmp_path / "mirror"), "r", "master")
     written = MirroredTransaction((RoundReserved(1, 0.0),), 0.0)
     disk = DiskCalls(tmp_path / "mirror", monkeypatch)
-    mirror_files.write_transaction(store, "r", 3, 1, written)
+    restore.write_transaction(store, "r", 3, 1, written)
     folder, name = "r/master/ledger", "0000000003-0000000001.log"
     whole = [f"fsync {folder}/.unfinished-NAME", f"rename {folder}/.unfinished-NAME {folder}/NAME", f"fsync {folder}"]
     if kind == "log":
@@ -127,7 +127,7 @@ def test_what_is_mirrored_is_on_the_mirror_s_disk(tmp_path: Path, monkeypatch: p
         assert disk.calls == [*made, *(call.replace("NAME", name) for call in whole)]
         return
     del disk.calls[:]
-    mirror_files.write_base(store, "r", 3, 2, b"content")
+    restore.write_base(store, "r", 3, 2, b"content")
     assert disk.calls[:3] == [call.replace("NAME", "0000000003-0000000002.base") for call in whole]
     assert store.list_names("ledger") == ["0000000003-0000000002.base"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.master.children import Child, truncate_log
+from dips.master.supervisor import Child, truncate_log
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 DEAF = [

@@ -10,10 +10,18 @@ import pytest
 
 from dips.errors import StaleTerm
 from dips.ids import GENESIS, PullId
-from dips.master.core import EXIT_LEDGER, MasterCore
-from dips.master.held import PollOptions
-from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, SlaveProgress, WriteRecords
+from dips.master.core import (
+    EXIT_LEDGER,
+    Action,
+    HeartbeatReply,
+    MasterCore,
+    PollOptions,
+    SlaveEndpoint,
+    SlaveProgress,
+    WriteRecords,
+)
 from dips.protocol.coordinator import Coordinator
+from dips.protocol.data import Intervals
 from dips.protocol.effects import Acknowledged, Dropped, Effect, Grant, Joined, Note, OpenPull, Order, Pending, Reply
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import (
@@ -36,7 +44,6 @@ from dips.protocol.heartbeats import (
     SlaveHeartbeat,
     SlaveHeartbeatAnswer,
 )
-from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options, TimingOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from dips.master.held import HeldQuestion, HeldQuestions, PollOptions
+from dips.master.core import HeldQuestion, HeldQuestions, PollOptions
 from dips.protocol.events import Ticked
 
 OPTIONS = PollOptions(patience_s=10.0, again_s=2.0, pause_s=0.002, longest_pause_s=1.0)

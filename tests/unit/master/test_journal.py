@@ -23,8 +23,7 @@ import dips.protocol
 from dips.errors import ConfigError, Corrupt
 from dips.master import journal as journal_module
 from dips.master.app import cli
-from dips.master.journal import Journal, list_segments, newest_term
-from dips.master.replay import find_gaps, replay_journal
+from dips.master.journal import Journal, find_gaps, list_segments, newest_term, replay_journal
 from dips.protocol import codec, pushes
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
@@ -161,7 +160,7 @@ def test_a_walk_over_a_set_is_found(played: Path, tmp_path: Path, monkeypatch: p
     script += "def note_set(w, event):\n    staged(w, event)\n"
     script += "    w.emit_note('staged', on=','.join({f'{event.slave}-{i}' for i in range(30)}))\n"
     script += "coordinator.HANDLERS[pushes.PushStaged] = note_set\n"
-    script += "from dips.master.replay import replay_journal; from pathlib import Path\n"
+    script += "from dips.master.journal import replay_journal; from pathlib import Path\n"
     script += "print(replay_journal(Path(sys.argv[1]))[-1].differs)"
     said = {
         subprocess.run(

@@ -21,9 +21,8 @@ from dips.master.ledger_chain import ChainedRows
 from dips.master.ledger_rows import RowReader, _insert
 from dips.master.schema import SCHEMA, SCHEMA_VERSION
 from dips.outer_step import OuterStep, nesterov_step
-from dips.protocol.data import BegunRange
+from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
-from dips.protocol.intervals import Intervals
 from dips.protocol.records import (
     ClusterEnded,
     FoldRow,

@@ -22,10 +22,10 @@ import yaml
 
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, Corrupt, FailedMirror, StaleTerm
-from dips.master import genesis, mirror_files, recover, restore
+from dips.master import genesis, recover, restore
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
-from dips.master.ledger_rebuild import SPARE, MirroredLedger
+from dips.master.restore import SPARE, MirroredLedger
 from dips.mirror import MirrorStore
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import IncarnationGiven, LedgerState, RangesLeased, Record, RoundEnded, RoundReserved
@@ -198,14 +198,14 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
 def test_a_hung_mirror_is_waited_for_once(config: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """After MIRROR_S the transaction is told without it, and the next ones do not wait."""
     term = Term(config, patience_s=0.2)
-    hangs, honest = [True], mirror_files.write_transaction
+    hangs, honest = [True], restore.write_transaction
 
     def write(*arguments: object) -> None:
         while hangs:
             time.sleep(0.01)
         honest(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("dips.master.mirror_files.write_transaction", write)
+    monkeypatch.setattr("dips.master.restore.write_transaction", write)
     for records in itertools.islice(transactions(), 3):
         term.write(records)
     assert "longer than 0.2 s" in term.mirror.view().reason
@@ -226,7 +226,7 @@ def test_what_was_cut_short_is_not_believed(config: RunFile) -> None:
     content = store.read_file(f"ledger/{last}", 1 << 20)
     assert content is not None
     store.write_file(f"ledger/{last}", content[:-5])
-    found = mirror_files.read_newest(store, "r")
+    found = restore.read_newest(store, "r")
     assert found is not None and len(found.transactions) == 3
     base = next(name for name in store.list_names("ledger") if name.endswith(".base"))
     store.write_file(f"ledger/{base}", b"{}")
@@ -241,7 +241,7 @@ def test_a_mirror_of_another_run_is_refused(config: RunFile, tmp_path: Path) -> 
     (tmp_path / "mirror" / "other").mkdir()
     (tmp_path / "mirror" / "r" / "master").rename(tmp_path / "mirror" / "other" / "master")
     with pytest.raises(Corrupt, match="expected the ledger of run 'other', got one of 'r'"):
-        mirror_files.read_newest(MirrorStore(str(tmp_path / "mirror"), "other", "master"), "other")
+        restore.read_newest(MirrorStore(str(tmp_path / "mirror"), "other", "master"), "other")
 
 
 def test_an_old_ledger_beside_a_newer_mirror_is_refused(config: RunFile) -> None:
@@ -368,7 +368,7 @@ def test_only_one_master_restores(config: RunFile, monkeypatch: pytest.MonkeyPat
     Term(config).end()
     lose(config)
     config.master.directory.mkdir()
-    honest, seen = mirror_files.read_newest, list[str]()
+    honest, seen = restore.read_newest, list[str]()
 
     def read(store: MirrorStore, run: str) -> MirroredLedger | None:
         monkeypatch.undo()
@@ -377,7 +377,7 @@ def test_only_one_master_restores(config: RunFile, monkeypatch: pytest.MonkeyPat
         seen.append("refused")
         return honest(store, run)
 
-    monkeypatch.setattr(mirror_files, "read_newest", read)
+    monkeypatch.setattr(restore, "read_newest", read)
     restore.restore_if_lost(config, LOG)
     assert seen == ["refused"]
     assert genesis.ledger_path(config).exists()

@@ -6,8 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from dips.ids import PushId, VersionId
-from dips.master.meters import MOST_PUSHES, RoundMeters
-from dips.master.newest import NewestVersion
+from dips.master.meters import MOST_PUSHES, NewestVersion, RoundMeters
 from dips.protocol.records import FoldRow, VersionCommitted, VersionDurable
 from dips.protocol.view import NewestView
 

@@ -23,10 +23,10 @@ from dips.commands.history import draw_rounds, round_as_data
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
-from dips.master import on_version
+from dips.master import hooks
 from dips.master.genesis import ledger_path, make_run
+from dips.master.hooks import VersionProcesses, read_numbers
 from dips.master.ledger import Ledger
-from dips.master.on_version import VersionProcesses, read_numbers
 from dips.outer_step import nesterov_step
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import (
@@ -196,7 +196,7 @@ async def test_a_failure_is_a_row_with_its_reason(make_place: MakePlace, keys: d
 
 
 async def test_one_that_takes_too_long_is_killed(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_version, "LONGEST_S", 0.05)
+    monkeypatch.setattr(hooks, "LONGEST_S", 0.05)
     place = make_place(command=call("hang"))
     place.commit()
     place.commit()

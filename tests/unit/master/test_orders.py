@@ -6,8 +6,7 @@ import pytest
 
 from dips.errors import Busy, DipsError, StaleTerm, UnavailableSlave, UnresponsiveSlave
 from dips.ids import GENESIS, PushId
-from dips.master.orders import SentOrder, SlavePatience
-from dips.master.outbox import SlaveProgress
+from dips.master.core import SentOrder, SlavePatience, SlaveProgress
 from dips.protocol.effects import OpenPush, Order, OrderBody, Ping
 from dips.protocol.events import Done, OrderAnswered
 from dips.protocol.heartbeats import OrderWait, SlaveHeartbeat

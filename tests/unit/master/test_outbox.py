@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dips.master.outbox import Outbox, WriteRecords
+from dips.master.core import Outbox, WriteRecords
 from dips.protocol.effects import Note
 from dips.protocol.records import RoundReserved
 

@@ -17,7 +17,7 @@ from dips.ids import VersionId
 from dips.master import genesis, recover
 from dips.master.app import cli
 from dips.master.ledger import Ledger
-from dips.master.ledger_rebuild import SPARE
+from dips.master.restore import SPARE
 from dips.protocol.records import IncarnationGiven, RoundReserved
 
 

@@ -15,8 +15,7 @@ import structlog
 
 from dips.errors import RemoteProtocolError, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.master.core import EXIT_LEDGER, MasterCore
-from dips.master.outbox import SlaveProgress
+from dips.master.core import EXIT_LEDGER, MasterCore, SlaveProgress
 from dips.master.runtime import EXIT_BUG, Runtime
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import (

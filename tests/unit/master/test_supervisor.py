@@ -17,17 +17,16 @@ from structlog.testing import capture_logs
 from dips.config import SlaveSection
 from dips.ids import GENESIS
 from dips.master import supervisor as supervision
-from dips.master.children import Child
-from dips.master.supervisor import LEAST_MOVED, LOST_LEASES, STEADY_S, ProcessWatch, Supervisor
+from dips.master.supervisor import LEAST_MOVED, LOST_LEASES, STEADY_S, Child, ProcessWatch, Supervisor
+from dips.protocol.enums import SlaveState
 from dips.protocol.heartbeats import SlaveHeartbeat
-from dips.protocol.moves import SlaveState
 from dips.protocol.options import TimingOptions
 from dips.protocol.view import SlaveView
 
 COMPUTE_S = 10.0
 HOLDS = """
 import pathlib, sys, time
-from dips.pidlock import PidLock
+from dips.files import PidLock
 lock = PidLock(pathlib.Path(sys.argv[1]), busy="", advice="")
 print("up", flush=True)
 time.sleep(600)

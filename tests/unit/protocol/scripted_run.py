@@ -10,8 +10,8 @@ from typing import Any
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
+from dips.protocol.data import Intervals
 from dips.protocol.effects import Apply, Commit, Effect, Fold, Measure, Order, Persist, Reply
-from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionCommitted, VersionRow

@@ -10,9 +10,9 @@ from dips.errors import ConfigError, UnresponsiveSlave
 from dips.ids import PullId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
+from dips.protocol.data import Intervals
 from dips.protocol.durability import retire_versions
 from dips.protocol.effects import Failed, Retire
-from dips.protocol.intervals import Intervals
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow, VersionsRetired
 from dips.protocol.run_state import RunState

@@ -6,10 +6,10 @@ from math import sqrt
 
 import pytest
 
+from dips.protocol.gates.norms import spread_factor, student_quantile
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.penalty import Penalty
 from dips.protocol.records import PenaltyRow, ScoreHistory
-from dips.protocol.spread import spread_factor, student_quantile
 from dips.protocol.verdicts import PushEvidence, Settled, Verdict
 
 OPTIONS = PenaltyOptions()

@@ -12,7 +12,7 @@ import pytest
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol import codec, effects, events
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.intervals import Intervals
+from dips.protocol.data import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dips.errors import ConfigError
-from dips.protocol.compatibility import find_protocol_mismatch
+from dips.protocol.claims import find_protocol_mismatch
 from dips.protocol.events import PROTOCOL, ClusterJoined, SlaveRegistered
 from dips.wire.generated import cluster_pb2, slave_pb2
 from dips.wire.messages import from_proto

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.protocol.deadlines import Bandwidth, too_slow, transfer_deadline_s
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import BandwidthMeasured
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
+from dips.protocol.transfer_book import Bandwidth, too_slow, transfer_deadline_s
 
 TIMING = TimingOptions(transfer_s=1000.0, least_transfer_s=10.0, min_push_bps=8e6)
 

@@ -14,13 +14,11 @@ import pytest
 from dips.protocol.enums import Difference, GateName
 from dips.protocol.gates import GATES
 from dips.protocol.gates.losses import LEAST_LOSS, MARGIN, excess_loss
-from dips.protocol.gates.norms import judge_norm_literally
+from dips.protocol.gates.norms import judge_norm_literally, spread_factor
 from dips.protocol.gates.replays import DIGESTS_KEPT
 from dips.protocol.options import PenaltyOptions
-from dips.protocol.penalty import Penalty
-from dips.protocol.penalty_rows import accuse
+from dips.protocol.penalty import Penalty, accuse
 from dips.protocol.records import LayerStatistics, PenaltyRow, ScoreHistory
-from dips.protocol.spread import spread_factor
 from dips.protocol.verdicts import Finding, PushEvidence, Settled, Verdict
 
 OPTIONS = PenaltyOptions()

@@ -7,7 +7,7 @@ from dips.protocol import events as ev
 from dips.protocol.data import HELD_TIMES
 from dips.protocol.effects import Dropped, Failed, OpenPush, Pending, Ranges
 from dips.protocol.options import DataOptions, StopOptions
-from dips.protocol.rules.weights import MOST_TIMES, TOKENS_KEPT
+from dips.protocol.rules import MOST_TIMES, TOKENS_KEPT
 from dips.protocol.seeding import SEEDER
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun, replace
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from dips.protocol.admission import MOST_LEAD, SlotAsk, SlotQueue
 from dips.protocol.alignment import plan_leads
-from dips.protocol.data import RangeBook
-from dips.protocol.intervals import Intervals
-from dips.protocol.last_norms import LastNorms
+from dips.protocol.data import Intervals, RangeBook
+from dips.protocol.gates.norms import LastNorms
 from dips.protocol.options import DataOptions
 from dips.protocol.records import PenaltyRow
 from dips.protocol.timers import STALE_KEPT, Timers

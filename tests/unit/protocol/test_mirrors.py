@@ -12,8 +12,8 @@ from dips.dataclass import replace
 from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
+from dips.protocol.data import Intervals
 from dips.protocol.effects import Hold, LoadVersion, RegisterLater, Reply, Retire
-from dips.protocol.intervals import Intervals
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import MOST_ROLLBACK, Options
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow

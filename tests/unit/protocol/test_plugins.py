@@ -81,7 +81,7 @@ def test_the_rule_of_the_guide_steps(site: Path) -> None:
 
 def test_a_merge_of_ones_own(site: Path) -> None:
     """A Merge by its name; what is none is refused before the first round."""
-    text = "from dips.protocol.rules.merges import MEAN\nmine = MEAN\nother = 3\n"
+    text = "from dips.protocol.rules import MEAN\nmine = MEAN\nother = 3\n"
     install(site, {"mine.py": text}, {plugins.RULES: {"mine": "mine:mine", "other": "mine:other"}})
     ours, theirs = ruled(merge="mean"), ruled(merge="mine")
     for run in (ours, theirs):

@@ -19,10 +19,9 @@ from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect, Persist
 from dips.protocol.enums import RequeuePolicy
-from dips.protocol.lineage import oldest_offered
 from dips.protocol.options import DataOptions, Options
 from dips.protocol.records import Record, RunRow
-from dips.protocol.run_state import RunState
+from dips.protocol.run_state import RunState, oldest_offered
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
 ROW = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))

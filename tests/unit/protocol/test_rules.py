@@ -11,8 +11,7 @@ from dips.dataclass import replace
 from dips.protocol.enums import MergeRule, StepRule, WeightRule
 from dips.protocol.options import OuterOptions
 from dips.protocol.penalty import Penalty
-from dips.protocol.rules.merges import MERGES, LayerShare, scale_layer, weigh_last
-from dips.protocol.rules.weights import WEIGHTS
+from dips.protocol.rules import MERGES, WEIGHTS, LayerShare, scale_layer, weigh_last
 from dips.protocol.verdicts import PushEvidence, Verdict
 from tests import rules_reference
 from tests.unit.protocol.ruled_run import (

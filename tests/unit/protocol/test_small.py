@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from dips.errors import ConfigError, CorruptManifest, LocalProtocolError
 from dips.ids import VersionId
-from dips.protocol.data import BegunRange, RangeBook
-from dips.protocol.intervals import Intervals
+from dips.protocol.data import BegunRange, Intervals, RangeBook
+from dips.protocol.enums import ROUND_MOVES, RoundState, check_move
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
 from dips.protocol.options import DataOptions
 from dips.protocol.order import places_for_slave, slaves_for_worker
 from dips.protocol.placement import place_layers

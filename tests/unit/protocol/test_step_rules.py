@@ -11,8 +11,7 @@ from dips.errors import ConfigError
 from dips.outer_step import returned_share
 from dips.protocol.enums import MergeRule, StepRule
 from dips.protocol.options import Clip, OuterOptions
-from dips.protocol.rules.rates import rate_of_clusters
-from dips.protocol.rules.steps import STEPS, StepRound, measure_share
+from dips.protocol.rules import STEPS, StepRound, measure_share, rate_of_clusters
 from tests import rules_reference
 from tests.unit.protocol.ruled_run import (
     STEPS_OF,

@@ -34,9 +34,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import Answer, Done, Prepared
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
-from dips.slave.actions import SlaveIdentity
-from dips.slave.moves import FlowEvent, Staged
-from dips.slave.ports import Arrays
+from dips.slave.ports import Arrays, FlowEvent, SlaveIdentity, Staged
 from dips.slave.shard import Followed, Shard
 from tests.loading import follow_load
 

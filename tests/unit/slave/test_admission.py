@@ -10,12 +10,11 @@ import pytest
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.manifest import Manifest
 from dips.protocol.rank_keys import KEY_CHARS
-from dips.slave.admission import Admission
-from dips.slave.keyring import Keyring
-from dips.slave.moves import Say
+from dips.slave.admission import Admission, Keyring
+from dips.slave.ports import Say
 from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
-from dips.transport.pool import Transit
+from dips.transport.intake import Transit
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Kind

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from dips.errors import CorruptSnapshot
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
-from dips.slave.snapshot_manifest import MOMENTUM, THETA
+from dips.slave.snapshot_files import MOMENTUM, THETA
 from dips.slave.snapshots import Snapshots
 from tests.damage import flip_bit
 from tests.disk_calls import DiskCalls

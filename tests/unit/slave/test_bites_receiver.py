@@ -13,9 +13,9 @@ from dips.ids import PushId
 from dips.outer import reference
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave import receiver as receiver_module
-from dips.slave.moves import FrameRefused, Move, PushOver, Say, Staged
+from dips.slave.ports import FrameRefused, Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
-from dips.transport.pool import Transit
+from dips.transport.intake import Transit
 from dips.wire import bodies, streams
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Header, Kind

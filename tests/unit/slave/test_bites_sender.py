@@ -11,11 +11,9 @@ from dips.codecs import UPDATE_BLOCK, Codec
 from dips.ids import PullId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.moves import Say
-from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource
-from dips.slave.sender import Sender
-from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
-from dips.transport.rate import Rate
+from dips.slave.ports import Say
+from dips.slave.sender import OutgoingPull, OutStream, PullSource, Sender
+from dips.transport.intake import MOST_BYTES, MOST_CHUNKS, Rate
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Kind

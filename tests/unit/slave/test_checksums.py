@@ -5,7 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from dips.ids import VersionId
-from dips.slave.checksums import Checksums
+from dips.slave.sender import Checksums
 from dips.wire.chunks import Range
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)

@@ -12,20 +12,21 @@ from dips.ids import PushId, VersionId
 from dips.protocol.effects import DropPush, OpenPush, Order, OrderBody, Persist, Ping, Retire
 from dips.protocol.events import Answer, Done, Persisted, PushRefused, PushStaged
 from dips.protocol.heartbeats import MOST_WAITS, OrderWait
-from dips.slave.actions import (
+from dips.slave.core import OrderDesk, ReportQueue
+from dips.slave.ports import (
     AnswerOrder,
     CallMaster,
     EndSlave,
+    PushOver,
     ShardMethod,
     ShardWork,
     SlaveAction,
     SlaveTiming,
+    Staged,
     Ticket,
     WorkOnDisk,
     WriteLog,
 )
-from dips.slave.core import OrderDesk, ReportQueue
-from dips.slave.moves import PushOver, Staged
 from dips.slave.shard import Shard
 
 TIMING = SlaveTiming(2.0, call_s=10.0, backoff_s=(0.2, 5.0), busy_retry_s=0.5)

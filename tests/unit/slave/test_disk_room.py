@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dips.slave import disk_room
-from dips.slave.disk_room import DiskRoom, FreeDisk
+from dips.slave import metrics
+from dips.slave.metrics import DiskRoom, FreeDisk
 
 
 def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
         assert answers.wait(10)
         return known
 
-    monkeypatch.setattr(disk_room.shutil, "disk_usage", hang)
+    monkeypatch.setattr(metrics.shutil, "disk_usage", hang)
     room = DiskRoom(tmp_path)
     assert [room.read_room() for _ in range(5)] == [FreeDisk()] * 5
     [waiting] = [t for t in threading.enumerate() if t.name == "disk-room"]

@@ -15,10 +15,10 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave import receiver, sender
 from dips.slave.admission import Admission
-from dips.slave.moves import Move, PushOver, Say
+from dips.slave.ports import Move, PushOver, Say
 from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
-from dips.transport.pool import Transit
+from dips.transport.intake import Transit
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Kind

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dips.codecs import Codec
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.moves import FrameRefused, Move, PushOver, Say, Staged
+from dips.slave.ports import FrameRefused, Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
-from dips.transport.pool import Transit
+from dips.transport.intake import Transit
 from dips.wire import bodies, streams
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import REASONS, BadFrame, Header, Kind, check_body, pack_header, run_id, unpack_header

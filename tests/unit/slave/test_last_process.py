@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.slave.last_process import FILE, LastProcess
+from dips.slave.registration import FILE, LastProcess
 from dips.telemetry.logs import configure_log
 
 

@@ -18,9 +18,9 @@ from structlog.testing import capture_logs
 from dips.errors import ConfigError, CorruptSnapshot, FailedMirror
 from dips.ids import VersionId
 from dips.mirror import MirrorStore
-from dips.outer.work_meter import WorkMeter
+from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.events import MirrorReport
-from dips.slave import mirror_copy
+from dips.slave import snapshot_mirror
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.transport.backoff import Backoff
@@ -151,13 +151,13 @@ def test_a_copy_comes_back_bit_for_bit(url: str, tmp_path: Path) -> None:
     """θ and m of a restored snapshot are those that were copied, and the slave's own check agrees."""
     written(tmp_path / "s", V1, V2)
     store = MirrorStore(url, "r", "s")
-    assert mirror_copy.list_copies(store, "r", "s", LOG).whole == ()
+    assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == ()
     for version in (V2, V1):
-        mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
-    assert mirror_copy.list_copies(store, "r", "s", LOG).whole == (V1, V2)
+        snapshot_mirror.copy_out(store, tmp_path / "s", version, nothing)
+    assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == (V1, V2)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").mkdir()
-    mirror_copy.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
+    snapshot_mirror.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
     snapshots = opened(tmp_path / "s")
     assert snapshots.complete_versions() == (V2,)
     theta, momentum = read(snapshots, V2)
@@ -165,7 +165,7 @@ def test_a_copy_comes_back_bit_for_bit(url: str, tmp_path: Path) -> None:
     assert same(momentum, arrays(LAYERS, 52))
     snapshots.close()
     store.remove_path(str(V1))
-    assert mirror_copy.list_copies(store, "r", "s", LOG).whole == (V2,)
+    assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == (V2,)
 
 
 def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
     store = MirrorStore(url, "r", "s")
     flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "momentum.")
     with pytest.raises(CorruptSnapshot, match=r"momentum of layer .* expected xxh3-128"):
-        mirror_copy.copy_out(store, tmp_path / "s", V1, nothing)
+        snapshot_mirror.copy_out(store, tmp_path / "s", V1, nothing)
     with capture_logs() as logs:
-        assert mirror_copy.list_copies(store, "r", "s", LOG).whole == ()
+        assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == ()
     assert "no manifest" in logs[0]["reason"]
-    mirror_copy.copy_out(store, tmp_path / "s", V2, nothing)
+    snapshot_mirror.copy_out(store, tmp_path / "s", V2, nothing)
     name = f"{V2}/model.safetensors"
     with store.open_file(name) as file:
         content = bytearray(file.read())
@@ -186,7 +186,7 @@ def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
     store.write_file(name, bytes(content))
     shutil.rmtree(tmp_path / "s" / str(V2))
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
-        mirror_copy.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
+        snapshot_mirror.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
     assert not list((tmp_path / "s").glob("*v2*")), "nothing half-restored is left"
 
 
@@ -195,16 +195,16 @@ def test_what_is_not_whole_or_of_another_run_is_passed_over(url: str, tmp_path: 
     written(tmp_path / "s", V1, V2)
     store = MirrorStore(url, "r", "s")
     for version in (V1, V2):
-        mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
+        snapshot_mirror.copy_out(store, tmp_path / "s", version, nothing)
     with store.open_file(f"{V1}/model.safetensors") as file:
         content = file.read()
     store.write_file(f"{V1}/model.safetensors", content[:-1])
     store.write_file("notes/readme.txt", b"not a version")
     with capture_logs() as logs:
-        assert mirror_copy.list_copies(store, "r", "s", LOG).whole == (V2,)
+        assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == (V2,)
     assert "bytes" in logs[0]["reason"]
     with capture_logs() as logs:
-        assert mirror_copy.list_copies(MirrorStore(url, "r", "s"), "other", "s", LOG).whole == ()
+        assert snapshot_mirror.list_copies(MirrorStore(url, "r", "s"), "other", "s", LOG).whole == ()
     assert "in run other, got v2@r5 of slave s in run r" in logs[-1]["reason"]
 
 
@@ -212,7 +212,7 @@ def test_a_header_of_another_length_is_refused_before_a_byte_is_copied(url: str,
     """It has no digest: what it says of its length must make the file's, in either direction."""
     written(tmp_path / "s", V1)
     store = MirrorStore(url, "r", "s")
-    mirror_copy.copy_out(store, tmp_path / "s", V1, nothing)
+    snapshot_mirror.copy_out(store, tmp_path / "s", V1, nothing)
     name, moved = f"{V1}/model.safetensors", list[int]()
     with store.open_file(name) as file:
         content = bytearray(file.read())
@@ -220,8 +220,8 @@ def test_a_header_of_another_length_is_refused_before_a_byte_is_copied(url: str,
     store.write_file(name, bytes(content))
     (tmp_path / "s" / name).write_bytes(content)
     for move in (
-        lambda: mirror_copy.copy_out(store, tmp_path / "s", V1, moved.append),
-        lambda: mirror_copy.bring_back(store, tmp_path / "t", "r", "s", V1, moved.append),
+        lambda: snapshot_mirror.copy_out(store, tmp_path / "s", V1, moved.append),
+        lambda: snapshot_mirror.bring_back(store, tmp_path / "t", "r", "s", V1, moved.append),
     ):
         (tmp_path / "t").mkdir(exist_ok=True)
         with pytest.raises(CorruptSnapshot, match=r"a header of \d+ bytes and \d+ parameters are not \d+ bytes"):
@@ -240,9 +240,9 @@ def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
     def retire(_: int) -> None:
         shutil.rmtree(tmp_path / "s" / str(V1), ignore_errors=True)
 
-    mirror_copy.copy_out(store, tmp_path / "s", V1, retire)
+    snapshot_mirror.copy_out(store, tmp_path / "s", V1, retire)
     assert not (tmp_path / "s" / str(V1)).exists()
-    assert mirror_copy.list_copies(store, "r", "s", LOG).whole == (V1,)
+    assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == (V1,)
 
 
 def test_a_mirror_that_is_gone_is_not_made(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_the_thread_copies_what_is_wanted_and_a_new_machine_restores_it(url: str
 def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str, tmp_path: Path) -> None:
     """What lies in a version's place and is not whole stays, for a person."""
     written(tmp_path / "s", V1)
-    mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    snapshot_mirror.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
     flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "theta.")
     snapshots = opened(tmp_path / "s")
     assert snapshots.complete_versions() == ()
@@ -382,7 +382,7 @@ def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str
 def test_what_is_damaged_twice_is_kept_once(url: str, tmp_path: Path) -> None:
     """The newest damaged one of a version; the one before makes room."""
     written(tmp_path / "s", V1)
-    mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    snapshot_mirror.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
     for mark in ("first", "second"):
         (tmp_path / "s" / str(V1) / "mark").write_text(mark)
         assert kept(tmp_path, url).restore(()).versions == (V1,)
@@ -392,7 +392,7 @@ def test_what_is_damaged_twice_is_kept_once(url: str, tmp_path: Path) -> None:
 def test_what_is_older_than_the_newest_on_the_disk_stays_in_the_mirror(url: str, tmp_path: Path) -> None:
     """Also where the disk holds something older still."""
     written(tmp_path / "s", V1, V2, V3)
-    mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V2, nothing)
+    snapshot_mirror.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V2, nothing)
     shutil.rmtree(tmp_path / "s" / str(V2))
     assert kept(tmp_path, url).restore((V1, V3)) == Restored(())
 
@@ -420,16 +420,16 @@ def test_a_rotten_copy_is_read_once_and_replaced(url: str, tmp_path: Path, monke
     """Not before each Register of a slave that waits; the master is not told that it is there, and has it replaced."""
     written(tmp_path / "s", V1)
     store, read, meter = MirrorStore(url, "r", "s"), [0], WorkMeter()
-    mirror_copy.copy_out(store, tmp_path / "s", V1, nothing)
+    snapshot_mirror.copy_out(store, tmp_path / "s", V1, nothing)
     rot(store, V1)
     shutil.move(tmp_path / "s" / str(V1), tmp_path / "kept")
-    passed = mirror_copy._pass
+    passed = snapshot_mirror._pass
 
-    def count(source: Any, target: Any, nbytes: int, where: str, moved: mirror_copy.Moved) -> str:
+    def count(source: Any, target: Any, nbytes: int, where: str, moved: snapshot_mirror.Moved) -> str:
         read[0] += nbytes
         return passed(source, target, nbytes, where, moved)
 
-    monkeypatch.setattr(mirror_copy, "_pass", count)
+    monkeypatch.setattr(snapshot_mirror, "_pass", count)
     mirror = SnapshotMirror(store, tmp_path / "s", "r", "s", LOG, time.monotonic, meter)
     first = mirror.restore(())
     assert mirror.report() == MirrorReport(()), "the next Register does not tell it"
@@ -454,7 +454,7 @@ def test_a_version_below_a_newer_one_is_brought_back_when_the_master_asks(url: s
     written(tmp_path / "s", V1, V2, V3)
     store = MirrorStore(url, "r", "s")
     for version in (V1, V2):
-        mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
+        snapshot_mirror.copy_out(store, tmp_path / "s", version, nothing)
         shutil.rmtree(tmp_path / "s" / str(version))
     assert kept(tmp_path, url).restore((V3,)).versions == ()
     assert kept(tmp_path, url).restore((V3,), (V2,)).versions == (V2,)
@@ -495,7 +495,7 @@ def test_a_copy_of_other_layers_is_replaced_and_not_restored(tmp_path: Path) -> 
     written(tmp_path / "s", V1, V2)
     store = MirrorStore(url, "r", "s")
     for version in (V1, V2):
-        mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
+        snapshot_mirror.copy_out(store, tmp_path / "s", version, nothing)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").mkdir()
     mirror = kept(tmp_path, url)
@@ -511,13 +511,13 @@ def test_a_copy_of_other_layers_is_replaced_and_not_restored(tmp_path: Path) -> 
     mirror.want((V2,))
     until(lambda: mirror.report().held == (V2,) and store.list_names() == [str(V2)])
     mirror.close()
-    assert mirror_copy.list_copies(store, "r", "s", LOG, (0, 1)) == mirror_copy.MirrorListing((V2,))
+    assert snapshot_mirror.list_copies(store, "r", "s", LOG, (0, 1)) == snapshot_mirror.MirrorListing((V2,))
 
 
 def test_layers_that_are_learned_are_listed_anew(url: str, tmp_path: Path) -> None:
     """The master has told them to a process that had listed already: its thread looks at once, not in an hour."""
     written(tmp_path / "s", V1)
-    mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    snapshot_mirror.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
     mirror = kept(tmp_path, url)
     mirror.start()
     until(lambda: mirror.report().held == (V1,))

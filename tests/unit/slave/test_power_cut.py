@@ -15,14 +15,14 @@ import pytest
 
 from dips.config import load_run
 from dips.errors import CorruptSnapshot
-from dips.fsync import sync_path, write_aside
+from dips.files import sync_path, write_aside
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.mirror import MARKER, SEEN, MirrorStore
-from dips.slave import mirror_copy, rebalance
+from dips.slave import rebalance, snapshot_mirror
 from dips.slave.initial_model import OWN_FILE
 from dips.slave.snapshot_mirror import SnapshotMirror
-from dips.slave.staged_snapshots import keep_snapshot, promote_if_ours, promote_snapshot, staged_path
+from dips.slave.snapshots import keep_snapshot, promote_if_ours, promote_snapshot, staged_path
 from tests.damage import flip_bit
 from tests.power_cut import PowerCut, fell_behind
 from tests.unit.slave.test_mirror import LAYERS, LOG, V1, V2, nothing, written
@@ -133,14 +133,14 @@ def test_a_copy_in_the_mirror(
 
     monkeypatch.setattr(store, "write_file", seen)
     for _ in range(2):
-        mirror_copy.copy_out(store, disk, V1, nothing)
+        snapshot_mirror.copy_out(store, disk, V1, nothing)
         assert cut.find_lost(tmp_path / "mirror/r/s" / str(V1)) == []
     assert all("content" not in lost for at in at_manifest for lost in at) and len(at_manifest) == 2
     assert cut.find_lost(tmp_path / "mirror/r/s" / MARKER) == cut.find_lost(disk / SEEN) == []
     flip_bit(disk / str(V1) / "model.safetensors", "momentum.")
     with pytest.raises(CorruptSnapshot):
-        mirror_copy.copy_out(store, disk, V1, nothing)
-    assert mirror_copy.list_copies(store, "r", "s", LOG).whole == ()
+        snapshot_mirror.copy_out(store, disk, V1, nothing)
+    assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == ()
     assert not (tmp_path / "mirror/r/s" / str(V1) / "manifest.json").exists()
 
 
@@ -150,7 +150,7 @@ def test_what_comes_back_from_a_mirror(
     """A snapshot on a new machine, and one in the place of a damaged one, which stays beside it."""
     store = store_of(tmp_path)
     for version in (V1, V2):
-        mirror_copy.copy_out(store, disk, version, nothing)
+        snapshot_mirror.copy_out(store, disk, version, nothing)
     shutil.rmtree(disk / str(V1))
     flip_bit(disk / str(V2) / "model.safetensors", "theta.")
     cut = recorded(record, tmp_path, monkeypatch)
@@ -167,7 +167,7 @@ def test_a_restore_that_is_cut_off_leaves_nothing_that_is_believed(
     """Killed behind each fsync, of the files, of the directory, of the name: whole under its name, or not there; and
     the next start brings it back."""
     store = store_of(tmp_path)
-    mirror_copy.copy_out(store, disk, V2, nothing)
+    snapshot_mirror.copy_out(store, disk, V2, nothing)
     text = (disk / str(V2) / file).read_bytes()
     calls = list[int]()
     for at in range(1, 20):
@@ -175,7 +175,7 @@ def test_a_restore_that_is_cut_off_leaves_nothing_that_is_believed(
         disk.mkdir()
         with monkeypatch.context() as patch:
             cut = PowerCut(tmp_path, patch)
-            fell = fell_behind(at, patch, lambda: mirror_copy.bring_back(store, disk, "r", "s", V2, nothing))
+            fell = fell_behind(at, patch, lambda: snapshot_mirror.bring_back(store, disk, "r", "s", V2, nothing))
             assert cut.early == []
             named = disk / str(V2)
             assert not named.exists() or cut._find_lost_below(named) == []

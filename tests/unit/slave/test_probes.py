@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from dips.slave.probes import MOST_ANSWERS, Probes
+from dips.slave.flow import MOST_ANSWERS, Probes
 from dips.wire import streams
 from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Kind, unpack_header
 

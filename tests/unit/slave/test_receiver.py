@@ -10,9 +10,9 @@ import xxhash
 
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.moves import Move, PushOver, Say, Staged, Wake
+from dips.slave.ports import Move, PushOver, Say, Staged, Wake
 from dips.slave.receiver import Receiver
-from dips.transport.pool import FLOOR_BYTES, Transit
+from dips.transport.intake import FLOOR_BYTES, Transit
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Header, Kind

@@ -14,7 +14,8 @@ from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Hold, LoadVersion, Registered, RegisterLater, SlaveOrder
 from dips.protocol.events import MirrorReport, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer
-from dips.slave.actions import (
+from dips.slave.mirror_plan import Restored
+from dips.slave.ports import (
     CallMaster,
     EndSlave,
     Meters,
@@ -28,7 +29,6 @@ from dips.slave.actions import (
     Standing,
     WriteLog,
 )
-from dips.slave.mirror_plan import Restored
 from dips.slave.registration import Heartbeats, Registration, RegistrationPhase
 from dips.slave.shard import Followed, Unfollowed
 

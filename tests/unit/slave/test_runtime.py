@@ -43,12 +43,10 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done, MirrorReport, Persisted, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
-from dips.slave.actions import Meters, SlaveIdentity, SlaveTiming
 from dips.slave.core import SlaveCore
 from dips.slave.mirror_plan import Restored
-from dips.slave.moves import FlowEvent, PushOver, Staged
 from dips.slave.open_transfers import OpenTransfers
-from dips.slave.ports import Arrays
+from dips.slave.ports import Arrays, FlowEvent, Meters, PushOver, SlaveIdentity, SlaveTiming, Staged
 from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.transport.endpoints import master_peer

@@ -9,7 +9,7 @@ import pytest
 
 from dips.ids import PullId, VersionId
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.moves import Move, Released, Say, SourceMoved
+from dips.slave.ports import Move, Released, Say, SourceMoved
 from dips.slave.sender import ChunkSend, Sender
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range

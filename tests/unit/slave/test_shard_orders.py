@@ -36,7 +36,7 @@ from dips.protocol.effects import (
 )
 from dips.protocol.events import Done, Folded, Measured, Persisted
 from dips.slave import shard as shard_module
-from dips.slave.moves import Staged
+from dips.slave.ports import Staged
 from dips.slave.shard import OrderFences
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, carry_out, read_prepared
 

@@ -35,7 +35,7 @@ from dips.protocol.effects import (
     Retire,
 )
 from dips.protocol.events import Done
-from dips.slave.moves import Released
+from dips.slave.ports import Released
 from dips.slave.shard import Followed, Unfollowed
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import MANIFEST, P1, P2, P3, PULL, V1, WHO, ShardRig

@@ -32,7 +32,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done, Folded, Persisted
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
-from dips.slave.moves import Released, SourceMoved, Staged
+from dips.slave.ports import Released, SourceMoved, Staged
 from dips.slave.shard import Followed, Unfollowed
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, read_prepared

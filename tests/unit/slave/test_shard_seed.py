@@ -9,7 +9,7 @@ from dips.errors import FailedDisk, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PushId
 from dips.protocol.effects import DropPush, KeepSeed, OpenPush, RegisterLater
 from dips.protocol.events import Done
-from dips.slave.moves import Staged
+from dips.slave.ports import Staged
 from tests.unit.slave.shard_rig import WHO, MemoryDisk, ShardRig
 
 FIRST, SECOND = PushId("dips.seed", 1, 1), PushId("dips.seed", 2, 1)

@@ -23,7 +23,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
 from dips.protocol.order import MAX_RANKS
-from dips.slave.moves import PushOver, Released, Staged
+from dips.slave.ports import PushOver, Released, Staged
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, ShardRig
 
 # ---- tombstones and slots --------------------------------------------------------------------------------------------

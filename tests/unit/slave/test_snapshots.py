@@ -19,7 +19,7 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
 from dips.slave.export import export_snapshot
-from dips.slave.snapshot_manifest import MOMENTUM, THETA
+from dips.slave.snapshot_files import MOMENTUM, THETA
 from dips.slave.snapshots import Snapshots
 from tests.damage import flip_bit
 

@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from dips.slave.moves import Staged, Wake
+from dips.slave.ports import Staged, Wake
 from dips.wire.chunks import Range
 from dips.wire.frame import BadFrame
 from tests.unit.slave.test_receiver import PUSH, VALUES, N, ReceiverStory, kinds, name

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dips.study import runner, store
+from dips.study import runner
 
 
 class PoolInPlace:
@@ -37,7 +37,7 @@ class PoolInPlace:
 def compute_in_place(monkeypatch: pytest.MonkeyPatch) -> type[PoolInPlace]:
     """Until the test is over; and only a few files are digested, which is quick."""
     monkeypatch.setattr(runner, "ProcessPoolExecutor", PoolInPlace)
-    monkeypatch.setattr(store, "COMPUTING", ("study",))
-    store.digest_code.cache_clear()
+    monkeypatch.setattr(runner, "COMPUTING", ("study",))
+    runner.digest_code.cache_clear()
     PoolInPlace.computed = 0
     return PoolInPlace

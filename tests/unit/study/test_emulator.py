@@ -13,13 +13,10 @@ from dips.ids import PushId
 from dips.protocol.enums import LayerUnit, MergeRule, StepRule
 from dips.protocol.options import Clip, Options, OuterOptions
 from dips.sim.site import Site
-from dips.study.account import Emulated, GateCount
 from dips.study.baselines import train_data_parallel, train_naive, train_synchronous
-from dips.study.emulator import emulate
-from dips.study.faults import KINDS, Fault
-from dips.study.fleet import Fleet, FleetCluster
-from dips.study.learner import LearnedModel, Recipe
-from dips.study.optimizers import make_optimizers, split_matrices
+from dips.study.emulator import Emulated, GateCount, emulate
+from dips.study.fleet import KINDS, Fault, Fleet, FleetCluster
+from dips.study.learner import LearnedModel, Recipe, make_optimizers, split_matrices
 from tests.unit.study.tiny import TINY, TOKENS, WIDTH, WORDS, build, fleet
 
 STEPS = 96

@@ -17,9 +17,10 @@ from benchmarks import convergence_bad, convergence_rows
 from dips.cli import cli
 from dips.commands.new import read_template
 from dips.errors import ConfigError
-from dips.study import runner, store
+from dips.study import runner
 from dips.study.report import (
     SHOWN,
+    compare_paired,
     compare_row,
     describe_gating,
     list_gating,
@@ -27,11 +28,10 @@ from dips.study.report import (
     losses_of,
     recommend,
     spell_table,
+    student_quantile,
     write_csv,
 )
-from dips.study.runner import StudyResult
-from dips.study.statistics import compare_paired, student_quantile
-from dips.study.store import ResultStore
+from dips.study.runner import ResultStore, StudyResult
 from dips.study.study_file import Study, StudyFile, make_study, read_study
 from tests.unit.study.in_place import PoolInPlace, compute_in_place
 from tests.unit.study.tiny import FACTORY
@@ -59,7 +59,7 @@ def refused(**keys: Any) -> str:
 @pytest.fixture(name="in_place")
 def computed_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PoolInPlace]]:
     yield compute_in_place(monkeypatch)
-    store.digest_code.cache_clear()
+    runner.digest_code.cache_clear()
 
 
 def run(study: Study, directory: Path) -> StudyResult:
@@ -133,8 +133,8 @@ def test_a_study_is_computed_once(in_place: type[PoolInPlace], tmp_path: Path) -
 
 def test_the_code_that_is_digested_is_there() -> None:
     """A file that was renamed would silently be left out."""
-    assert not [name for name in store.COMPUTING if not (store.PACKAGE / name).exists()]
-    assert not store.REPORTING - {path.stem for path in (store.PACKAGE / "study").glob("*.py")}
+    assert not [name for name in runner.COMPUTING if not (runner.PACKAGE / name).exists()]
+    assert not runner.REPORTING - {path.stem for path in (runner.PACKAGE / "study").glob("*.py")}
 
 
 def test_rows_of_equal_settings_are_computed_once(in_place: type[PoolInPlace], tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from dips.commands.history import draw_rounds, shorten_ranges
-from dips.protocol.enums import DurabilityState
-from dips.protocol.moves import RoundState
+from dips.protocol.enums import DurabilityState, RoundState
 from dips.protocol.view import DurabilityView, ProgressView, RangesView, RoundCounts, RoundView, VersionProcessView
 from dips.telemetry.listing import Column, Listing, ListingRow
 from dips.view.terminal import render_status

@@ -14,8 +14,8 @@ from dips.master.meters import RoundMeters
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.view import NewestView, ProgressView, RoundCounts
 from dips.slave import metrics as slave_metrics
-from dips.telemetry import process
-from dips.telemetry.histogram import Histogram
+from dips.telemetry import metrics
+from dips.telemetry.metrics import Histogram
 from dips.view import prometheus
 from tests.unit.view.views import make_cluster, make_run, make_slave
 
@@ -36,7 +36,7 @@ STATUS = {
     ),
     "meters": RoundMeters(),
 }
-ALL = (*prometheus.TABLES, *slave_metrics.TABLES, *agent_metrics.TABLES, *process.TABLES)
+ALL = (*prometheus.TABLES, *slave_metrics.TABLES, *agent_metrics.TABLES, *metrics.TABLES)
 
 
 class Found(Collector):
@@ -95,6 +95,6 @@ def test_names_are_said_once() -> None:
 
 def test_disks_are_looked_at_beside_a_scrape() -> None:
     """What hangs is not waited for longer than LOOK_S; what cannot be looked at is left out."""
-    looks = process.DiskLooks(lambda: {"disks": 1})
+    looks = metrics.DiskLooks(lambda: {"disks": 1})
     assert looks.read_newest() == {"disks": 1}
     looks.close()

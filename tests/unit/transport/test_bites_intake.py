@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.transport.intake import Intake
-from dips.transport.pool import FLOOR_BYTES, Transit
+from dips.transport.intake import FLOOR_BYTES, Intake, Transit
 from dips.wire.chunks import Range
 from dips.wire.frame import Header, Kind
 

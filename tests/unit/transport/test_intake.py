@@ -9,9 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.codecs import UPDATE_BLOCK, Codec
-from dips.transport.credit import FIRST_BYTES, LEAST_BYTES, MOST_BYTES, MOST_CHUNKS, Credit
-from dips.transport.intake import CHUNK_S, LEAST_CHUNK_BYTES, UNIT_CHUNKS, Intake, LinkRate
-from dips.transport.pool import FLOOR_BYTES, Transit
+from dips.transport.intake import (
+    CHUNK_S,
+    FIRST_BYTES,
+    FLOOR_BYTES,
+    LEAST_BYTES,
+    LEAST_CHUNK_BYTES,
+    MOST_BYTES,
+    MOST_CHUNKS,
+    UNIT_CHUNKS,
+    Credit,
+    Intake,
+    LinkRate,
+    Transit,
+)
 from dips.wire.chunks import Range, range_type
 from dips.wire.frame import Header, Kind
 

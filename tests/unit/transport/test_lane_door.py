@@ -10,15 +10,15 @@ import pytest
 import zmq
 
 from dips.telemetry.refusals import refusals_by_reason
-from dips.transport import lane_door
-from dips.transport.lane_door import LaneDoor
+from dips.transport import lane
+from dips.transport.lane import LaneDoor
 
 MOST = 4
 
 
 @pytest.fixture(name="door")
 def small_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaneDoor]:
-    monkeypatch.setattr(lane_door, "ROOM", 2)
+    monkeypatch.setattr(lane, "ROOM", 2)
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)

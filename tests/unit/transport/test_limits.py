@@ -6,8 +6,7 @@ import pytest
 
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport import limits
-from dips.transport.handshakes import PATIENCE_S, HandshakeWatch
-from dips.transport.limits import MASTER_LIMITS, CallLimits, TokenBucket
+from dips.transport.limits import MASTER_LIMITS, PATIENCE_S, CallLimits, HandshakeWatch, TokenBucket
 
 CLUSTERS, SLAVES, HEARTBEAT_S = 1_000, 100, 2.0
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dips.protocol.heartbeats import Transfer, remaining_s
-from dips.transport.rate import HORIZON_S, Rate
+from dips.transport.intake import HORIZON_S, Rate
 
 
 def test_a_rate_follows_the_last_seconds():

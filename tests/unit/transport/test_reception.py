@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from dips.errors import Busy, RemoteProtocolError
-from dips.transport.limits import MASTER_LIMITS
-from dips.transport.reception import Reception
+from dips.transport.limits import MASTER_LIMITS, Reception
 
 FEW = replace(MASTER_LIMITS, peer_connections=2, peer_messages=2, messages=3, message_s=60.0)
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.errors import LocalProtocolError
-from dips.transport.shares import CUT_ITEMS, Piece, Share, deal_pieces
-from dips.wire.chunks import Range
+from dips.wire.chunks import CUT_ITEMS, Piece, Range, Share, deal_pieces
 
 
 def piece(param: int, offset: int, length: int) -> Piece:

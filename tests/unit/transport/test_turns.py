@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.transport.turns import Turns
+from dips.transport.intake import Turns
 
 
 def drained(_: str) -> bool:

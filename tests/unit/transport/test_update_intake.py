@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from dips.codecs import ITEM_BYTES, UPDATE_BLOCK
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.outgoing_pull import cut_updates
-from dips.transport.intake import LEAST_CHUNK_BYTES, Intake
-from dips.transport.pool import Transit
+from dips.slave.sender import cut_updates
+from dips.transport.intake import LEAST_CHUNK_BYTES, Intake, Transit
 from dips.wire import bodies
 from dips.wire.chunks import LayerLayout, Range, range_type
 from dips.wire.frame import Header, Kind

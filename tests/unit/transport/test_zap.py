@@ -8,8 +8,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from dips.transport.curve import new_keys
-from dips.transport.zap import ENDPOINT, KEY_BYTES, ZapHandler
+from dips.transport.curve import ENDPOINT, KEY_BYTES, ZapHandler, new_keys
 
 OURS = new_keys().public
 RAW: bytes = z85.decode(OURS.encode())

@@ -9,9 +9,8 @@ from math import inf, isnan, nan
 import pytest
 
 from dips.ids import PushId, VersionId
-from dips.protocol.enums import DurabilityState, Severity
+from dips.protocol.enums import ClusterState, DurabilityState, Severity, SlaveState
 from dips.protocol.heartbeats import OrderWait, Transfer
-from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.view import ClusterView, DurabilityView, MirrorView, RollbackView, RunView, SlaveView
 from dips.view.judging import Heartbeats, judge_run, read_view, spell_view
 from tests.unit.view.views import CLUSTER, HEARTBEAT_S, SLAVE, make_cluster, make_run, make_slave

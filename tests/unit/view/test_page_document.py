@@ -16,9 +16,7 @@ from dips.protocol.heartbeats import Transfer
 from dips.protocol.records import FoldRow, OutcomeRow
 from dips.protocol.view import DurabilityView, JournalView, LedgerMirrorView, MirrorView, RunView
 from dips.view.page import document
-from dips.view.page.memory import EndedRound, PageMemory
-from dips.view.page.spans import Span, SpanKind
-from dips.view.page.text import MOST_CHARS, clean_text
+from dips.view.page.memory import MOST_CHARS, EndedRound, PageMemory, Span, SpanKind, clean_text
 from dips.view.points import RoundHistory
 from tests.unit.view.views import make_cluster, make_run, make_slave
 

@@ -11,11 +11,9 @@ from dips.protocol.effects import Failed, Note, Reply
 from dips.protocol.enums import OutcomeKind, RoundResult, Severity
 from dips.protocol.events import PROTOCOL, ClusterJoined, PullFinished, Ticked
 from dips.protocol.records import FoldRow, OutcomeRow, RolledBack, RoundEnded, ScoreHistory, VersionCommitted
-from dips.view.page import curves, memory, spans
+from dips.view.page import curves, memory
 from dips.view.page.curves import CurvePoint
-from dips.view.page.events import describe_note
-from dips.view.page.memory import PageMemory
-from dips.view.page.spans import RUN_LANE, SpanBook, SpanKind
+from dips.view.page.memory import RUN_LANE, PageMemory, SpanBook, SpanKind, describe_note
 
 WEST = PushId("west", 1, 3)
 
@@ -112,7 +110,7 @@ def test_everything_is_bounded() -> None:
         see(seen, n + 0.7, RoundEnded(n, RoundResult.UNCHANGED, "", (rejected,), (), 0.0))
     assert len(seen.events) == memory.EVENTS_KEPT and len(seen.rounds) == memory.ROUNDS_KEPT
     assert len(seen.rejections) == memory.REJECTIONS_KEPT
-    assert len(seen.spans.list_spans(0.0)) <= spans.SPANS_KEPT + spans.MOST_OPEN
+    assert len(seen.spans.list_spans(0.0)) <= memory.SPANS_KEPT + memory.MOST_OPEN
     assert len(seen.curves.clusters) == curves.MOST_CURVES
     assert len(seen.curves.run.list_points()) <= curves.MOST_POINTS + curves.RECENT_POINTS
 

@@ -21,8 +21,7 @@ from dips import errors
 from dips.errors import DipsError, treatment_of
 from dips.master.meters import RoundMeters
 from dips.protocol import entities
-from dips.protocol.enums import ClusterCause, RemarkSubject, SlaveCause
-from dips.protocol.moves import ClusterState, SlaveState
+from dips.protocol.enums import ClusterCause, ClusterState, RemarkSubject, SlaveCause, SlaveState
 from dips.protocol.view import (
     ClusterView,
     DurabilityView,
@@ -38,8 +37,7 @@ from dips.telemetry.exits import run_command
 from dips.view import prometheus
 from dips.view.judging import judge_run, read_view, spell_view
 from dips.view.page.document import make_state
-from dips.view.page.events import LINES, describe_note
-from dips.view.page.memory import PageMemory
+from dips.view.page.memory import LINES, PageMemory, describe_note
 from dips.view.terminal import FittedStatus, one_line, render_status
 from tests.simulation.trial import play
 from tests.unit.view.views import HEARTBEAT_S, make_cluster, make_run, make_slave

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from dips.errors import RemoteProtocolError
-from dips.protocol.moves import RoundState
+from dips.protocol.enums import RoundState
 from dips.protocol.view import ProgressView, RangesView, RoundCounts, RoundView, RunView
 from dips.view.judging import read_view
 from dips.view.terminal import format_count, one_line, render_status

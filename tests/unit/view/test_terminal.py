@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from dips.commands.history import draw_rounds
-from dips.protocol.moves import RoundState
+from dips.protocol.enums import RoundState
 from dips.protocol.options import Targets
 from dips.protocol.view import (
     ClusterView,

@@ -6,9 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dips.protocol.enums import Activity, ClusterCause, OutcomeKind, RemarkSubject, SlaveCause, TrainerState
+from dips.protocol.enums import (
+    Activity,
+    ClusterCause,
+    ClusterState,
+    OutcomeKind,
+    RemarkSubject,
+    SlaveCause,
+    SlaveState,
+    TrainerState,
+)
 from dips.protocol.heartbeats import ClusterHeartbeat, Remark, SlaveHeartbeat, Transfer
-from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.view import ClusterView, LastOutcome, MirrorView, RunView, SlaveView
 from dips.view.judging import judge_run
 

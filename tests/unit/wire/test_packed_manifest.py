@@ -8,8 +8,7 @@ import zlib
 import pytest
 
 from benchmarks.large_model import large_shapes
-from dips.client.ipc.encoding import MOST_BYTES, encode_message
-from dips.client.ipc.messages import ManifestSent
+from dips.client.ipc.messages import MOST_BYTES, ManifestSent, encode_message
 from dips.errors import CorruptManifest, RemoteProtocolError
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
 from dips.wire.packed_manifest import pack_manifest, unpack_manifest

@@ -12,7 +12,7 @@ from dips.outer import reference
 from dips.outer.updates import Update
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.quantisers import QUANTISERS
-from dips.slave.outgoing_pull import cut_updates
+from dips.slave.sender import cut_updates
 from dips.wire import bodies
 from dips.wire.chunks import LayerLayout, Range, pulled_range_type, range_type
 from dips.wire.frame import BadFrame

@@ -7,19 +7,20 @@ from random import Random
 from typing import Any, TypeVar
 
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
-from dips.client.agent.actions import (
+from dips.client.agent.core import AgentCore
+from dips.client.agent.membership import build_heartbeat
+from dips.client.agent.pace import Pace
+from dips.client.agent.state import (
     Actions,
+    AgentSettings,
     AskMaster,
     Channel,
+    ClusterIdentity,
     RecordMark,
     SaveIncarnation,
     SendHeartbeat,
     StopTrainer,
 )
-from dips.client.agent.core import AgentCore
-from dips.client.agent.heartbeats import build_heartbeat
-from dips.client.agent.pace import Pace
-from dips.client.agent.state import AgentSettings, ClusterIdentity
 from dips.client.ipc.messages import (
     Answer,
     AskAgain,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dips.client.agent.actions import Channel
+from dips.client.agent.state import Channel
 from dips.client.ipc.messages import (
     AskAgain,
     ErrorReply,

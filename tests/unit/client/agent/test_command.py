@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dips.client.agent import command, restarts
-from dips.client.agent.actions import Actions, RecordMark
-from dips.client.agent.command import END_GRACE_S, CommandRunner
-from dips.client.agent.signals import AgentSignals
+from dips.client.agent import agent, restarts
+from dips.client.agent.agent import END_GRACE_S, CommandRunner
+from dips.client.agent.rank_server import AgentSignals
+from dips.client.agent.state import Actions, RecordMark
 from dips.client.agent.trainer import TrainerProcess
 from tests.unit.client.agent.play import Play
 
@@ -56,7 +56,7 @@ def test_the_default_grace_is_that_of_a_large_checkpoint() -> None:
 
 def test_a_crash_is_told_once_and_as_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch that crashes is one remark. What a process that SIGKILL ended wrote before is not its cause."""
-    monkeypatch.setattr(command, "kill_leftovers", list)  # it would end the other children of pytest
+    monkeypatch.setattr(agent, "kill_leftovers", list)  # it would end the other children of pytest
     monkeypatch.setattr(restarts, "RESTART_PAUSE_S", 0.0)
     told = list[str]()
 

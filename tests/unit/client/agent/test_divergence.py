@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dips.client.agent.divergence import MOST_RESETS
-from dips.client.agent.phases import SyncPhase
+from dips.client.agent.push_pull import MOST_RESETS
+from dips.client.agent.state import SyncPhase
 from dips.client.ipc.messages import AskAgain, ErrorReply, PullMoved, PullNow, PushMoved
 from dips.errors import Diverged, treatment_of
 from dips.protocol.effects import Acknowledged, Committed

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.actions import Channel
-from dips.client.agent.pushes import AGAIN_S
+from dips.client.agent.push_pull import AGAIN_S
 from dips.client.agent.ranges import END_S
-from dips.client.agent.remarks import list_remarks
+from dips.client.agent.state import Channel, list_remarks
 from dips.client.ipc.messages import (
     AskAgain,
     PullMoved,

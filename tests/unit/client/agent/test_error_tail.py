@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dips.client.agent.error_tail import LINE_CHARS, TAIL_BYTES, ErrorTail, find_cause
+from dips.client.agent.trainer import LINE_CHARS, TAIL_BYTES, ErrorTail, find_cause
 
 TORCHRUN = """Traceback (most recent call last):
   File "train.py", line 3, in <module>

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from dips.client.agent.account import PastIncarnation
-from dips.client.agent.actions import Channel
-from dips.client.agent.heartbeats import HEAL_S, build_heartbeat
-from dips.client.agent.phases import SyncPhase
+from dips.client.agent.membership import HEAL_S, build_heartbeat
+from dips.client.agent.state import Channel, SyncPhase
 from dips.client.ipc.messages import (
     AskAgain,
     ErrorReply,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.heartbeats import build_heartbeat
-from dips.client.agent.in_vain import NO_STEP_S
+from dips.client.agent.membership import build_heartbeat
+from dips.client.agent.training import NO_STEP_S
 from dips.client.ipc.messages import ErrorReply, PullMoved, PullNow, PushMoved, Remarked
 from dips.protocol.effects import Acknowledged
 from dips.protocol.enums import OutcomeKind

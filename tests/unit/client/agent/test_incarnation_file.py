@@ -9,7 +9,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
-from dips.client.agent.incarnation_file import FILE, IncarnationFile
+from dips.client.agent.agent import FILE, IncarnationFile
 
 
 def incarnations(directory: Path, run: str = "run", cluster: str = "west") -> IncarnationFile:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dips.client.agent.account import PastIncarnation
-from dips.client.agent.actions import Channel
 from dips.client.agent.membership import TAKEN_TRIES, past_incarnation
+from dips.client.agent.state import Channel
 from dips.client.ipc.messages import (
     AskAgain,
     Detach,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dips.client.agent.heartbeats import build_heartbeat
+from dips.client.agent.membership import build_heartbeat
 from dips.client.ipc.messages import (
     AskAgain,
     PullMoved,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.actions import Channel
+from dips.client.agent.state import Channel
 from dips.client.ipc.messages import (
     AskAgain,
     PullMoved,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.actions import Channel
-from dips.client.agent.heartbeats import build_heartbeat
+from dips.client.agent.membership import build_heartbeat
+from dips.client.agent.state import Channel
 from dips.client.ipc.messages import AskAgain, Over, PullMoved, PullNow, PullWanted, RangesEnded, RangeWanted, TrainOn
 from dips.ids import GENESIS
 from dips.protocol.effects import Acknowledged, Finished, Joined, Refused

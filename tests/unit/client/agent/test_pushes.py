@@ -7,8 +7,7 @@ from math import isnan
 import pytest
 
 from dips.client.agent.account import PastIncarnation
-from dips.client.agent.actions import AskMaster, Channel, SaveIncarnation
-from dips.client.agent.phases import SyncPhase
+from dips.client.agent.state import AskMaster, Channel, SaveIncarnation, SyncPhase
 from dips.client.ipc.messages import (
     AskAgain,
     Attached,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.actions import AskMaster, Channel
-from dips.client.agent.phases import SyncPhase
+from dips.client.agent.state import AskMaster, Channel, SyncPhase
 from dips.client.ipc.messages import RangeWanted
 from dips.errors import UnavailableMaster
 from dips.protocol.effects import Committed, Pending

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.actions import Channel
+from dips.client.agent.state import Channel
 from dips.client.ipc.messages import AskAgain, RangeGiven, RangesEnded, RangeWanted
 from dips.protocol.effects import Finished, Joined, Ranges
 from dips.protocol.enums import ClusterStanding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.heartbeats import build_heartbeat
+from dips.client.agent.membership import build_heartbeat
 from dips.client.agent.restarts import RESTART_PAUSE_S, EndAgent, LaunchCommand, describe_crash
 from dips.client.agent.state import Crash
 from dips.ids import GENESIS

@@ -7,10 +7,9 @@ from random import Random
 import pytest
 
 from dips.client.agent import metrics
+from dips.client.agent.account import CAUSES, RATE_S, Tally
 from dips.client.agent.pace import Pace
-from dips.client.agent.phases import STANDSTILL, SyncPhase
-from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
-from dips.client.agent.tally import CAUSES, RATE_S, Tally
+from dips.client.agent.state import STANDSTILL, AgentSettings, AgentState, ClusterIdentity, SyncPhase
 
 
 def test_time_goes_to_one_cause() -> None:

@@ -7,7 +7,7 @@ from dataclasses import fields
 import msgspec
 import pytest
 
-from dips.client.ipc import encoding
+from dips.client.ipc import messages
 from dips.client.ipc.messages import AskAgain, Attach, LossReported, ManifestSent, Message, PullNow, Remarked, Stepped
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
@@ -19,7 +19,7 @@ GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2))
 
 def nested(field: str, value: object) -> bytes:
     """The body of a PullNow with another value in a field of its grant."""
-    kind, fields = msgspec.msgpack.decode(encoding.encode_message(PullNow(1, 2, GRANT, 0.5))[4:])
+    kind, fields = msgspec.msgpack.decode(messages.encode_message(PullNow(1, 2, GRANT, 0.5))[4:])
     return spell([kind, fields | {"grant": fields["grant"] | {field: value}}])
 
 
@@ -39,9 +39,9 @@ def nested(field: str, value: object) -> bytes:
 )
 def test_a_message_comes_back_equal(message: Message) -> None:
     """What was encoded is decoded to an equal message, nested grants included."""
-    wire = encoding.encode_message(message)
-    assert encoding.body_length(wire[:4]) == len(wire) - 4
-    assert encoding.decode_message(wire[4:]) == message
+    wire = messages.encode_message(message)
+    assert messages.body_length(wire[:4]) == len(wire) - 4
+    assert messages.decode_message(wire[4:]) == message
 
 
 @pytest.mark.parametrize(
@@ -63,32 +63,32 @@ def test_a_message_comes_back_equal(message: Message) -> None:
         nested("base", {"version": 1, "round": 1, "more": 1}),
         nested("base", {"version": 1}),
         nested("slaves", [7]),
-        encoding.encode_message(PullNow(1, 2, GRANT, 0.5))[4:].replace(b"fp32", b"fp31"),
+        messages.encode_message(PullNow(1, 2, GRANT, 0.5))[4:].replace(b"fp32", b"fp31"),
     ],
 )
 def test_anything_else_is_refused(body: bytes) -> None:
     """Foreign bytes, unknown kinds, missing, excess and mistyped fields raise RemoteProtocolError."""
     with pytest.raises(RemoteProtocolError):
-        encoding.decode_message(body)
+        messages.decode_message(body)
 
 
 def test_a_whole_number_passes_for_a_float() -> None:
     """`PullNow(..., 0)` is read as 0.0; a field of another type is its sender's error."""
-    assert encoding.decode_message(encoding.encode_message(PullNow(1, 2, GRANT, 0))[4:]) == PullNow(1, 2, GRANT, 0.0)
+    assert messages.decode_message(messages.encode_message(PullNow(1, 2, GRANT, 0))[4:]) == PullNow(1, 2, GRANT, 0.0)
     with pytest.raises(LocalProtocolError, match=r"Expected `str`, got `int` - at `\$\.reason`"):
-        encoding.encode_message(AskAgain(7))  # type: ignore[arg-type]
+        messages.encode_message(AskAgain(7))  # type: ignore[arg-type]
 
 
 def test_length_is_bounded_both_ways() -> None:
     """A message above 1 MiB is neither sent nor believed."""
     with pytest.raises(RemoteProtocolError, match="claims"):
-        encoding.body_length(encoding.LENGTH.pack(encoding.MOST_BYTES + 1))
+        messages.body_length(messages.LENGTH.pack(messages.MOST_BYTES + 1))
     with pytest.raises(LocalProtocolError, match="ManifestSent takes"):
-        encoding.encode_message(ManifestSent("9", bytes(encoding.MOST_BYTES)))
+        messages.encode_message(ManifestSent("9", bytes(messages.MOST_BYTES)))
 
 
 def test_every_message_is_in_the_table() -> None:
     """Names are unique, and every message has only fields that the codec can read."""
-    assert len(encoding.MESSAGES) == 30
-    for cls in encoding.MESSAGES.values():
+    assert len(messages.MESSAGES) == 30
+    for cls in messages.MESSAGES.values():
         assert all(f.name != "kind" for f in fields(cls))

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dips.client.parallel.arrangement import CUT_ITEMS, choose_transfer_ranks
-from dips.client.parallel.plan import SPREAD_ITEMS, LocalRect, Redistribution, TransferPlan
-from dips.client.parallel.rank_layout import Holding, RankLayout
-from dips.client.parallel.rect import Rect
-from dips.client.parallel.slabs import Slab, cut_slabs
-from dips.client.parallel.ways import SHOWN
+from dips.client.parallel.plan import (
+    CUT_ITEMS,
+    SHOWN,
+    SPREAD_ITEMS,
+    Holding,
+    LocalRect,
+    RankLayout,
+    Redistribution,
+    TransferPlan,
+    choose_transfer_ranks,
+)
+from dips.client.parallel.rect import Rect, Slab, cut_slabs
 from dips.errors import ConfigError
 from dips.protocol.manifest import Manifest
 from dips.wire.chunks import Range

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dips.client.parallel import devices
-from dips.client.parallel.copies import write_pulled
 from dips.client.parallel.devices import DeferredScalar, Device, map_pages, register_pages
-from dips.client.rank import collectives as collectives_module
-from dips.client.rank.collectives import JobCollectives
+from dips.client.parallel.host import write_pulled
+from dips.client.rank import agent_client as collectives_module
+from dips.client.rank.agent_client import JobCollectives
 from tests.unit.client.parallel.late_device import ON_DEVICE
 
 CUDA = torch.device("cuda", 0)

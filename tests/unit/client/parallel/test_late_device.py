@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, host, lay_out, layout
+from dips.client.parallel.adapter import HeldParameter, pair_blocks
 from dips.client.parallel.rect import box_rects
-from dips.client.parallel.seam import HeldParameter, pair_blocks
 from dips.client.parallel.tensors import TorchAdapter
-from dips.transport.shares import Piece
+from dips.wire.chunks import Piece
 from tests.unit.client.parallel.late_device import ON_DEVICE, LateDevice, Meeting, ThreadRanks, run_ranks
 
 RANKS, WIDTH = 4, 16

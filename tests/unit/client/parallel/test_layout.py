@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dips.client.parallel import HostMemory, ModelLayout, lay_out
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError
 
 

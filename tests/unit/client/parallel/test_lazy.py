@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from dips.client.parallel import LazyMemory, lay_out, lazy
-from dips.client.parallel.read_groups import find_read_groups
-from dips.client.rank.collectives import JobCollectives
+from dips.client.parallel.adapter import find_read_groups
+from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError, LocalProtocolError
 
 

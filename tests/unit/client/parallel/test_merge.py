@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from dips.client.parallel import HostMemory, LazyMemory, lay_out
-from dips.client.parallel.blocks import split_rows, split_together
+from dips.client.parallel.blocks import FiniteCheck, find_not_finite, split_rows, split_together
 from dips.client.parallel.devices import Device, find_device
-from dips.client.parallel.finiteness import FiniteCheck, find_not_finite
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 
 BF16 = torch.bfloat16
 

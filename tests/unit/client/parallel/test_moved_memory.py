@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
+from dips.client.parallel.adapter import HeldParameter, TensorBlock, check_devices, is_dtensor
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.seam import HeldParameter, TensorBlock, check_devices
-from dips.client.parallel.torch_types import is_dtensor
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError
 
 BF16 = torch.bfloat16

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.client.parallel.plan import LocalRect, TransferPlan, make_plan
-from dips.client.parallel.rank_layout import Holding, RankLayout
+from dips.client.parallel.plan import Holding, LocalRect, RankLayout, TransferPlan, make_plan
 from dips.client.parallel.rect import Rect, box_rects, cut_flat
 from dips.errors import ConfigError
 

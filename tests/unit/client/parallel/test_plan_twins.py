@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dips.client.parallel.plan import TransferPlan, make_plan
-from dips.client.parallel.rank_layout import Holding, RankLayout
+from dips.client.parallel.plan import Holding, RankLayout, TransferPlan, make_plan
 from dips.client.parallel.rect import Rect, box_rects
 from dips.errors import ConfigError
 from tests.unit.client.parallel.plain_plan import make_plain_plan

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.large_model import large_shapes
-from dips.client.parallel.rank_layout import Holding, RankLayout, gather_layouts
+from dips.client.parallel.plan import Holding, RankLayout, gather_layouts
 from dips.client.parallel.rect import box_rects
 from tests.unit.client.parallel.test_plan_twins import draw_job
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from dips.client.parallel import node_memory
-from dips.client.parallel.plan import LocalRect, Redistribution
-from dips.client.parallel.rank_layout import Holding, RankLayout
+from dips.client.parallel import shard_buffer
+from dips.client.parallel.plan import Holding, LocalRect, RankLayout, Redistribution
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.replicas import SharedShards, find_replicas
+from dips.client.parallel.shard_buffer import SharedShards, find_replicas
 
 WHOLE, LEFT, RIGHT = Rect.flat_run(0, 8), Rect.flat_run(0, 4), Rect.flat_run(4, 4)
 
@@ -54,20 +53,20 @@ def test_what_arrives_for_a_group_travels_once() -> None:
 
 def test_what_is_written_in_one_mapping_is_seen_in_the_other() -> None:
     """Found by process and descriptor; check_layouts.py does it between processes."""
-    pages, pid, descriptor, token = node_memory._make_pages(4096)
-    again = node_memory._open_pages(msgspec.msgpack.encode((pid, descriptor, token)), 4096)
+    pages, pid, descriptor, token = shard_buffer._make_pages(4096)
+    again = shard_buffer._open_pages(msgspec.msgpack.encode((pid, descriptor, token)), 4096)
     assert again is not None
     again[:5] = b"hello"
     assert pages[:5] == b"hello"
-    assert node_memory._open_pages(msgspec.msgpack.encode((pid, descriptor, token)), 8192) is None, "of another size"
+    assert shard_buffer._open_pages(msgspec.msgpack.encode((pid, descriptor, token)), 8192) is None, "of another size"
 
 
 def test_what_is_not_that_memory_is_not_mapped() -> None:
     """Another token, a descriptor that is something else, a process that is gone, no offer."""
-    pages, pid, descriptor, token = node_memory._make_pages(64)
+    pages, pid, descriptor, token = shard_buffer._make_pages(64)
     for offer in ((pid, descriptor, bytes(16)), (pid, 0, token), (pid, 9999, token), (1 << 30, descriptor, token)):
-        assert node_memory._open_pages(msgspec.msgpack.encode(offer), 64) is None
-    assert node_memory._open_pages(b"", 64) is None and len(pages) == 64
+        assert shard_buffer._open_pages(msgspec.msgpack.encode(offer), 64) is None
+    assert shard_buffer._open_pages(b"", 64) is None and len(pages) == 64
 
 
 class SharingRanks:
@@ -87,6 +86,6 @@ def test_a_group_shares_if_all_of_it_can(mapped: bytes, sharing: set[int]) -> No
     """And every rank of the job knows, since what it sends depends on it."""
     private = [msgspec.msgpack.encode([[0, 1]]), msgspec.msgpack.encode([[0, 2]])]
     ranks = SharingRanks(private, [b"offer", b""], [b"\1", mapped])
-    node = node_memory.share_memory(ranks, [(0, 1), (0, 1), (2,)], [], lambda _: 64)  # type: ignore[arg-type]
+    node = shard_buffer.share_memory(ranks, [(0, 1), (0, 1), (2,)], [], lambda _: 64)  # type: ignore[arg-type]
     assert set(node.shards.group_of) == sharing and node.pages is None
     assert [node.shards.shares(0, (0, k)) for k in range(4)] == [bool(sharing), False, False, bool(sharing)]

@@ -9,7 +9,7 @@ from torch import nn
 
 from dips.client.parallel import HostMemory, full_parameters, lay_out
 from dips.client.parallel.model_memory import ModelMemory
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError
 from dips.protocol.grouping import AVERAGED_LAYER, Grouping
 from dips.protocol.manifest import Manifest

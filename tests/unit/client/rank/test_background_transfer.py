@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from dips.client.rank.background_transfer import ThreadedTransfer, TransferThread
-from dips.client.rank.transfer import TransferCancelled
-from dips.client.rank.transfer_types import TransferStats
+from dips.client.rank.shard_transfer import ThreadedTransfer, TransferThread
+from dips.client.rank.transfer import TransferCancelled, TransferStats
 from dips.errors import ConfigError, UnavailableSlave
 
 SEQ = 5

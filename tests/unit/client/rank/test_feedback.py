@@ -8,9 +8,8 @@ import pytest
 from dips.client.rank.feedback import Feedback
 from dips.codecs import Codec
 from dips.ids import GENESIS, VersionId
-from dips.transport.shares import Piece
 from dips.wire import bodies
-from dips.wire.chunks import Range, encode_ranges, split_chunks
+from dips.wire.chunks import Piece, Range, encode_ranges, split_chunks
 from tests.codec_bounds import error_bound
 
 SIZES = ((0, 0, 0, 3000), (0, 1, 512, 700), (3, 0, 0, 1))  # layer, param, offset, length

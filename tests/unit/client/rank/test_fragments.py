@@ -16,17 +16,16 @@ from torch import nn
 
 from dips.client.parallel import HostMemory, lay_out
 from dips.client.rank import transfer
-from dips.client.rank.background_transfer import TransferResult
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.fragments import FragmentGate, cut_fragments
-from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
-from dips.client.rank.transfer_types import TransferIdentity, TransferStats
+from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest, TransferResult
+from dips.client.rank.transfer import TransferIdentity, TransferStats
 from dips.codecs import Codec
 from dips.errors import ConfigError, UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
-from dips.transport.shares import Piece
 from dips.wire import bodies
+from dips.wire.chunks import Piece
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 LAYERS, H, WAIT_S = 3, 4, 5.0

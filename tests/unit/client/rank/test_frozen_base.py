@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.frozen_base import UNKNOWN, digest_frozen
+from dips.client.rank.agent_client import JobCollectives
+from dips.client.rank.model_checks import UNKNOWN, digest_frozen
 
 
 def adapted(seed: int = 0) -> nn.Sequential:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from dips.client.rank import inner_optimizers
-from dips.client.rank.inner_optimizers import UNSEEN_STEPS, InnerOptimizers
+from dips.client.rank import optimizers
+from dips.client.rank.optimizers import UNSEEN_STEPS, InnerOptimizers
 from dips.errors import ConfigError, LocalProtocolError
 
 
@@ -94,7 +94,7 @@ def test_a_step_that_is_captured_is_not_followed(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):  # as torch has one warm up
         step(model, optimizer)
     assert watched.steps == 3
-    monkeypatch.setattr(inner_optimizers, "is_captured", lambda tensors: True)
+    monkeypatch.setattr(optimizers, "is_captured", lambda tensors: True)
     step(model, optimizer)
     assert watched.steps == 0
     watched.follow_steps(optimizer, lambda: None)

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from dips.client.parallel import lay_out
-from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.inner_optimizers import InnerOptimizers
-from dips.client.rank.kept_weights import EVERY, KeptWeights
+from dips.client.rank.agent_client import JobCollectives
+from dips.client.rank.optimizers import EVERY, InnerOptimizers, KeptWeights
 from dips.errors import ConfigError
 
 Parameters = Iterable[nn.Parameter]

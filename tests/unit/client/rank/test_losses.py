@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from dips.client.rank.losses import LossChannel, finite_or_none
+from dips.client.rank.steps import LossChannel, finite_or_none
 
 
 class Ranks:

@@ -14,12 +14,11 @@ import yaml
 from torch import nn
 
 from dips.client import OuterLoop
-from dips.client.ipc import encoding, messages
+from dips.client.ipc import messages
 from dips.client.ipc.messages import Answer, Attached, Noted, PullMoved, PullNow, PushWanted, Stepped, TrainOn
-from dips.client.rank import step_batch, transfer
-from dips.client.rank.background_transfer import EndedTransfer, TransferResult
-from dips.client.rank.shard_transfer import ShardTransfer
-from dips.client.rank.transfer_types import TransferStats
+from dips.client.rank import agent_client, transfer
+from dips.client.rank.shard_transfer import EndedTransfer, ShardTransfer, TransferResult
+from dips.client.rank.transfer import TransferStats
 from dips.dataclass import replace
 from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import VersionId
@@ -48,14 +47,14 @@ class ScriptedAgent:
     def _serve_connection(self) -> None:
         rank, _ = self._server.accept()
         with rank, rank.makefile("rb") as stream:
-            while head := stream.read(encoding.LENGTH.size):
-                message = encoding.decode_message(stream.read(encoding.body_length(head)))
+            while head := stream.read(messages.LENGTH.size):
+                message = messages.decode_message(stream.read(messages.body_length(head)))
                 if isinstance(message, messages.TransferProgress):
-                    rank.sendall(encoding.encode_message(Noted()))
+                    rank.sendall(messages.encode_message(Noted()))
                     continue
                 self.messages.append(message)
                 if not isinstance(message, messages.Notice):
-                    rank.sendall(encoding.encode_message(self._answers.pop(0)))
+                    rank.sendall(messages.encode_message(self._answers.pop(0)))
 
     def join(self) -> None:
         self._thread.join(10)
@@ -127,7 +126,7 @@ def test_fragments_that_cannot_be_are_refused(directory: Path, fragments: int, o
 
 def test_no_message_overtakes_a_step(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fast steps are held back, and go out before a remark, a checkpoint and the end, each in its place."""
-    monkeypatch.setattr(step_batch, "FLUSH_S", 1e6)
+    monkeypatch.setattr(agent_client, "FLUSH_S", 1e6)
     monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
     saved = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0)
     script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1000, 0.25), saved, Noted())

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from dips.client.parallel import HostMemory, lay_out
-from dips.client.parallel.checksum import sum_bits
+from dips.client.parallel.adapter import HeldParameter, pair_blocks
+from dips.client.parallel.blocks import sum_bits
 from dips.client.parallel.rect import box_rects
-from dips.client.parallel.seam import HeldParameter, pair_blocks
 from dips.client.parallel.tensors import TorchAdapter
-from dips.client.rank.replica_check import EVERY, ReplicaCheck
+from dips.client.rank.model_checks import EVERY, ReplicaCheck
 from dips.errors import ConfigError
 from dips.protocol.grouping import Grouping
 from tests.unit.client.parallel.late_device import LateDevice, Meeting, ThreadRanks, run_ranks
@@ -117,7 +117,7 @@ def test_what_16_bits_round_is_no_difference_of_models(
 
     raised = []
     monkeypatch.setattr(
-        "dips.client.rank.replica_check.ConfigError", lambda text: raised.append(text) or ConfigError(text)
+        "dips.client.rank.model_checks.ConfigError", lambda text: raised.append(text) or ConfigError(text)
     )
     assert run(change, dtype=dtype)[0].startswith(
         "ranks hold different values as replicas of norm (ranks 0 and 1: 0.0032"

@@ -11,9 +11,9 @@ from torch import nn
 
 from dips.client.parallel import HostMemory, LazyMemory, lay_out
 from dips.client.rank import transfer
-from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
-from dips.client.rank.transfer_types import TransferIdentity, TransferStats
+from dips.client.rank.transfer import TransferIdentity, TransferStats
 from dips.codecs import Codec
 from dips.errors import UnavailableSlave
 from dips.ids import GENESIS, VersionId

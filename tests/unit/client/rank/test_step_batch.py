@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from dips.client.ipc.messages import Stepped
-from dips.client.rank.step_batch import FLUSH_S, LATEST_S, StepBatch
+from dips.client.rank.agent_client import FLUSH_S, LATEST_S, StepBatch
 from dips.protocol.data import BegunRange
 
 

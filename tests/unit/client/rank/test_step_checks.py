@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dips.client.rank.step_checks import StepChecks
+from dips.client.rank.steps import StepChecks
 
 
 def lone() -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dips.client.ipc.messages import Stepped
-from dips.client.rank import step_reports
+from dips.client.rank import steps
 from dips.client.rank.outer_state import OuterState
-from dips.client.rank.step_reports import MOST_WAITING, StepReports
+from dips.client.rank.steps import MOST_WAITING, StepReports
 
 
 class LateLoss:
@@ -38,8 +38,8 @@ class ReportRank:
 
 
 def make(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[StepReports, ReportAgent]:
-    monkeypatch.setattr(step_reports, "is_deferred", lambda loss: isinstance(loss, LateLoss))
-    monkeypatch.setattr(step_reports, "DeferredScalar", lambda loss: loss)
+    monkeypatch.setattr(steps, "is_deferred", lambda loss: isinstance(loss, LateLoss))
+    monkeypatch.setattr(steps, "DeferredScalar", lambda loss: loss)
     agent = ReportAgent()
     reports = StepReports(OuterState(1, 0.0), ReportRank(rank), agent, pipelined=False)  # type: ignore[arg-type]
     return reports, agent

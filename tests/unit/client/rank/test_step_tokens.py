@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dips.client.ipc.messages import TokensCounted
-from dips.client.rank import step_tokens
+from dips.client.rank import steps
 from dips.client.rank.outer_state import OuterState
-from dips.client.rank.step_tokens import StepTokens
+from dips.client.rank.steps import StepTokens
 from dips.errors import LocalProtocolError
 
 
@@ -112,9 +112,9 @@ def test_what_is_no_number_of_tokens_is_named(given: Any) -> None:
 @pytest.mark.parametrize("local", [False, True])
 def test_a_number_on_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, local: bool) -> None:
     """(labels != -100).sum() in every step: read once, at the next look, though it is overwritten by then."""
-    monkeypatch.setattr(step_tokens, "is_deferred", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(steps, "is_deferred", lambda value: isinstance(value, torch.Tensor))
     read: list[Any] = []
-    monkeypatch.setattr(step_tokens, "read_count", lambda name, value: read.append(value) or int(value))
+    monkeypatch.setattr(steps, "read_count", lambda name, value: read.append(value) or int(value))
     tokens, agent, _ = make(0, (1, 2) if local else (10, 10), local)
     held = torch.tensor(3)
     for number in (3, 7):

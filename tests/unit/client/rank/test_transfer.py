@@ -14,8 +14,7 @@ import pytest
 import xxhash
 import zmq
 
-from dips.client.rank.transfer import Piece, TransferIdentity, pull_pieces, push_pieces
-from dips.client.rank.transfer_loop import BATCH, FLUSH_MS, TransferLoop
+from dips.client.rank.transfer import BATCH, FLUSH_MS, Piece, TransferIdentity, TransferLoop, pull_pieces, push_pieces
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.transport.stream import Stream

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from dips.client.rank.undo_watch import UndoWatch
+from dips.client.rank.optimizers import UndoWatch
 from dips.errors import ConfigError
 
 H = 5

@@ -1,0 +1,174 @@
+"""Files of a daemon: durable, readable by its user only, held by one process, and seen to change."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dips.errors import ConfigError
+
+# ---- fsync ----------------------------------------------------------------------------------------------------------
+# Makes changes to a file system durable, so that they survive a power cut.
+
+
+def sync_path(path: Path) -> None:
+    """Make a file, or a directory's list of files, durable: a new file is durable only after its directory is
+    synced.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents, each made durable in its parent; an existing directory is fine."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_path(path.parent)
+
+
+@contextmanager
+def write_aside(output: Path) -> Iterator[Path]:
+    """Yield a path beside `output` to write to and make durable; it is renamed to `output` if the block succeeds."""
+    aside = output.with_name(f".unfinished-{output.name}")
+    try:
+        make_directory(output.parent)
+        yield aside
+        aside.rename(output)
+        sync_path(output.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, content: bytes, aside: Path) -> None:
+    """Replace a file with new content, written to `aside` in the same directory; durable on return."""
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+    sync_path(path.parent)
+
+
+# ---- private files --------------------------------------------------------------------------------------------------
+# File permissions: all files of a daemon are readable by its user only: ledger, journal, snapshots, logs, sockets.
+#
+# The training command and `master.on_version` run with the umask that this process was started with.
+
+
+PRIVATE_MASK = 0o077
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_given = -1  # the umask at the start of this process; -1: it was not changed, as in subprocess
+
+
+def keep_files_private() -> None:
+    """Create new files as 0600 and directories as 0700 from now on; call it once, at the start of a process."""
+    global _given
+    before = os.umask(PRIVATE_MASK)
+    _given = before if _given == -1 else _given
+
+
+def umask_given() -> int:
+    """Return the umask for processes that are not ours, as `subprocess.Popen(umask=…)` takes it."""
+    return _given
+
+
+def make_private_directory(path: Path, key: str) -> None:
+    """Make a directory, or remove the permissions of others. Raises ConfigError if it is another user's and
+    world-writable.
+
+    The group keeps its permissions in directories of other users: Kubernetes gives volumes to a group (fsGroup).
+    """
+    make_directory(path)
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid == os.geteuid():
+        if mode & _OTHERS:
+            path.chmod(mode & ~_OTHERS)
+    elif mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{key}: everybody on this machine may write in {path} (mode {mode:o}), another user's: chmod o-rwx it"
+        )
+
+
+def require_private(path: Path, key: str) -> None:
+    """Raise ConfigError if others can read this secret. The group may: Kubernetes mounts Secrets as 0440 with
+    fsGroup.
+    """
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & stat.S_IRWXO:
+        raise ConfigError(f"{key}: {path} can be read by everybody on this machine (mode {mode:o}): chmod 600 it")
+
+
+# ---- pidlock --------------------------------------------------------------------------------------------------------
+# A lock file that one process holds while it runs, with the process's id in it.
+#
+# The kernel releases the lock when the process dies for any reason; the file stays and has no meaning by itself.
+
+
+UNKNOWN = "unknown"  # the holder has not written its pid yet
+
+
+class PidLock:
+    """A lock that is held from construction to `close`."""
+
+    def __init__(self, path: Path, *, busy: str, advice: str) -> None:
+        """Take the lock. Raises ConfigError with `busy`, the holder and `advice` if it is held, OSError if it cannot be
+        opened.
+        """
+        self._file = path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.seek(0)
+            pid = self._file.read().strip() or UNKNOWN
+            self._file.close()
+            raise ConfigError(f"{busy} (pid {pid}): {advice}") from error
+        except OSError:
+            self._file.close()
+            raise
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        self._file.close()
+
+
+def lock_holder(path: Path) -> str:
+    """Return the pid in a held lock file, UNKNOWN if it is not written yet; empty if the lock is not held."""
+    try:
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or UNKNOWN
+    except FileNotFoundError:
+        pass  # never taken
+    return ""
+
+
+# ---- file stamps ----------------------------------------------------------------------------------------------------
+# Detection of changes to a file that is checked regularly: one stamp, for configurations and certificates.
+
+
+FileStamp = tuple[int, int, int]
+
+
+def stamp_file(path: Path) -> FileStamp:
+    """Return a value that changes with the file, also if a link is redirected (a ConfigMap); a missing file has a
+    stamp, too.
+    """
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):  # ValueError: a name with a NUL
+        return 0, 0, 0
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
