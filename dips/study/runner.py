@@ -39,7 +39,7 @@ COMPUTING = (
     "outer_step.py", "protocol", "outer", "sim", "client/agent", "client/rank/feedback.py", "slave", "codecs.py",
     "quantisers.py", "wire/bodies.py", "data/steps.py", "demo/data.py", "demo/model.py", "study",
 )  # fmt: skip
-REPORTING = frozenset({"store", "runner", "report", "statistics", "drawing", "study_file", "settings"})
+REPORTING = frozenset({"runner", "report", "study_file"})
 
 
 class ResultStore:

@@ -141,10 +141,10 @@ def test_check_and_config_show_say_json(files: FilesToCheck) -> None:
     files.check()
     good, bad = ("--config", str(files.run_file)), ("--config", str(files.cluster_file))
     said = json.loads(type_words("check", *good, "--json"))
-    assert said["ok"] and {tuple(row) for row in said["rows"]} == {("what", "verdict", "seen", "remedy")}
+    assert said["ok"] and {tuple(row) for row in said["rows"]} == {("what", "verdict", "seen", "remedy", "silent")}
     files.cluster_file.write_text("cluster: west\n")
-    assert not json.loads(type_words("check", *good, *bad, "--json", code=1))["ok"]
-    assert "FAIL" in type_words("check", *bad, code=1)
+    assert not json.loads(type_words("check", *good, *bad, "--json", code=78))["ok"]
+    assert "FAIL" in type_words("check", *bad, code=78)
     assert json.loads(type_words("config", "show", good[1]))["master"]["timing"]["heartbeat_s"] == 2.0
 
 
@@ -157,7 +157,7 @@ def test_peers_are_asked_for_a_cluster_file_by_itself(files: FilesToCheck) -> No
         CliRunner().invoke(cli.cli, ["check", *run, *cluster, "--model", "m"], catch_exceptions=False)
     files.cluster["master"] = NOBODY
     files.check()
-    said = type_words("check", *cluster, code=1)
+    said = type_words("check", *cluster, code=69)
     assert f"{files.cluster_file}: master: the master at {NOBODY} cannot be reached" in said
 
 
@@ -243,22 +243,22 @@ def test_a_shell_completes_names_of_the_run_file(files: FilesToCheck) -> None:
 def test_a_clusters_check_looks_at_the_agents_certificate(files: FilesToCheck) -> None:
     """Missing, and then there; plain text is a note."""
     files.cluster["master"] = NOBODY
-    assert "certificates: none: plain text on loopback" in check_cluster(files)
+    assert "certificates: none: plain text on loopback" in check_cluster(files, 69)
     enrolled = files.secure()
-    missing = check_cluster(files)
+    missing = check_cluster(files, 78)
     assert (
         "west.cluster.crt cannot be read" in missing
         and "none was asked" in missing
         and "cannot be reached" not in missing
     )
     enrolled.enroll("west", PeerRole.CLUSTER)
-    there = check_cluster(files)
+    there = check_cluster(files, 69)
     assert "west.cluster.crt is valid until " in there and f"the master at {NOBODY} cannot be reached" in there
 
 
-def check_cluster(files: FilesToCheck) -> str:
+def check_cluster(files: FilesToCheck, code: int) -> str:
     files.check()
-    return type_words("check", "--config", str(files.cluster_file), code=1)
+    return type_words("check", "--config", str(files.cluster_file), code=code)
 
 
 def test_certificates_are_shown_as_json(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_check_keeps_paths_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     content: dict[str, Any] = {"shared": {"run": RUN}, "cluster": "west", "master": NOBODY, "directory": str(directory)}
     content |= {"tls": False, "socket": "/tmp/short.sock"}  # never made
     (file := tmp_path / "west.yaml").write_text(yaml.safe_dump(content))
-    said = type_words("check", "--config", str(file), code=1)
+    said = type_words("check", "--config", str(file), code=69)
     assert str(directory) in said
     assert f"FAIL  {file}: master: the master at {NOBODY} cannot be reached" in said
     assert "\n      start the master, or correct the key `master`" in said

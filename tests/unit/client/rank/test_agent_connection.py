@@ -24,7 +24,9 @@ TOKEN = b"0123456789abcdef"
 
 
 def cluster(**keys: object) -> ClusterFile:
-    return ClusterFile(shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", directory=Path("/d"), **keys)
+    return ClusterFile(
+        shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", directory=Path("/d"), tls=False, **keys
+    )
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class Transfers:
 
 def make(agent: AgentScript, transfers: Transfers, overlap: str = "none") -> SimpleNamespace:
     config = ClusterFile(
-        shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", directory=Path("/d"), overlap=overlap
+        shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", directory=Path("/d"), tls=False, overlap=overlap
     )
     state = OuterState(attempt=3, progress=0.0, version=GENESIS)
     steps = OuterSteps(config, state, agent, transfers)  # type: ignore[arg-type]
