@@ -32,9 +32,7 @@ class CheckFinding:
     verdict: str
     seen: str
     remedy: str = ""
-    silent: bool = (
-        False  # a peer does not answer, which may pass; otherwise something is configured wrongly
-    )
+    silent: bool = False  # a peer does not answer, which may pass; otherwise something is configured wrongly
 
     def __str__(self) -> str:
         """Format it on one line, the remedy below; not as a table, so that paths and addresses stay whole for
