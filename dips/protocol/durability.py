@@ -32,9 +32,9 @@ from dips.protocol.run_state import RunState
 # a newer one, so a lost disk costs no more than its mirror's lag. A mirror that fails, or whose slave is away, does not
 # delay the others; no mirror delays a round.
 #
-# Unknown contents are not empty contents. If a slave's process could not list its mirror yet, the last report to this
-# master holds; without one, every version that the ledger has not retired may be in the mirror, since a former master
-# kept it for that, and stays.
+# Unknown contents are not empty contents. While a slave's process has not listed its mirror, every version that the
+# ledger had not retired when that process came may be in it, and stays: a former master kept it for that, or the
+# process before copied it and was not heard any more.
 
 
 def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
@@ -53,10 +53,12 @@ def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
     advance_target(run)
 
 
-def note_report(run: RunState, slave: Slave, report: MirrorReport | None) -> None:
-    """Record the report of a slave's mirror; None: it has no mirror."""
+def note_report(run: RunState, slave: Slave, report: MirrorReport | None, anew: bool = False) -> None:
+    """Record the report of a slave's mirror; None: it has no mirror. `anew`: from a process that had not reported."""
     if report is not None and report.unknown:
-        last = slave.mirror or replace(report, held=tuple(v for v in run.versions if _is_kept(run, v)))
+        last = slave.mirror
+        if last is None or anew:
+            last = replace(report, held=tuple(v for v in run.versions if _is_kept(run, v)))
         report = replace(last, reason=report.reason)
     slave.mirror = report
     run.roster.perhaps_behind[slave.name] = None

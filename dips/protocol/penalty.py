@@ -448,7 +448,7 @@ class Penalty:
             return replace(row, quarantined=True)  # no warm-up makes a direction, a loss, a replay or a norm of 0 usual
         others = picture.norms.median_without(row)
         is_world = others is None or picture.most_are_gated or picture.is_alone(row.cluster)
-        if is_world and self._is_joiner(row):
+        if is_world and verdict.norm > 0 and self._is_joiner(row):  # a push without tokens has no norm to believe
             most = longest_step(self._genesis_norm, verdict.evidence.inner_steps)
             return believe_world(row, min(verdict.norm, most), self._options)
         if others is None or is_world or verdict.norm < 2 * others:

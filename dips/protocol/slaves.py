@@ -54,7 +54,7 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
         run.reply_to(event.req, Failed(StaleTerm if leave.code == EXIT_STALE else StaleVersion, leave.reason))
         run.out.append(leave)
         return
-    durability.note_report(run, slave, event.mirror)
+    durability.note_report(run, slave, event.mirror, anew=slave.nonce != event.nonce)
     came = "its process is a new one" if slave.nonce != event.nonce else "it registered again"
     lose_slave(run, slave, SlaveCause.REGISTERS, came)
     _give_incarnation(run, slave, event)

@@ -233,7 +233,7 @@ class PenaltyReference:
                 most = min(norm, self.genesis_norm / sqrt(max(1, inner_steps)))
                 anew = replace(anew, last_norm=max(row.last_norm, most), accepted=max(2, row.accepted))
                 anew = replace(anew, reference=max(row.reference, most))
-            elif self._is_young(row) and decided.reference != anew.reference:
+            elif self._is_young(row) and (decided.reference != anew.reference or decided.accepted != row.accepted):
                 anew = replace(anew, reference=max(row.reference, norm), accepted=max(2, row.accepted))
             row = anew if decided.gated_in_a_row == 0 else kept
         self.rows[cluster] = row

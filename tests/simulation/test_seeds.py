@@ -30,6 +30,9 @@ CROSSED = {  # the same, with the crossings
     "clusters followed the term of a ledger that no slave had proven, and never heard its successor": (500,),
     "a slave's mirror offered a copy that was found rotten": (20052,),
     "a ledger that was restored beside a WAL was lost again": (237, 391),
+    "what a process copied to its mirror before it fell silent was not counted as being there": (54997, 56808),
+    "a push without tokens was the third that was gated, and its norm of 0 was believed to be usual": (58170,),
+    "the reference did not see that a joiner's norm was believed, since a larger one was known": (56763,),
 }
 
 SWARM = {  # what 10,000 of the swarm found; but for the last, each too narrow an expectation of the simulated world

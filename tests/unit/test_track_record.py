@@ -11,7 +11,7 @@ import pytest
 
 from tests.mutants.tables import MUTANTS
 from tests.simulation.sabotage import SABOTAGES
-from tests.simulation.test_seeds import CROSSED, FOUND
+from tests.simulation.test_seeds import CROSSED, FOUND, SWARM
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/track-record.md").read_text()
@@ -42,7 +42,7 @@ def is_there(finder: str) -> bool:
     if kind == "sabotage":
         return name in SABOTAGES
     if kind == "seed":
-        return int(name) in sum((*FOUND.values(), *CROSSED.values()), ())
+        return int(name) in sum((*FOUND.values(), *CROSSED.values(), *SWARM.values()), ())
     file, _, test = finder.partition("::")
     path = ROOT / file
     if not file.startswith("tests/") or not path.is_file():

@@ -65,18 +65,21 @@ def two_versions(options: Options = OPTIONS) -> tuple[ScriptedRun, VersionId]:
     return run, held
 
 
-def test_a_process_that_cannot_list_its_mirror_leaves_the_last_word() -> None:
-    """Its slave starts again while the mirror is away: the version that lies there stays, until it has been listed."""
+def test_a_process_that_cannot_list_its_mirror_keeps_what_may_be_there() -> None:
+    """A slave starts again while its mirror is away: what may lie there stays, until it has been listed.
+
+    That is what was reported last, and what the process before may have copied and reported no more.
+    """
     run, held = two_versions()
     told(run, held, reason=AWAY)
     head = make_version(run)
     register_again(run, (held, head), ev.MirrorReport((), AWAY, unknown=True))
     newer = [make_version(run) for _ in range(4)]
-    assert held not in retired(run) and newer[0] in retired(run)
-    assert run.view.slaves["s"].mirror.version == str(held)
+    assert not {held, head} & retired(run) and newer[0] in retired(run)
+    assert run.view.slaves["s"].mirror.version is None
     told(run)
     make_version(run)
-    assert held in retired(run), "it was listed: nothing lies there"
+    assert {held, head} <= retired(run), "it was listed: nothing lies there"
 
 
 def lagging(reason: str = "", options: Options = OPTIONS) -> tuple[ScriptedRun, VersionId]:
