@@ -53,7 +53,7 @@ def rda(vectors: Sequence[Numbers], weights: Sequence[float]) -> Numbers:
 
 
 def edit(vectors: Sequence[Numbers], gs: Sequence[float]) -> Numbers:
-    """EDiT's equation 2 and 3: softmax(−G). Beside a first G of thousands all usual ones count alike, as fp32 has them."""
+    """EDiT's equation 2 and 3: softmax(−G). Beside a first G of thousands all usual ones count alike."""
     raised = [exp(max(-60.0, min(gs[0] - g, 60.0))) for g in gs]
     return combine(vectors, [x / sum(raised) for x in raised])
 
