@@ -193,7 +193,7 @@ class HeldThetas:
 # pin ended.
 #
 # Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
-# ones takes the place of θ′ until its readers have moved (versions.py); until then `prepare_version` is Busy
+# ones takes the place of θ′ until its readers have moved; until then `prepare_version` is Busy
 # (docs/rationale.md#19).
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from dips.errors import LocalProtocolError
 
 # ---- enums ----------------------------------------------------------------------------------------------------------
-# All enums that decisions depend on; states and their legal moves are in enums.py.
+# All enums that decisions depend on; states and their legal moves stand below.
 #
 # On the wire, in the ledger and in the journal a member is written as its value; a value from outside is converted
 # where it is read, or refused there.

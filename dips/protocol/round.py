@@ -217,8 +217,8 @@ def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> StepRound:
 # A round: collect, measure, gate, fold, close, apply, persist (docs/protocol.md#messages rows 9 to 14).
 #
 # Pushes are measured and folded one after another in the order of their commits, so that every slave adds in the same
-# order and the ledger's order replays bit for bit. window.py decides when the window opens and closes, round.py
-# ends the round for its clusters: with a commit, or with a skip if anything breaks the round before its row.
+# order and the ledger's order replays bit for bit. window.py decides when the window opens and closes; the
+# settlement ends the round for its clusters: with a commit, or with a skip if anything breaks the round before its row.
 
 
 PUSH_DIGESTS = 1 << 53  # a push's digest is the sum of its slaves' digests modulo this

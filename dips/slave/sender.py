@@ -198,7 +198,7 @@ def cut_updates(layout: LayerLayout, updates: tuple[Update, ...], chunk: Range) 
 # The sender of pulls: admits ranks, sends the chunks that they ask for, and releases a source when it is no longer
 # read.
 #
-# A rank asks (WANT), a stage computes the checksum (or an earlier pull did, sender.py), the lane sends the bytes
+# A rank asks (WANT), a stage computes the checksum (or an earlier pull did: Checksums), the lane sends the bytes
 # straight from the source. A source is released once: when the pull is closed or stalled, and no job and no tracker of
 # libzmq holds a byte of it. A pull stalls while a rank does not take the chunks that it asked for; a pull that is not
 # asked for chunks waits (the master closes one that leads nowhere). A source is never released at the moment of sending

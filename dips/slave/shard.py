@@ -40,7 +40,7 @@ from dips.slave.ports import Arrays, Disk, DiskWork, Flow, FlowEvent, Read, Shar
 #
 # What must stay true: a version is served only after its Commit; an order that fails half-way poisons its round, and
 # then only Abort is legal. The first order of a later round proves that the former one ended without a row (its Abort
-# was lost): presumed abort. Synchronous; it does not know fences and repetitions (shard.py).
+# was lost): presumed abort. Synchronous; it does not know fences and repetitions (Shard).
 #
 # `ShardSnapshots` tracks the shard's disk work meanwhile. Disk space for a snapshot is reserved before anything is
 # computed, and released when its version will not be written. While a version is written on another thread, its θ and m
@@ -267,7 +267,7 @@ class ShardSnapshots:
 # the simulation the simulated world. What must stay true: an order is carried out once however often it comes; an order
 # with an old term, incarnation, round or seq changes nothing; a version is served only after its Commit; an order that
 # fails half-way poisons its round, and then only Abort is legal. It does not know how bytes move (Flow) or are kept
-# (Disk). The rounds are in shard.py, the pushes and pulls in open_transfers.py.
+# (Disk). The rounds are in ShardRound, the pushes and pulls in open_transfers.py.
 #
 # The first order of a later round proves that the former one ended without a row (its Abort was lost): presumed abort.
 

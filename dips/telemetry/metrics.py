@@ -48,8 +48,8 @@ class Histogram:
 # ---- metrics --------------------------------------------------------------------------------------------------------
 # Prometheus metrics, read from a daemon's state at each scrape, so that no number is kept twice.
 #
-# Tables map numbers to metrics: those of the master, the slave and the agent are beside these, those of every daemon in
-# metrics.py. docs/guides/metrics.md lists all metrics. Labels are names of clusters and slaves, whose number is bounded
+# Tables map numbers to metrics: those of the master, the slave and the agent are beside these, those of every daemon
+# below. docs/guides/metrics.md lists all metrics. Labels are names of clusters and slaves, whose number is bounded
 # by the run, and constants of the code; versions and texts are never labels. Units are bytes and seconds, as the names'
 # endings say.
 

@@ -15,7 +15,7 @@ from dips.dataclass import dataclass
 #
 # They are in memory only. The lanes' public key is sent in Register and Grant, so a rank knows its server, and frames
 # can be neither read nor altered on the way; the ranks' keys are sent in RequestPush and RequestPull and on to the
-# slaves, so a lane knows its clients (curve.py). All of these messages use mutual TLS. A lane with a key refuses peers
+# slaves, so a lane knows its clients. All of these messages use mutual TLS. A lane with a key refuses peers
 # without encryption. Keys here are in Z85, 40 characters; without a key a lane is not encrypted.
 
 

@@ -287,7 +287,7 @@ LEAVE_S = 3.0  # for telling a master, which may be down, that this cluster leav
 
 
 class MasterPort(Protocol):
-    """The calls to the master that the agent needs; see agent.py."""
+    """The calls to the master that the agent needs."""
 
     async def ask_master(self, event: object) -> Result: ...
 

@@ -18,8 +18,7 @@ from dips.protocol.effects import Grant, ManifestWanted
 # The messages between the agent and rank 0 of its training job.
 #
 # Rank 0 asks; the agent answers at once, or after at most `poll_s` with AskAgain: then the question is repeated. A
-# notice has no answer. Messages carry their attempt (given in Attached): those of an older one change nothing. See
-# messages.py.
+# notice has no answer. Messages carry their attempt (given in Attached): those of an older one change nothing.
 
 
 @dataclass(frozen=True, slots=True)

@@ -608,7 +608,7 @@ class HostMemory:
         return self._remainders.part_for(layer, rect, self._blocks)
 
     def _add_remainders(self, layer: int) -> None:
-        """Add the rounding errors of the last install to the pieces read from the model (host.py)."""
+        """Add the rounding errors of the last install to the pieces read from the model."""
         if not self._remainders.any:
             return
         for source, target in self._plan.gather[layer].local:

@@ -95,7 +95,7 @@ def _count_expert_ranks() -> int:
 # Megatron-core: tensor, pipeline (virtual stages too) and expert parallel, tied embeddings, distributed optimizer.
 #
 # Names are those of the model on one rank: the number of a layer counts over all stages, on any rank and chunk, the
-# number of an expert over all ranks of its group (megatron.py), and a tied output layer has the name of the
+# number of an expert over all ranks of its group, and a tied output layer has the name of the
 # embedding, so it is pushed once and both copies are written. Experts are cut by their own tensor parallelism.
 #
 # A push takes the fp32 masters of Megatron's optimizers: with the distributed optimizer each data-parallel rank holds a

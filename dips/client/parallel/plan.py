@@ -354,7 +354,7 @@ class ParameterWays:
 # If the job has more ranks than may move bytes (`max_transfer_ranks`), the others exchange their ranges with a transfer
 # rank on their host in the same way.
 #
-# A rank analyses each arrangement once (plan.py), then each parameter, and there only the parts that it holds
+# A rank analyses each arrangement once, then each parameter, and there only the parts that it holds
 # itself or that decide which rank moves them.
 #
 # Must stay true: over all ranks the pieces cover every parameter exactly once, and both ends of an exchange list its

@@ -262,7 +262,7 @@ def _open_pages(offer: bytes, nbytes: int) -> mmap.mmap | None:
 
 
 # ---- shard buffer ---------------------------------------------------------------------------------------------------
-# The host memory of a rank's shard and pieces, and the places in it (shard_buffer.py).
+# The host memory of a rank's shard and pieces, and the places in it.
 #
 # Two buffers: one for this rank alone, and one shared by the ranks of its host that hold the same parts.
 

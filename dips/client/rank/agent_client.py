@@ -356,7 +356,7 @@ class JobCollectives:
 # (docs/rationale.md#25).
 #
 # `ask_agent` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective outlasts a poll.
-# Inner steps may be held back briefly (agent_client.py); no other message overtakes them. If a script pauses, a thread
+# Inner steps may be held back briefly (StepBatch); no other message overtakes them. If a script pauses, a thread
 # of rank 0 sends the steps that are held.
 
 

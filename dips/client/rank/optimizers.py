@@ -181,7 +181,8 @@ def _holds_nan(buffer: torch.Tensor) -> bool:
 #                         pushed are not the weights that would be evaluated
 #
 # A sample of each kind of tensor in the state of torch's optimizers is compared before the first push and regularly
-# later, since much of the state is made in some later step. Copies that an optimizer keeps elsewhere: optimizers.py.
+# later, since much of the state is made in some later step. Copies kept elsewhere are seen by what
+# they undo (UndoWatch).
 
 
 EARLY, EVERY = 2, 16  # pushes that are checked: the first two, then every 16th

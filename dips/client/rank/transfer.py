@@ -184,7 +184,7 @@ def _count_open(ends: tuple[int, ...], gate: FragmentGate) -> int:
 # The loop of one rank's transfer in either direction: streams, their reconnects, and a stage for the heavy work.
 #
 # The calling thread owns everything but the stage, a thread that checksums and copies chunks if cores are available.
-# The directions handle the frames (transfer.py): a push sends the chunks that slaves ask for, a pull asks and receives.
+# The directions handle the frames: a push sends the chunks that slaves ask for, a pull asks and receives.
 # No torch here.
 
 
