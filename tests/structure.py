@@ -39,8 +39,8 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class ReaderTask:
-    """A task of a newcomer: what it passes or changes, in order, and how many files that should be at most."""
+class Walk:
+    """A newcomer's walk through a task: what it passes or changes, in order, and how many files that should be at most."""
 
     goal: int
     stations: str  # names of classes and functions, `module.name` where one is not unique; or paths
@@ -63,17 +63,15 @@ ONE_PUSH_AND_PULL = """
     on_pull_moved on_pull_finished Sender OutgoingPull HeldThetas ShardBlocks
 """
 TASKS = {
-    "one push and pull": ReaderTask(45, ONE_PUSH_AND_PULL),
-    "a stateless gate": ReaderTask(3, "GateName GATES judge_replay"),
-    "a gate that remembers": ReaderTask(6, "GateName GATES judge_loss PenaltyRow move_loss dips/master/schema.py"),
-    "a codec": ReaderTask(3, "dips/codecs.py dips/quantisers.py tests/codec_bounds.py"),
-    "where a pull's bytes reach a parameter": ReaderTask(4, "OuterSteps ShardTransfer HostMemory PullTransfer"),
-    "why gated": ReaderTask(2, "judge_norm Penalty"),
-    "a metric of a slave's own": ReaderTask(2, "dips/slave/metrics.py dips/slave/app.py"),
-    "a metric that the master shows": ReaderTask(
-        5, "protos/dips/v1/slave.proto SlaveHeartbeat Meters prometheus.TABLES"
-    ),
-    "a parallel layout": ReaderTask(5, "Adapter choose_adapter Rect TransferPlan TorchAdapter"),
+    "one push and pull": Walk(45, ONE_PUSH_AND_PULL),
+    "a stateless gate": Walk(3, "GateName GATES judge_replay"),
+    "a gate that remembers": Walk(6, "GateName GATES judge_loss PenaltyRow move_loss dips/master/schema.py"),
+    "a codec": Walk(3, "dips/codecs.py dips/quantisers.py tests/codec_bounds.py"),
+    "where a pull's bytes reach a parameter": Walk(4, "OuterSteps ShardTransfer HostMemory PullTransfer"),
+    "why gated": Walk(2, "judge_norm Penalty"),
+    "a metric of a slave's own": Walk(2, "dips/slave/metrics.py dips/slave/app.py"),
+    "a metric that the master shows": Walk(5, "protos/dips/v1/slave.proto SlaveHeartbeat Meters prometheus.TABLES"),
+    "a parallel layout": Walk(5, "Adapter choose_adapter Rect TransferPlan TorchAdapter"),
 }
 
 # Measured by `measure` on 2026-11-22, tests left out.
@@ -126,7 +124,7 @@ def config_keys(section: object, above: str = "") -> Iterator[str]:
         yield from config_keys(annotation, f"{above}.{name}" if above else name)
 
 
-def find_files(task: ReaderTask, defined: dict[str, list[Path]]) -> list[str]:
+def find_files(task: Walk, defined: dict[str, list[Path]]) -> list[str]:
     """Return the files of a task in their order, each once; raise LookupError at a name that is gone or not unique."""
     found = dict[str, None]()
     for station in task.stations.split():
