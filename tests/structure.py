@@ -40,7 +40,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Walk:
-    """A newcomer's walk through a task: what it passes or changes, in order, and how many files that should be at most."""
+    """A walk through a task: what it passes or changes, in order, and how many files that should be at most."""
 
     goal: int
     stations: str  # names of classes and functions, `module.name` where one is not unique; or paths
