@@ -167,3 +167,11 @@ def test_who_is_like_the_median_of_the_others_warms_up_again() -> None:
     others = [row("b", mu=1.0), row("c", mu=1.0), row("d", mu=1000.0)]
     assert not gated_again(*others, norm=1.9).quarantined
     assert gated_again(*others, norm=2.1).quarantined
+
+
+def test_a_push_without_tokens_makes_no_norm_of_0_usual() -> None:
+    """Alone and young, with its patience at an end: there is no norm to believe, and it warms up as it was."""
+    young = row("a", n=0, mu=0.0, sigma=0.0, gated_in_a_row=OPTIONS.gate_patience - 1, warm_left=2)
+    nothing = Verdict(False, 0.0, 0.0, "it brings no tokens", PushEvidence("a", (0.0,), 0))
+    moved, _ = after(Penalty(OPTIONS, [young]), nothing)
+    assert (moved.accepted, moved.gated_in_a_row, moved.quarantined) == (0, 0, False)
