@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,7 +188,8 @@ def test_a_cluster_that_leaves_says_what_it_had_not_settled(long_run: Any, tmp_p
     run = long_run
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], steps=60)
     run.until(lambda: len(versions(run)) >= 1, 60, "a version")
-    time.sleep(0.5)  # of the 60 steps of the next push some are taken
+    folded = sum(fold.tokens for row in versions(run) for fold in row.folds)
+    run.until(lambda: marks(run, "west", "inner")[-1]["tokens"] > folded, 60, "steps of the next push")
     west.terminate()
     consumed = marks(run, "west", "inner")[-1]["tokens"]
     with run.ledger() as ledger:
