@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 
-from dips.commands.config_checks import check_files
+from dips.commands.config_checks import check_files, read_files
 from dips.commands.options import AS_JSON
-from dips.config import ClusterFile, load_cluster
-from dips.config.reading import is_cluster_file
+from dips.config import ClusterFile
 from dips.errors import ConfigError, Unavailable, treatment_of
 from dips.printable import FAIL, NOTE, CheckFinding
 
@@ -65,10 +64,10 @@ def check(
     """
     if factory and model:
         raise ConfigError("which model: give --factory or --model, not both")
-    rows = check_files(files, tuple(labels or ()))
-    clusters = _load_readable(files)
-    if clusters is not None:
-        for path, file in clusters:
+    read = read_files(files)
+    rows = check_files(read, tuple(labels or ()))
+    if read.only_clusters:
+        for path, file in read.clusters:
             rows += [replace(row, what=f"{path}: {row.what}") for row in _ask(file, factory, model, most_mib, seconds)]
     elif factory or model:
         raise ConfigError("--factory and --model are compared with a master's run: give cluster files only")
@@ -82,19 +81,6 @@ def check(
         print(f"{'something' if wrong else 'nothing'} is wrong; {notes} note{'' if notes == 1 else 's'}")
     if wrong:
         raise typer.Exit(treatment_of(Unavailable() if all(row.silent for row in wrong) else ConfigError()).exit_code)
-
-
-def _load_readable(files: list[Path]) -> list[tuple[Path, ClusterFile]] | None:
-    """Return the cluster files whose peers are to be asked; None: a run file is among the files."""
-    found = list[tuple[Path, ClusterFile]]()
-    for path in files:
-        try:
-            if not is_cluster_file(path):
-                return None
-            found.append((path, load_cluster(path)))
-        except ConfigError:
-            continue  # check_files has a row for it
-    return found
 
 
 def _ask(

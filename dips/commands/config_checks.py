@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -24,31 +25,47 @@ SOON = timedelta(days=14)  # before a certificate expires a note is made
 OPERATOR = "operator"
 
 
-def check_files(files: Sequence[Path], labels: tuple[str, ...] = (), now: datetime | None = None) -> list[CheckFinding]:
-    """Return the rows of all files; a file that cannot be read has one row."""
-    rows, runs, clusters = list[CheckFinding](), list[tuple[Path, RunFile]](), list[tuple[Path, ClusterFile]]()
+@dataclass
+class CheckedFiles:
+    """The files of a check, each read once."""
+
+    rows: list[CheckFinding] = field(default_factory=list)  # one of each file: it was read, or why not
+    runs: list[tuple[Path, RunFile]] = field(default_factory=list)
+    clusters: list[tuple[Path, ClusterFile]] = field(default_factory=list)
+    only_clusters: bool = True  # no run file was given, not even one with wrong keys
+
+
+def read_files(files: Sequence[Path]) -> CheckedFiles:
+    """Read all files; those that cannot be read have only a row."""
+    found = CheckedFiles()
     for path in files:
         try:
             if is_cluster_file(path):
-                clusters.append((path, cluster := load_cluster(path)))
-                rows.append(CheckFinding(str(path), OK, f"cluster {cluster.cluster} of run {cluster.shared.run}"))
+                found.clusters.append((path, cluster := load_cluster(path)))
+                found.rows.append(CheckFinding(str(path), OK, f"cluster {cluster.cluster} of run {cluster.shared.run}"))
             else:
-                runs.append((path, run := load_run(path)))
-                rows.append(CheckFinding(str(path), OK, f"run {run.shared.run}"))
+                found.only_clusters = False
+                found.runs.append((path, run := load_run(path)))
+                found.rows.append(CheckFinding(str(path), OK, f"run {run.shared.run}"))
         except ConfigError as error:
-            rows.append(CheckFinding(str(path), FAIL, str(error).removeprefix(f"{path}: ")))
-    known = set[str]()
-    for path, run in runs:
+            found.rows.append(CheckFinding(str(path), FAIL, str(error).removeprefix(f"{path}: ")))
+    return found
+
+
+def check_files(files: CheckedFiles, labels: tuple[str, ...] = (), now: datetime | None = None) -> list[CheckFinding]:
+    """Return the rows of all files."""
+    rows, known = list(files.rows), set[str]()
+    for path, run in files.runs:
         processes = [(MASTER_NAME, PeerRole.MASTER), *((s.name, PeerRole.SLAVE) for s in run.slaves)]
         processes.append((OPERATOR, PeerRole.OPERATOR))
         known |= {f"{name}.{role}" for name, role in processes}
         rows += _check_run(path, run)
         rows += _check_tls(path, run, run.shared.run, processes, labels, now)
-    for path, cluster in clusters:
+    for path, cluster in files.clusters:
         process = [(cluster.cluster, PeerRole.CLUSTER)]
         known.add(f"{cluster.cluster}.{PeerRole.CLUSTER}")
         rows += _check_tls(path, cluster, cluster.shared.run, process, labels, now)
-        for run_path, run in runs:
+        for run_path, run in files.runs:
             rows += _check_agreement(path, cluster, run_path, run)
     rows += [
         CheckFinding("--for", FAIL, f"{label} is in none of these files", f"expected one of {', '.join(sorted(known))}")

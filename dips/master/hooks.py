@@ -18,6 +18,24 @@ from dips.protocol.view import TrackView, VersionProcessView
 from dips.tasks import Fail, start_task
 from dips.telemetry.logs import Log
 
+TAIL_BYTES = 64 << 10  # of a process's log, read for its last lines
+REASON_CHARS = 200
+
+
+def _find_end(log: Path) -> int:
+    """Return the byte offset at which the next process's output will begin."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def _read_lines(log: Path, begin: int) -> list[str]:
+    """Return the last lines that a process logged after byte offset `begin`."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(begin if begin <= size else 0, size - TAIL_BYTES))
+        text = file.read(TAIL_BYTES).decode(errors="replace")
+    return [line for line in text.splitlines() if line.strip()]
+
+
 # ---- trackers -------------------------------------------------------------------------------------------------------
 # Keeps the processes of `master.track` running: one for TensorBoard, one for W&B.
 #
@@ -30,7 +48,6 @@ AGAIN_S = 60.0  # pause after a process has ended
 TRACKER_LOOKS_S = 10.0  # interval of checks of its log's size
 GRACE_S = 5.0  # to write its last numbers
 TRACKER_LOG_BYTES = 4 << 20  # of its output, and as much of the former log
-TRACKER_REASON_CHARS = 200
 
 
 class TrackProcesses:
@@ -72,7 +89,7 @@ class TrackProcesses:
         """Run a process; return why it has ended, which it should not."""
         log = self._directory / f"{kind}.log"
         truncate_log(log, TRACKER_LOG_BYTES)
-        begin = log.stat().st_size if log.exists() else 0
+        begin = _find_end(log)
         command = [sys.executable, "-m", TRACKER_PROGRAM, str(os.getpid()), str(self._file), kind]
         child = Child.start(command, log, whole_group=True)
         try:
@@ -86,12 +103,9 @@ class TrackProcesses:
 
 def _read_last(log: Path, begin: int) -> str:
     """Return the last line that the process logged after byte offset `begin`; an error line is preferred."""
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(begin if begin <= size else 0, size - (64 << 10)))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    lines = _read_lines(log, begin)
     said = [line for line in lines if line.startswith("error: ")] or lines  # an error is followed by advice
-    return said[-1].strip()[:TRACKER_REASON_CHARS] if said else ""
+    return said[-1].strip()[:REASON_CHARS] if said else ""
 
 
 # ---- on version -----------------------------------------------------------------------------------------------------
@@ -108,10 +122,8 @@ LOOK_EVERY_S = 2.0  # interval of checks for a new version and of the log's size
 RETRY_S = 60.0  # after the ledger could not be read or written; the process is run again
 KILLED_S = 10.0  # until a killed process is gone
 LOG_BYTES = 16 << 20  # of the processes' output, and as much of the former log
-TAIL_BYTES = 64 << 10  # of the log, read for the last line
 MOST_NUMBERS = 32  # of one version; more are left out
 NAME_CHARS = 64
-REASON_CHARS = 200
 PROGRAM = "dips.commands.version_process"  # not imported: it may load what a master may not
 
 
@@ -191,7 +203,7 @@ class VersionProcesses:
         """Return (whether it succeeded, why not, its numbers)."""
         log = self._directory / "output.log"
         truncate_log(log, LOG_BYTES)
-        begin = log.stat().st_size if log.exists() else 0
+        begin = _find_end(log)
         try:
             command = self._command_for(version)
             child = self._child = Child.start(command, log, cwd=self._file.parent, whole_group=True)
@@ -237,12 +249,3 @@ def read_numbers(line: str) -> tuple[tuple[str, float], ...]:
         return ()
     named = [(k[:NAME_CHARS], v) for k, v in told.items() if isinstance(v, int | float) and not isinstance(v, bool)]
     return tuple((name, float(v)) for name, v in named if abs(v) < 1e300 and isfinite(v))[:MOST_NUMBERS]
-
-
-def _read_lines(log: Path, begin: int) -> list[str]:
-    """Return the last lines that a process logged after byte offset `begin`."""
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(begin if begin <= size else 0, size - TAIL_BYTES))
-        text = file.read(TAIL_BYTES).decode(errors="replace")
-    return [line for line in text.splitlines() if line.strip()]

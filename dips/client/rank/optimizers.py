@@ -267,10 +267,13 @@ class KeptWeights:
                 by_place = {f"state {key!r}": kept for key, kept in by_key.items()}
                 by_place["the copy that it steps"] = list(_pair_copies(optimizer, ours, known))
                 for where, kept in by_place.items():
-                    if name := _find_master(_spread(kept)):
+                    if name := _find_master(_spread(kept, MOST_PARAMETERS)):
                         return MASTERS.format(name=name, kind=kind, where=where), ""
             for key, kept in by_key.items():
-                alike, averaged = _compare_weights(_spread(kept)), not {key, *key.split("_")}.isdisjoint(AVERAGED)
+                alike, averaged = (
+                    _compare_weights(_spread(kept, MOST_PARAMETERS)),
+                    not {key, *key.split("_")}.isdisjoint(AVERAGED),
+                )
                 if averaged and alike > ALIKE_BY_NAME:
                     return FADING.format(name=kept[0][0], kind=kind, where=repr(key)), ""
                 if alike > ALIKE and key not in HARMLESS:
@@ -330,14 +333,15 @@ def _compare_weights(kept: Sequence[Kept]) -> float:
     return both / sqrt(own * other) if of_one_scale and elements >= LEAST_ELEMENTS else 0.0
 
 
-def _spread(kept: Sequence[Any]) -> Sequence[Any]:
-    return kept[:: max(1, len(kept) // MOST_PARAMETERS)][:MOST_PARAMETERS]
+def _spread(kept: Any, most: int) -> Any:
+    """Return at most so many items of a sequence, or elements of a flat tensor, spread over it."""
+    return kept[:: max(1, len(kept) // most)][:most]
 
 
 def _sample(tensor: Any) -> torch.Tensor:
     """Return some elements of a tensor's local part, on the host."""
     flat = _find_local(tensor).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // MOST_ELEMENTS)][:MOST_ELEMENTS].cpu()
+    return _spread(flat, MOST_ELEMENTS).cpu()
 
 
 def _find_local(tensor: Any) -> Any:
@@ -356,8 +360,6 @@ def _find_local(tensor: Any) -> Any:
 # compared, so that sampling waits for no copy.
 
 
-WATCHED_PARAMETERS = 16  # parameters sampled, spread over the model
-WATCHED_ELEMENTS = 64  # elements sampled per parameter
 LEFT_OVER = 0.05  # share of the pull's squared distance within which a sample counts as undone, not near by chance
 
 
@@ -384,7 +386,7 @@ class UndoWatch:
     def take_before(self, views: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Sample these tensors before a version is installed in them."""
         full = [(name, view) for name, view in views if view.numel()]
-        chosen = full[:: max(1, len(full) // WATCHED_PARAMETERS)][:WATCHED_PARAMETERS]
+        chosen = _spread(full, MOST_PARAMETERS)
         same = [(s.name, s.view.data_ptr()) for s in self._samples] == [(name, v.data_ptr()) for name, v in chosen]
         former = [sample.after for sample in self._samples] if same and self._steps else [None] * len(chosen)
         self._samples = []
@@ -424,7 +426,7 @@ class UndoWatch:
 @torch.no_grad()
 def _read_sample(view: torch.Tensor) -> torch.Tensor:
     flat = view.reshape(-1) if view.is_contiguous() else view[0]
-    return flat[:: max(1, flat.numel() // WATCHED_ELEMENTS)][:WATCHED_ELEMENTS].to(torch.float32, copy=True)
+    return _spread(flat, MOST_ELEMENTS).to(torch.float32, copy=True)
 
 
 def _sum_elements(samples: Sequence[Sample]) -> int:

@@ -20,7 +20,7 @@ from dips import cli
 from dips.client.parallel import shard_buffer
 from dips.codecs import Codec
 from dips.commands import completing, planning
-from dips.commands.config_checks import SOON, check_files
+from dips.commands.config_checks import SOON, check_files, read_files
 from dips.commands.first_model import load_tensors
 from dips.errors import ConfigError
 from dips.identity.certificates import utc_now
@@ -60,7 +60,7 @@ class FilesToCheck:
     def check(self, *labels: str, now: Any = None) -> list[CheckFinding]:
         self.run_file.write_text(yaml.safe_dump(self.run))
         self.cluster_file.write_text(yaml.safe_dump(self.cluster))
-        return check_files([self.run_file, self.cluster_file], labels, now)
+        return check_files(read_files([self.run_file, self.cluster_file]), labels, now)
 
     def secure(self) -> Enrolled:
         enrolled = Enrolled(self.directory, RUN)
