@@ -43,6 +43,11 @@ NEAR = {
 # Nothing to see there while all is well: nobody is refused, nobody is asked to.
 EMPTY_WHEN_WELL = {"Refused per minute", "Alerts"}
 missing = [name for name in ("prometheus",) if shutil.which(name) is None]
+# A master whose journal begins a segment every few seconds: those of a real one last for days.
+SMALL_SEGMENTS = (
+    "from dips.master.journal import Journal; Journal.__init__.__defaults__ = (4096,); "
+    "from dips.master.app import main; main()"
+)
 OTHER_RELEASE = "import dips; dips.__version__ = '0.0.9'; from dips.master.app import main; main()"
 
 
@@ -122,6 +127,7 @@ def incidents(directory: Path) -> Iterator[Incidents]:
         watch = Prometheus(directory / "prometheus", scrape_config(words), hurried_rules(NEAR))
         it = Incidents(directory, run, enrolled, stack.enter_context(watch))
         it.ports = ports
+        run.commands["master"] = [sys.executable, "-c", SMALL_SEGMENTS]
         run.start_master()
         run.start_slaves()
         for cluster in ("west", "east"):
