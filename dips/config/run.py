@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dips.config.master import MasterSection
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import HttpTokenKey, LimitsSection, LogLevel, TlsKey
+from dips.config.section import HttpTokenKey, LogLevel, TlsKey
 from dips.config.shared import Shared
 from dips.config.slave import SlaveSection
 from dips.errors import ConfigError
@@ -22,7 +22,6 @@ class RunFile(HttpTokenKey, TlsKey):
     master: MasterSection
     slaves: tuple[SlaveSection, ...] = Field(min_length=1)
     clusters: tuple[str, ...] | None = None  # that may join; null: all with a certificate of the run
-    limits: LimitsSection = LimitsSection()
     log_level: LogLevel = "info"  # of master and slaves; may change while they run; --log-level overrides it
 
     def make_options(self) -> Options:
