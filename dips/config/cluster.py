@@ -48,8 +48,6 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     # Groups of layers that are pushed and merged at different inner steps, under the same rounds: the link's peak rate
     # is divided by this. Needs overlap: full and install: whole.
     fragments: Annotated[int, Field(ge=1, le=MOST_FRAGMENTS)] = 1
-    # How far a merge follows the pulled version: θ ← θ_local + α (θ_new − θ_pushed). Streaming DiLoCo's is 1 − α.
-    merge_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
     # A model that is not finite is never pushed; the run's newest version replaces it. reset: the optimizer's state is
     # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
     # stop: the job ends.
@@ -96,6 +94,4 @@ def load_cluster(path: Path) -> ClusterFile:
             f"{path}: fragments: {config.fragments} needs overlap: full and install: whole, got overlap: "
             f"{config.overlap} and install: {config.install}: fragments are moved and merged beside training"
         )
-    if config.merge_alpha != 1.0 and config.overlap != "full":
-        raise ConfigError(f"{path}: merge_alpha: {config.merge_alpha:g} needs overlap: full: nothing else merges")
     return config
