@@ -60,7 +60,6 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     agent: str | None = None
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
-    heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within a day
     # whole: a pulled version is complete in host memory (4 B per parameter of a rank's shard) before it is installed.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
@@ -73,12 +72,12 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     @property
     def stall_s(self) -> float:
         """The time after which a stream whose slave owes a byte is begun anew."""
-        return STALL_HEARTBEATS * self.heartbeat_s
+        return STALL_HEARTBEATS * self.shared.heartbeat_s
 
     @property
     def poll_s(self) -> float:
         """The longest time for which a collective of the training job waits for a process outside the cluster."""
-        return self.heartbeat_s
+        return self.shared.heartbeat_s
 
 
 def load_cluster(path: Path) -> ClusterFile:

@@ -178,7 +178,7 @@ def _build_runtime(
     page: MasterPage,
 ) -> Runtime:  # fmt: skip
     """Begin a term and build the state machines from the ledger's state."""
-    term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing.make_options()
+    term, now, timing = ledger.start_term(), time.monotonic(), config.timing_options()
     journal = Journal(config.master.directory, config.shared.run, term, SEGMENTS_KEPT, log)
     stack.callback(journal.close)
     state = ledger.read_state()
@@ -219,7 +219,7 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
     if ours and file is None:
         raise ConfigError("slaves.supervisor: exec needs the run file's path")
     supervisor = Supervisor(
-        (file or Path()).absolute(), ours, config.master.directory, config.master.timing.make_options(),
+        (file or Path()).absolute(), ours, config.master.directory, config.timing_options(),
         lambda: runtime.build_view().slaves, log, runtime.fail,
     )  # fmt: skip
     if ours:
