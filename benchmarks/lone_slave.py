@@ -202,16 +202,17 @@ class LoneSlave:
             **self._options,
         }  # fmt: skip
         run = {
-            "shared": {"run": RUN, "chunk_bytes": self._chunk_bytes},
+            "shared": {"run": RUN},
             "master": {"listen": master, "directory": str(self._directory / "master")},
             "slaves": [section],
             "tls": False,
         }
         config = self._directory / "dips.yaml"
         config.write_text(yaml.safe_dump(run))
+        code = f"from dips.slave import app; app.CHUNK_BYTES = {self._chunk_bytes}; app.main()"
         with self.log.open("wb") as out:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "dips.slave.app", "--config", str(config), "--name", NAME],
+                [sys.executable, "-c", code, "--config", str(config), "--name", NAME],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )  # fmt: skip

@@ -476,10 +476,8 @@ async def test_ledger_and_run_file_must_agree(tmp_path: Path, config: RunFile) -
     """Another run, other shared options, other slaves, another model beside the ledger: each refused by name."""
     with pytest.raises(ConfigError, match=r"run 'toy', the run file's shared\.run is 'other'"):
         await serve(load_run(write_run(tmp_path, run="other")), structlog.get_logger())
-    with pytest.raises(
-        ConfigError, match=r"shared\.chunk_bytes: the run has 1048576, this file 8192: put the options back"
-    ):
-        await serve(load_run(write_run(tmp_path, chunk_bytes=8192)), structlog.get_logger())
+    with pytest.raises(ConfigError, match=r"shared\.codec: the run has 'fp32', this file 'bf16': put the options back"):
+        await serve(load_run(write_run(tmp_path, codec="bf16")), structlog.get_logger())
     fewer = config.model_copy(update={"slaves": config.slaves[:1]})
     with pytest.raises(ConfigError, match="places layers on s0, s1, the run file's slaves are s0"):
         await serve(fewer, structlog.get_logger())
