@@ -74,8 +74,8 @@ def serve_command(
 
     It holds no parameters. Its durable state is <master.directory>/ledger.sqlite, made once by `dips init`;
     started again on the same directory it goes on from the last version, and clusters and slaves reconnect to it.
-    One master for a run: a second one on the same ledger refuses to start. Slaves whose `supervisor` is `exec` it
-    starts and supervises itself; SIGTERM stops them too.
+    One master for a run: a second one on the same ledger refuses to start. The master starts and supervises slaves
+    whose `supervisor` is `exec`; SIGTERM stops them, too.
 
     Its decisions and their inputs are in <master.directory>/journal-*.jsonl (the newest eight).
 

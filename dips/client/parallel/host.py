@@ -192,7 +192,7 @@ class KeptShard:
         self._kept, self._differences = ({new[copy] for copy in some} for some in (self._kept, self._differences))
 
     def holds(self, copies: Iterable[ShardCopy]) -> bool:
-        """Return whether all of these were kept and none was merged since."""
+        """Return whether all of these copies were kept, and none of them was merged since."""
         return all(copy in self._kept or copy in self._differences for copy in copies)
 
     def subtract_kept(self, copies: Iterable[ShardCopy]) -> None:
