@@ -112,7 +112,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(
         identity,
-        config.heartbeat_s,
+        config.shared.heartbeat_s,
         MOST_PAUSE_S,
         config.overlap == "full",
         config.max_restarts,

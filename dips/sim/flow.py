@@ -146,7 +146,7 @@ class SimFlow:
         return True
 
     def take_ready(self, peer: bytes, stream: int, ready: int) -> None:
-        """Process a rank's offer of more of its push."""
+        """Process a READY: a rank says that more ranges of its push may be asked for."""
         try:
             self._do_moves(self.receiver.on_ready(0, peer, stream, ready))
         except BadFrame as bad:

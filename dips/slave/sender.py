@@ -371,8 +371,8 @@ class Sender:
             return jobs
 
     def _unpark(self, stream: OutStream) -> list[ChunkSend]:
-        """Return the chunks that libzmq may be given now. It may still hold chunks that have arrived, so a WANT may be
-        parked.
+        """Return the chunks to pass to libzmq now. A WANT is parked while libzmq holds too many chunks of the stream,
+        even if some of these have arrived.
         """
         jobs, source = list[ChunkSend](), stream.pull.source
         while stream.parked and stream.has_room(stream.parked[0].nbytes):

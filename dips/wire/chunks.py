@@ -36,7 +36,7 @@ class Range(NamedTuple):
 
     @property
     def dtype(self) -> Dtype:
-        """How it is encoded on the wire."""
+        """The data type in which this range is encoded on the wire."""
         return Codec.FP32.dtype
 
     @property
@@ -163,7 +163,7 @@ def split_chunks(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:
 
 
 def describe_uncovered(layout: LayerLayout, claims: Mapping[str, Sequence[Range]]) -> list[str]:
-    """Say where claims (who → its ranges, inside the layout) overlap or leave gaps; [] if each element has one owner.
+    """Describe where claims (owner → ranges inside the layout) overlap or leave gaps; [] if each element has one owner.
 
     At most MOST_PROBLEMS lines. Cost: sorts the ranges of each parameter.
     """

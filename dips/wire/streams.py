@@ -135,7 +135,7 @@ def decode_hello(body: Buffer) -> Hello:
 
 
 def encode_ready(ready: int) -> bytes:
-    """Spell a READY: so many of the ranges that HELLO named may be asked for now, from the first on."""
+    """Encode a READY message: the first `ready` ranges that HELLO named may be asked for now."""
     return msgspec.msgpack.encode(ready)
 
 

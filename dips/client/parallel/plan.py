@@ -66,7 +66,7 @@ class RankLayout:
 
 
 class GatherMessages(Protocol):
-    """The collective that this module needs; JobCollectives has it."""
+    """The one method of JobCollectives that this module calls."""
 
     rank: int
 

@@ -119,7 +119,6 @@ class OuterLoop:
         kind = UntouchedMemory if alone else MEMORY[self._config.install]
         memory = kind(layout.adapter, layout.held, layout.plan, self._collectives)
         codecs = (Codec.FP32, Codec.FP32) if alone else (self._config.shared.codec, self._config.shared.pull_codec)
-        memory.merge_alpha = self._config.merge_alpha
         if self._config.fragments > 1 and layout.adapter.hides_masters:
             raise ConfigError(HIDDEN_MASTERS)
         self._shard_transfer = ShardTransfer(
