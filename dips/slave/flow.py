@@ -34,12 +34,16 @@ from dips.wire.frame import (
     Header,
     Kind,
     check_body,
+    decode_done,
+    decode_hello,
+    decode_probe,
+    decode_ready,
+    decode_want,
     make_message,
     pack_header,
     run_id,
     unpack_header,
 )
-from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_ready, decode_want
 
 # ---- probes ---------------------------------------------------------------------------------------------------------
 # A lane's answers to PROBEs, with which `dips check` measures the path to a slave before it joins.

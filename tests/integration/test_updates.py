@@ -13,8 +13,7 @@ from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.outer_step import nesterov_step
-from dips.wire.frame import BadFrame
-from dips.wire.streams import Welcome
+from dips.wire.frame import BadFrame, Welcome
 from tests.integration.test_flow import (
     LAYERS,
     MANIFEST,

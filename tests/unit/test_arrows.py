@@ -76,8 +76,8 @@ MAY: dict[str, set[str]] = {
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer"}
-    | {f"dips.wire.{pure}" for pure in ("bodies", "chunks", "frame", "streams")}
-    | {"dips.transport.intake", "dips.wire.chunks"}
+    | {f"dips.wire.{pure}" for pure in ("chunks", "frame")}
+    | {"dips.transport.intake"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "shard")}
     | {"dips.slave.mirror_plan", "dips.transport.backoff"}
     | {

@@ -16,7 +16,8 @@ from dips.client.parallel.devices import FLOAT_BYTES, Device, map_pages
 from dips.client.parallel.exchange import RankExchange
 from dips.client.parallel.plan import Holding, LocalRect, RankLayout, Redistribution
 from dips.client.parallel.rect import Rect
-from dips.wire.chunks import Piece, Range
+from dips.wire.chunks import Piece
+from dips.wire.frame import Range
 
 # ---- host sum -------------------------------------------------------------------------------------------------------
 # The host memory that a rank needs beside the model, as a written sum.

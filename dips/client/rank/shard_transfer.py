@@ -29,7 +29,8 @@ from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Un
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.transport import curve
-from dips.wire.chunks import Piece, encode_ranges
+from dips.wire.chunks import Piece
+from dips.wire.frame import encode_ranges
 
 # ---- background transfer --------------------------------------------------------------------------------------------
 # A transfer in progress: this rank's thread, and the collective that decides whether all ranks are done

@@ -29,10 +29,28 @@ from dips.transport.lane import Waker
 from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.stream import Arrived, Stream
-from dips.wire import bodies, streams
-from dips.wire.chunks import Piece, Range, Share, check_piece, deal_pieces, encode_ranges, pulled_range_type, range_type
-from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack_header
-from dips.wire.streams import StreamName
+from dips.wire.chunks import Piece, Share, check_piece, deal_pieces, encode_body, put_pulled
+from dips.wire.frame import (
+    CODES,
+    BadFrame,
+    Buffer,
+    ErrorMessage,
+    Kind,
+    Range,
+    StreamName,
+    Welcome,
+    check_body,
+    decode_done,
+    decode_error,
+    decode_want,
+    decode_welcome,
+    encode_done,
+    encode_ranges,
+    encode_want,
+    pack_header,
+    pulled_range_type,
+    range_type,
+)
 
 __all__ = [
     "EncodeChunk",
@@ -303,20 +321,20 @@ class TransferLoop(ABC):
             match frame.header.kind:
                 case Kind.WELCOME:
                     part.stream.on_welcome()
-                    self.on_welcome(part, streams.decode_welcome(frame.body), now)
+                    self.on_welcome(part, decode_welcome(frame.body), now)
                 case Kind.WANT:
-                    self.on_want(part, streams.decode_want(frame.body))
+                    self.on_want(part, decode_want(frame.body))
                 case Kind.DONE:
-                    streams.decode_done(frame.body)
+                    decode_done(frame.body)
                     self.finish_part(part)
                 case Kind.ERROR:
-                    self._on_error(part, streams.decode_error(frame.body), now)
+                    self._on_error(part, decode_error(frame.body), now)
         except BadFrame as bad:
             part.stream.reconnect_later(f"slave {part.slave.name} sent a bad frame: {bad}", now)
             self.on_stream_lost(part)
 
-    def _on_error(self, part: LanePart, error: streams.ErrorMessage, now: float) -> None:
-        cls = streams.CODES[error.code]
+    def _on_error(self, part: LanePart, error: ErrorMessage, now: float) -> None:
+        cls = CODES[error.code]
         if cls is not None:
             raise cls(f"{self._name}: slave {part.slave.name} answered: {error.message}")
         part.stream.reconnect_later(error.message, now)
@@ -378,7 +396,7 @@ class TransferLoop(ABC):
     def after_frames(self, now: float) -> None:
         """Do the work at the end of each pass of the loop."""
 
-    def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
+    def on_welcome(self, part: LanePart, welcome: Welcome, now: float) -> None:
         """Process the slave's acceptance of the stream."""
 
     def on_want(self, part: LanePart, chunks: tuple[Range, ...]) -> None:
@@ -474,7 +492,7 @@ class PushTransfer(TransferLoop):
         self._ranges = range_type(self._codec.dtype)
 
     def _encode_elements(self, chunk: Range, view: memoryview) -> Buffer:
-        return bodies.encode(self._codec, np.frombuffer(view, np.float32))
+        return encode_body(self._codec, np.frombuffer(view, np.float32))
 
     def on_want(self, part: LanePart, chunks: tuple[Range, ...]) -> None:
         for chunk in chunks:
@@ -515,7 +533,7 @@ class PullTransfer(TransferLoop):
         self._pool = Transit(TRANSIT_BYTES)
         self._link = LinkRate()
 
-    def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
+    def on_welcome(self, part: LanePart, welcome: Welcome, now: float) -> None:
         kind = pulled_range_type(welcome.dtype, welcome.depth)
         if welcome.depth and self._order.held is None:
             raise BadFrame("message", "updates are offered to a rank that holds no version")
@@ -541,7 +559,7 @@ class PullTransfer(TransferLoop):
             if asking < CONCURRENT_STREAMS and not intake.idle:
                 asking += not (intake.in_flight and now - intake.last_byte_at > SLOW_S)
                 for unit in intake.ask_chunks(now, self._total):
-                    part.stream.send_message(Kind.WANT, streams.encode_want(unit))
+                    part.stream.send_message(Kind.WANT, encode_want(unit))
             part.stream.waits = (
                 intake.in_flight > 0
             )  # also for a stream that is not asked any more, which then owes nothing
@@ -561,7 +579,7 @@ class PullTransfer(TransferLoop):
             check_body(staged.frame.header, staged.frame.body)
         except BadFrame:
             return 0
-        bodies.put_pulled(staged.chunk, staged.frame.body, np.frombuffer(staged.view, np.float32))
+        put_pulled(staged.chunk, staged.frame.body, np.frombuffer(staged.view, np.float32))
         return 1
 
     def on_processed(self, staged: StagedChunk, value: int) -> None:
@@ -574,7 +592,7 @@ class PullTransfer(TransferLoop):
         if self._order.gate is not None:
             self._order.gate.record_arrived(staged.chunk.layer, staged.chunk.length)
         if intake.complete:
-            staged.part.stream.send_message(Kind.DONE, streams.encode_done(intake.total))
+            staged.part.stream.send_message(Kind.DONE, encode_done(intake.total))
             staged.part.stream.flush_outbox()
             self.finish_part(staged.part)
 
