@@ -1,4 +1,4 @@
-"""What a lane carries: frames of a 64-byte header and a body, the ranges that they name, and the messages of a stream.
+"""The contents of a lane: frames of a header and a body, the ranges that they name, and the messages of a stream.
 
 A header is believed after its checksum, a body after its own (docs/protocol.md#frames). Every way to be wrong has a
 name in REASONS; receivers count refusals under it. Numbers are little-endian; what a CHUNK's body is says its dtype

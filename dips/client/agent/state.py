@@ -11,8 +11,7 @@ from enum import StrEnum
 from math import inf
 from random import Random
 
-from dips.client.agent.account import NO_INCARNATION, Account, PastIncarnation, RangeQueue, Tally
-from dips.client.agent.pace import Pace
+from dips.client.agent.account import NO_INCARNATION, Account, Pace, PastIncarnation, RangeQueue, Tally
 from dips.client.ipc.messages import Answer, ErrorReply, PushResult
 from dips.dataclass import dataclass
 from dips.errors import DipsError, treatment_of

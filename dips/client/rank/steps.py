@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, SupportsInt
 from dips.client.ipc.messages import LossReported, Stepped, TokensCounted
 from dips.client.parallel.devices import DeferredScalar, is_deferred
 from dips.client.rank.agent_client import AgentClient, JobCollectives
-from dips.client.rank.outer_state import OuterState
+from dips.client.rank.outer_steps import OuterState
 from dips.errors import LocalProtocolError
 from dips.protocol.data import BegunRange
 

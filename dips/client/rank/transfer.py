@@ -25,9 +25,8 @@ from dips.protocol.heartbeats import remaining_s
 from dips.protocol.order import slaves_for_worker
 from dips.transport.curve import KeyPair
 from dips.transport.intake import Intake, LinkRate, Rate, Transit
-from dips.transport.lane import Waker
+from dips.transport.lane import Stage, Waker, available_cores, spare_threads
 from dips.transport.memory import keep_message_memory
-from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.stream import Arrived, Stream
 from dips.wire.chunks import Piece, Share, check_piece, deal_pieces, encode_body, put_pulled
 from dips.wire.frame import (
