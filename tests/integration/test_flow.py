@@ -20,7 +20,6 @@ import zmq
 
 from dips.client.rank.fragments import FragmentGate
 from dips.client.rank.transfer import (
-    LayerOrder,
     Piece,
     PullTransfer,
     TransferCancelled,
@@ -1021,8 +1020,9 @@ def test_one_slow_rank_pulls_from_eight_slaves_at_the_first_attempt():
         addresses = tuple(SlaveAddress(f"s{i}", SINC, flows[i].lane_addresses(), (i,)) for i in range(slaves))
         grant, target = Grant(V, addresses, 30.0), np.empty_like(source)
         pieces = [Piece(i, 0, 0, items, target[i]) for i in range(slaves)]
-        order, begun = LayerOrder(grant, base(1), pieces, stall_s, time.monotonic), time.monotonic()
-        stats = SlowRank(order, 5 * stall_s / (slaves * 48)).run(threading.Event(), None)
+        rank, begun = SlowRank(grant, base(1), pieces, stall_s, time.monotonic), time.monotonic()
+        rank.chunk_s = 5 * stall_s / (slaves * 48)
+        stats = rank.run(threading.Event(), None)
         assert time.monotonic() - begun >= 5 * stall_s
         assert stats.connections == slaves, "no stream was broken"
         assert np.array_equal(source, target)
@@ -1066,12 +1066,10 @@ def model_of(manifest: Manifest) -> np.ndarray:
 class SlowRank(PullTransfer):
     """The bottleneck: it takes its time for each chunk."""
 
-    def __init__(self, order: LayerOrder, chunk_s: float) -> None:
-        super().__init__(order)
-        self._chunk_s = chunk_s
+    chunk_s = 0.0
 
     def process_chunk(self, staged) -> int:
-        time.sleep(self._chunk_s)
+        time.sleep(self.chunk_s)
         return super().process_chunk(staged)
 
 
