@@ -209,7 +209,7 @@ class SimBackgroundTransfer:
 # ---- trainer --------------------------------------------------------------------------------------------------------
 # A simulated trainer: one attempt of a training job, whose ranks hold shards of θ and move their own bytes.
 #
-# Like client/rank/outer_steps.py: rank 0 asks the agent's core and repeats a question until it is answered, every
+# Like client/rank/steps.py: rank 0 asks the agent's core and repeats a question until it is answered, every
 # verdict reaches all ranks, all ranks install a version or none does, and the real Feedback keeps the error of lossy
 # pushes. torchrun notices a dead rank after a while; until then the others wait.
 

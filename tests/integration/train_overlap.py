@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from train_constant import ConstantModel, local, one_number
 
 from dips.client import OuterLoop
-from dips.client.rank.outer_steps import OpenTransfer
+from dips.client.rank.steps import OpenTransfer
 
 
 def numbers(model: nn.Module) -> list[float]:
