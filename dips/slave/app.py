@@ -42,8 +42,8 @@ from dips.telemetry import exits, logs
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.gate import Guard
+from dips.transport.lane import available_cores
 from dips.transport.limits import SLAVE_LIMITS
-from dips.transport.pipeline import available_cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
 CONCURRENT_STREAMS = 4  # at once on a lane: a single one would wait a round trip for each piece
