@@ -17,11 +17,11 @@ from tests.deploy.arrows import ARROWS, FROM_OUTSIDE, find_wrong_arrows
 from tests.deploy.configuration import find_contradictions
 from tests.deploy.kubectl import KUBERNETES, Manifest, render
 from tests.deploy.pods import expand_pods
-from tests.deploy.rules import find_misfits
+from tests.deploy.rules import find_frozen, find_misfits
 from tests.deploy.schemas import VERSIONS, find_invalid
 
-PARTS = ("base", "production", "cluster", "cluster/jobset", "cluster/trainjob")
-TOGETHER = (("base", "cluster", ARROWS), ("production", "cluster", ARROWS | FROM_OUTSIDE))
+PARTS = ("base", "seed", "production", "cluster", "cluster/jobset", "cluster/trainjob")
+TOGETHER = ((("base", "seed", "cluster"), ARROWS), (("production", "seed", "cluster"), ARROWS | FROM_OUTSIDE))
 DEPLOY = KUBERNETES.parent
 TOOL_S = 120.0
 TOOLS = {  # key that a file has → what checks it
@@ -35,11 +35,11 @@ TOOLS = {  # key that a file has → what checks it
 def check_manifests() -> Iterator[str]:
     rendered: dict[str, list[Manifest]] = {part: render(KUBERNETES / part) for part in PARTS}
     for part, objects in rendered.items():
-        for find in (find_invalid, find_misfits, find_contradictions):
+        for find in (find_invalid, find_misfits, find_contradictions, find_frozen):
             yield from (f"{part}: {line}" for line in find(objects))
-    for servers, clusters, arrows in TOGETHER:
-        objects = rendered[servers] + rendered[clusters]
-        yield from (f"{servers}: {line}" for line in find_wrong_arrows(objects, expand_pods(objects), arrows))
+    for parts, arrows in TOGETHER:
+        objects = [o for part in parts for o in rendered[part]]
+        yield from (f"{parts[0]}: {line}" for line in find_wrong_arrows(objects, expand_pods(objects), arrows))
 
 
 def check_monitoring(directory: Path = DEPLOY) -> Iterator[str]:

@@ -9,10 +9,12 @@ from typing import Any
 
 from dips.errors import TREATMENTS, ConfigError, Denied
 from tests.deploy.kubectl import Manifest
-from tests.deploy.pods import Pod, expand_pods, pod_specs, selects
+from tests.deploy.pods import NAME, Pod, expand_pods, pod_specs, selects
 
 README = Path(__file__).parents[2] / "deploy" / "README.md"
-WRITABLE = ("/tmp", "/var/lib/dips", "/var/cache/dips", "/dev/shm")  # of a read-only root
+CLAIM = "/var/lib/dips"  # the volume of a daemon
+WRITABLE = ("/tmp", CLAIM, "/dev/shm")  # of a read-only root
+KEPT = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 UNITS = {"": 1, "m": 0.001, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 HOPELESS = {next(t.exit_code for c, t in TREATMENTS if issubclass(e, c)) for e in (ConfigError, Denied)}
 
@@ -24,6 +26,13 @@ def find_misfits(objects: list[Manifest]) -> Iterator[str]:
     pods = expand_pods(objects)
     for rule in RULES:
         yield from rule(objects, pods)
+
+
+def find_frozen(objects: list[Manifest]) -> Iterator[str]:
+    """Jobs that are applied with servers: a Job's template cannot be changed, so a second apply with another image fails."""
+    if any(o["kind"] == "StatefulSet" for o in objects):
+        for job in _of_kind(objects, "Job"):
+            yield f"{_named(job)} is applied with the servers: a second apply with another image is refused"
 
 
 def secret_files() -> dict[str, set[str]]:
@@ -130,8 +139,8 @@ def _mounts(pod: Pod, container: dict[str, Any]) -> Iterator[str]:
         if not mount.get("readOnly") and mount["mountPath"] not in WRITABLE:
             yield f"{container['name']} may write to {mount['mountPath']}"
     for variable in container.get("env", ()):
-        if variable["name"] == "NUMBA_CACHE_DIR" and variable["value"] not in {m["mountPath"] for m in mounts}:
-            yield f"{container['name']} cannot keep its compiled kernels"
+        if variable["name"] == "NUMBA_CACHE_DIR" and not Path(variable["value"]).is_relative_to(CLAIM):
+            yield f"{container['name']} compiles its kernels anew in each pod: {variable['value']} is not below {CLAIM}"
 
 
 def what_is_mounted_exists(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
@@ -216,6 +225,27 @@ def jobs_know_exit_codes(objects: list[Manifest], pods: list[Pod]) -> Iterator[s
                 yield f"{_named(manifest)}: exit codes of {sorted(names)}, which are no containers"
 
 
+def autoscalers_stay_away(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
+    """A daemon or a training pod is not moved to save a node: it costs all rounds a drain and a reload, or the job."""
+    for manifest in objects:
+        for _, template in pod_specs(manifest):
+            if template["metadata"]["labels"][NAME] == "dips-seed":
+                continue
+            if not KEPT.items() <= template["metadata"].get("annotations", {}).items():
+                yield f"{_named(manifest)}: an autoscaler may evict its pods: expected the annotations {KEPT}"
+
+
+def edits_restart_nobody(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
+    """A config map keeps its name when its content changes, and no pod carries a digest of it."""
+    for manifest in _of_kind(objects, "ConfigMap"):
+        if re.search(r"-[a-z0-9]{10}$", manifest["metadata"]["name"]):
+            yield f"{_named(manifest)}: its name has a digest: each edit would restart all pods that mount it"
+    for manifest in objects:
+        for _, template in pod_specs(manifest):
+            if digests := [key for key in template["metadata"].get("annotations", {}) if "checksum" in key]:
+                yield f"{_named(manifest)}: {', '.join(digests)}: each edit would restart all its pods"
+
+
 def images_are_named(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
     """The kustomization has given every image its registry and a tag or digest that says which."""
     for pod in pods:
@@ -235,5 +265,7 @@ RULES: tuple[Rule, ...] = (
     memory_is_bounded,
     servers_are_spread,
     jobs_know_exit_codes,
+    autoscalers_stay_away,
+    edits_restart_nobody,
     images_are_named,
 )

@@ -18,7 +18,7 @@ from tests.deploy.configuration import find_contradictions
 from tests.deploy.kubectl import KUBERNETES, Manifest, find_kubectl, render
 from tests.deploy.names import answer_query
 from tests.deploy.pods import expand_pods
-from tests.deploy.rules import find_misfits
+from tests.deploy.rules import find_frozen, find_misfits
 from tests.deploy.schemas import find_invalid
 
 try:
@@ -145,6 +145,18 @@ BREAKS: dict[str, tuple[Break, str]] = {
         r"Job berlin: expected FailJob on \[77, 78\]",
     ),
     "restarted": (lambda o: pod(o, "Job", "berlin").update(restartPolicy="OnFailure"), "needs restartPolicy Never"),
+    "evicted": (
+        lambda o: find(o, "StatefulSet", "dips-slave")["spec"]["template"]["metadata"]["annotations"].clear(),
+        "StatefulSet dips-slave: an autoscaler may evict its pods",
+    ),
+    "digest": (
+        lambda o: find(o, "ConfigMap", "dips-run")["metadata"].update(name="dips-run-7b9f2k4m5t"),
+        "each edit would restart all pods",
+    ),
+    "compiled anew": (
+        lambda o: container(o)["env"][1].update(value="/tmp/kernels"),
+        "compiles its kernels anew in each pod",
+    ),
     "latest": (
         lambda o: container(o).update(image="registry.example/dips:latest"),
         "names no registry, or not which image",
@@ -191,7 +203,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
 @pytest.mark.parametrize("name", BREAKS)
 def test_what_is_broken_is_found(name: str) -> None:
     """A line that says what is wrong, among whatever else follows from it."""
-    objects = together("base", "cluster")
+    objects = together("base", "seed", "cluster")
     change, said = BREAKS[name]
     change(objects)
     found: list[str] = []
@@ -237,6 +249,12 @@ def test_every_file_is_rendered(part: str) -> None:
     }
     for made in kustomization.get("configMapGenerator", ()):
         assert {Path(name).name for name in made["files"]} == {p.name for p in (directory / "config").iterdir()}
+
+
+def test_another_image_can_be_applied() -> None:
+    """With a Job among the servers it could not: the Job's template is immutable. By itself it may be applied again."""
+    assert not [*find_frozen(together("base"))] and not [*find_frozen(together("seed"))]
+    assert "Job dips-seed is applied with the servers" in next(find_frozen(together("base", "seed")))
 
 
 def test_an_indexed_jobs_pods_have_names() -> None:
