@@ -21,15 +21,16 @@ from dips.config import RunFile, SlaveSection
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot, FailedDisk, FailedMirror
 from dips.ids import VersionId
-from dips.mirror import MirrorStore
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
 from dips.slave.ports import F32
 from dips.slave.rebalance import Digests, finish_staged
-from dips.slave.snapshot_files import read_manifest, split_layer
 from dips.slave.snapshot_mirror import SnapshotMirror
-from dips.slave.snapshots import Snapshots, promote_snapshot, staged_path
-from dips.slave.tensorfile import Reader
+from dips.slave.snapshots import Snapshots
+from dips.store.files import promote_version, read_manifest, staged_path
+from dips.store.mirror import MirrorStore
+from dips.store.tensorfile import Reader
+from dips.store.version import split_layer
 from dips.telemetry.logs import Log
 
 
@@ -109,7 +110,7 @@ class Rebuild:
     def place_version(self, version: VersionId) -> None:
         """Promote the staged snapshots of a version whose row is durable."""
         for section in self._sections.values():
-            promote_snapshot(section.directory, version)
+            promote_version(section.directory, version)
 
     def layer_names(self, layers: Sequence[int]) -> tuple[str, ...]:
         return tuple(self._manifest.layers[layer].name for layer in layers)
