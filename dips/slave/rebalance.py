@@ -116,6 +116,7 @@ def reserve_room(copies: Sequence[SnapshotCopy]) -> None:
     """
     for copy in copies:
         if not is_staged(copy):
+            shutil.rmtree(_aside(copy), ignore_errors=True)  # of a try that was killed, perhaps with other layers
             reserve_version(_aside(copy), copy.run, copy.version, copy.model, copy.sources)
 
 

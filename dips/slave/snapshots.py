@@ -31,7 +31,6 @@ from dips.store.files import (
     read_manifest,
     read_through,
     reserve_version,
-    stage_version,
     staged_path,
     staged_versions,
     write_version,
@@ -266,14 +265,10 @@ class Snapshots:
         """Make a snapshot durable; return the digest of its manifest. A snapshot with other bytes is replaced."""
         if version in self._whole and (known := self._find_same(version, theta, momentum)):
             return known
-        digest = self._write_aside(version, theta, momentum, is_wanted, self._rename_snapshot)
+        digest = self._write_aside(version, theta, momentum, is_wanted)
         self._whole.add(version)
         self._bad.pop(version, None)
         return digest
-
-    def stage_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
-        """Write a snapshot of a version whose row is still to be written; it counts after `promote_version`."""
-        return self._write_aside(version, theta, momentum, lambda: True, stage_version)
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """Fill both and verify every digest; v0@r0 comes from the initial model, with momentum 0."""
@@ -370,21 +365,14 @@ class Snapshots:
             raise LocalProtocolError(f"{what} was ordered before this slave knew its layers")
         return self._manifest
 
-    def _write_aside(
-        self,
-        version: VersionId,
-        theta: Arrays,
-        momentum: Arrays,
-        is_wanted: Callable[[], bool],
-        give_name: Callable[[Path, VersionId], None],
-    ) -> str:
-        """Write a snapshot under a temporary name, then call `give_name`; return the digest of its manifest."""
+    def _write_aside(self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]) -> str:
+        """Write a snapshot under a temporary name and rename it; return the digest of its manifest."""
         self._require_directory()
         aside = self._aside_path(version)
         try:
             aside.mkdir(exist_ok=True)
             manifest = self._write_into(aside, version, theta, momentum, is_wanted)
-            give_name(aside, version)
+            self._rename_snapshot(aside, version)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of incomplete snapshots
             raise
