@@ -53,7 +53,7 @@ class DemoLayout:
 
     @property
     def initial_model(self) -> Path:
-        return self.master_directory / "initial" / "model.safetensors"
+        return self.master_directory / "initial" / "v0@r0"
 
     @property
     def exported_file(self) -> Path:
@@ -138,7 +138,7 @@ def write_configs(
             "name": name,
             "master": address,
             "directory": name,
-            "initial_model": "master/initial/model.safetensors",
+            "initial_model": "master/initial",
         }
         for name in SLAVES
     ]

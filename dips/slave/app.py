@@ -21,7 +21,6 @@ from dips.dataclass import dataclass
 from dips.files import keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import PeerRole
-from dips.mirror import MirrorStore
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool, WorkMeter
 from dips.outer.versions import Versions
@@ -38,12 +37,13 @@ from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
+from dips.store.mirror import MirrorStore
 from dips.telemetry import exits, logs
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.gate import Guard
+from dips.transport.lane import available_cores
 from dips.transport.limits import SLAVE_LIMITS
-from dips.transport.pipeline import available_cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
 CONCURRENT_STREAMS = 4  # at once on a lane: a single one would wait a round trip for each piece

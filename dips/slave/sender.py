@@ -20,10 +20,19 @@ from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.slave.ports import Arrays, ByCluster, Move, Released, Say, SourceMoved, Tombstones, error_message
 from dips.transport.intake import MOST_BYTES, MOST_CHUNKS, Rate
-from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range, range_type
-from dips.wire.frame import BadFrame, Buffer, Header, Kind, pack_header
-from dips.wire.streams import StreamName, Welcome
+from dips.wire.chunks import LayerLayout
+from dips.wire.frame import (
+    BadFrame,
+    Buffer,
+    Header,
+    Kind,
+    Range,
+    StreamName,
+    Welcome,
+    encode_welcome,
+    pack_header,
+    range_type,
+)
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
 # Checksums of a version's chunks, each computed once: several clusters pull a version, and a version never changes.
@@ -322,7 +331,7 @@ class Sender:
             stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named, updates=updates, ranges=ranges)
             pull.streams.append(stream)
             self._streams[lane, peer, name.stream_id] = self._latest[place] = stream
-            body = streams.encode_welcome(Welcome(named, self._chunk_bytes, dtype.number, len(updates)))
+            body = encode_welcome(Welcome(named, self._chunk_bytes, dtype.number, len(updates)))
             return [Say(lane, peer, Kind.WELCOME, name.stream_id, body)]
 
     def _refuse_hello(

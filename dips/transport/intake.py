@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dips.codecs import ITEM_BYTES
-from dips.wire.chunks import Range, split_chunks
-from dips.wire.frame import Header
+from dips.wire.chunks import split_chunks
+from dips.wire.frame import Header, Range
 
 # ---- rate -----------------------------------------------------------------------------------------------------------
 # The present rate of a transfer: bytes over the last seconds. Pure: `now` is an argument.

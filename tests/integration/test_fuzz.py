@@ -17,11 +17,8 @@ import zmq
 
 from dips.config import host_port
 from dips.transport.control import ERROR_KEY
-from dips.wire import streams
-from dips.wire.chunks import Range
-from dips.wire.frame import Kind, make_message, run_id
+from dips.wire.frame import Kind, Range, StreamName, encode_hello, make_message, run_id
 from dips.wire.generated.slave_pb2 import OrderReply
-from dips.wire.streams import StreamName
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 from tests.integration.fuzz import RUN, MessageMaker, methods
@@ -120,7 +117,7 @@ class Fuzzer:
         kind = rng.choice([Kind.HELLO, Kind.HELLO, Kind.WANT, Kind.DONE, Kind.ERROR, Kind.PROBE])
         body = rng.randbytes(rng.choice([0, 10, 1_000]))
         if kind is Kind.HELLO:
-            body = streams.encode_hello(name, [Range(number(), number(), number(), number()) for _ in range(50)])
+            body = encode_hello(name, [Range(number(), number(), number(), number()) for _ in range(50)])
         return list(make_message(kind, run_id(RUN), name.stream_id, body))
 
 

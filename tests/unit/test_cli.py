@@ -38,7 +38,7 @@ def nothing():
 @pytest.fixture(name="run_file")
 def made_run_file(tmp_path: Path) -> Path:
     """A run file of two slaves."""
-    slave = {"master": "127.0.0.1:1", "initial_model": "m/initial/model.safetensors"}
+    slave = {"master": "127.0.0.1:1", "initial_model": "m/initial"}
     content = {
         "shared": {"run": "r"},
         "master": {"listen": "127.0.0.1:1", "directory": "m"},
@@ -118,7 +118,7 @@ def test_init_by_factory(run_file: Path, factory: str) -> None:
     assert "s0: " in text
     assert "19 parameters" not in text  # six tensors of 19 elements
     assert "6 parameters" in text
-    path = run_file.parent / "m/initial/model.safetensors"
+    path = run_file.parent / "m/initial"
     first = load_file(path)
     assert (run_file.parent / "m/ledger.sqlite").exists()
     init(run_file, "--factory", factory, "--seed", "5", "--force")
@@ -136,7 +136,7 @@ def test_init_by_file(run_file: Path, factory: str) -> None:
     init(run_file, "--model", str(path), "--factory", factory)
     manifest = json.loads((run_file.parent / "m/initial/manifest.json").read_text())
     assert [p[0] for layer in manifest["layers"] for p in layer["parameters"]] == sorted(shapes)
-    assert all((t == 2.0).all() for t in load_file(run_file.parent / "m/initial/model.safetensors").values())
+    assert all((t == 2.0).all() for t in load_file(run_file.parent / "m/initial").values())
     init(run_file, "--model", str(path), "--force")
 
 
@@ -171,7 +171,7 @@ def test_init_file_and_factory_must_agree(run_file: Path, factory: str) -> None:
 
 def test_frozen_parameters_are_not_part_of_the_run(run_file: Path, factory: str) -> None:
     """requires_grad of the factory's module tells, also which part of a file is meant; without one, patterns do."""
-    path, made = run_file.parent / "start.safetensors", run_file.parent / "m/initial/model.safetensors"
+    path, made = run_file.parent / "start.safetensors", run_file.parent / "m/initial"
     shapes = {"0.weight": (3, 2), "0.bias": (3,), "1.weight": (3,), "1.bias": (3,), "2.weight": (1, 3), "2.bias": (1,)}
     save_file({name: np.full(shape, 2.0, np.float32) for name, shape in shapes.items()}, path)
     init(run_file, "--factory", "torch_model_of_the_test:frozen")
@@ -207,7 +207,7 @@ def test_export_of_version_zero(run_file: Path, factory: str) -> None:
     out = run_file.parent / "out.safetensors"
     words = ("export", "--config", str(run_file), "--output", str(out))
     assert said(*words).startswith("wrote v0@r0")
-    initial = load_file(run_file.parent / "m/initial/model.safetensors")
+    initial = load_file(run_file.parent / "m/initial")
     assert all(np.array_equal(initial[name], tensor) for name, tensor in load_file(out).items())
     assert "snapshot" in str(refused(*words, "--version", "v1@r1"))
     assert "a version name like v12@r17, got '12'" in str(refused(*words, "--version", "12"))

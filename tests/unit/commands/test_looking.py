@@ -28,7 +28,7 @@ from dips.identity.names import PeerRole
 from dips.outer.pool import MemorySum
 from dips.printable import FAIL, NOTE, CheckFinding
 from dips.slave.machine import TRANSIT_BYTES
-from dips.wire import bodies
+from dips.wire.chunks import encode_body
 from tests.enrolled import Enrolled
 
 ROOT = Path(__file__).parents[3]
@@ -195,7 +195,7 @@ def test_codecs_are_as_wide_as_planned(codec: Codec) -> None:
     """Of pushes; the link of a cluster of as many elements carries them."""
     import numpy as np
 
-    sent = len(bytes(bodies.encode(codec, np.ones(65536, np.float32))))
+    sent = len(bytes(encode_body(codec, np.ones(65536, np.float32))))
     assert planning.plan_cluster(65536, 2, codec, Codec.FP32).push_bytes == sent
 
 

@@ -24,8 +24,7 @@ from dips.codecs import Codec
 from dips.errors import ConfigError, UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
-from dips.wire import bodies
-from dips.wire.chunks import Piece
+from dips.wire.chunks import Piece, decode_body
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 LAYERS, H, WAIT_S = 3, 4, 5.0
@@ -99,7 +98,7 @@ class PatientSlaves:
                 mine = [p for p in pieces if p.layer == layer]
                 sent = [encode(p.range, p.array.view(np.uint8).data) if encode else p.array for p in mine]
                 self.pushed[layer] = np.concatenate(
-                    [bodies.decode(self.codec, bytes(b), p.length) for b, p in zip(sent, mine, strict=True)]
+                    [decode_body(self.codec, bytes(b), p.length) for b, p in zip(sent, mine, strict=True)]
                 )
 
         return self._follow(pieces, take, cancel, **options)

@@ -1,0 +1,332 @@
+"""Files below a URL that hold copies of state which must survive a machine: a second disk, NFS, s3://… (fsspec).
+
+A directory path or `file://` needs no other package; other URLs need their fsspec package (s3fs for s3). Must stay
+true: `write_file` leaves a whole file under its name, or none; `create_file` does not guarantee this, so its caller
+afterwards writes a small file that marks it as complete. Any error of the backend is raised as FailedMirror.
+
+If a disk is not mounted, nothing must be written below its mount point, and an empty directory there must not be
+taken for an empty mirror. So the directory of a local mirror is never created here; and the first write leaves a marker
+in the mirror and a note of it in the mirrored directory: from then on a place without this marker is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedMirror
+from dips.files import make_directory, sync_path, write_durably
+from dips.ids import VersionId
+from dips.store.files import ASIDE, SyncQueue, copy_layer, require_sizes, write_manifest
+from dips.store.tensorfile import PIECE_BYTES, OnPiece
+from dips.store.version import MANIFEST_FILE, VersionManifest
+
+MARKER = "dips-mirror"  # a file in each folder of a mirror, with unique content
+SEEN = "mirror.seen"  # a file in the mirrored directory: the mirror's URL and marker
+MOST_MARKER_BYTES = 4096
+MOST_MANIFEST_BYTES = 64 << 20
+_SECRET = re.compile("//[^/@]*@")  # user and password, which must not be logged
+
+
+class MirrorStore:
+    """One folder of a mirror: `<url>/<run>/<owner>/`."""
+
+    def __init__(self, url: str, *folders: str, of: Path | None = None) -> None:
+        """Parse the URL without accessing it. Raises ConfigError if it is invalid, or its package is not installed.
+
+        of  the mirrored directory: the mirror must be the one noted there; None: the mirror is only read
+        """
+        self.url = "/".join((_SECRET.sub("//", url).rstrip("/"), *folders))
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"mirror: {self.url} cannot be used: {error}") from error
+        self._local = isinstance(self._fs, LocalFileSystem)
+        self._base = str(PurePosixPath(self._root, *folders))
+        self._marker_path, self._home_url = self._full_path(MARKER), self.url
+        self._of = of
+        self._proven = False  # the marker was checked since the last failure; never for disks, which may be unmounted
+
+    def subfolder(self, name: str) -> MirrorStore:
+        """Return the store of a folder in this one, which is of the same mirror and has no marker of its own."""
+        below = copy(self)
+        below.url, below._base = f"{self.url}/{name}", self._full_path(name)
+        return below
+
+    def shares_disk(self) -> bool:
+        """Return whether the mirror is on the disk of the mirrored directory and would be lost with it; False if
+        unknown.
+        """
+        try:
+            return self._local and self._of is not None and os.stat(self._root).st_dev == os.stat(self._of).st_dev
+        except OSError:
+            return False
+
+    def list_names(self, folder: str = "") -> list[str]:
+        """Return the names in a folder, ascending; empty if the mirror exists but the folder does not."""
+        with self._translate_errors(folder):
+            self._require_mirror()
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._full_path(folder), detail=False)
+            except FileNotFoundError:
+                return []
+            names = (PurePosixPath(path).name for path in found)
+            return sorted(name for name in names if name != MARKER and not name.startswith(ASIDE))
+
+    def read_file(self, name: str, most: int) -> bytes | None:
+        """Return the content of a file, None if it does not exist. Raises FailedMirror if it is longer than `most`
+        bytes.
+        """
+        with self._translate_errors(name):
+            self._require_mirror()
+            size = self.file_size(name)
+            if size is None:
+                return None
+            if size > most:
+                raise FailedMirror(f"{self.url}/{name}: expected at most {most} bytes, got {size}")
+            content: bytes = self._fs.cat_file(self._full_path(name))
+        return content
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a whole file under its name, replacing any other; local files are synced and renamed."""
+        with self._translate_errors(name):
+            self._require_mirror(marks=True)
+            self._put_path(self._full_path(name), content)
+
+    @contextmanager
+    def create_file(self, name: str) -> Iterator[IO[bytes]]:
+        """Yield a file to be written piece by piece; it is durable when the context ends, if the disk is local."""
+        with self._translate_errors(name):
+            self._require_mirror(marks=True)
+            path = self._full_path(name)
+            if self._local:
+                make_directory(Path(path).parent)
+            with self._fs.open(path, "wb", **({} if self._local else {"block_size": PIECE_BYTES})) as file:
+                yield file
+                if self._local:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if self._local:
+                sync_path(Path(path).parent)
+
+    @contextmanager
+    def open_file(self, name: str) -> Iterator[IO[bytes]]:
+        """Yield a file to be read piece by piece."""
+        more = {} if self._local else {"block_size": PIECE_BYTES}
+        with self._translate_errors(name), self._fs.open(self._full_path(name), "rb", **more) as file:
+            yield file
+
+    def file_size(self, name: str) -> int | None:
+        """Return a file's size in bytes; None if it does not exist."""
+        with self._translate_errors(name):
+            self._fs.invalidate_cache()
+            try:
+                return int(self._fs.size(self._full_path(name)))
+            except FileNotFoundError:
+                return None
+
+    def list_sizes(self, folder: str) -> dict[str, int]:
+        """Return the sizes of the files in a folder; empty if there is none."""
+        return {PurePosixPath(entry["name"]).name: int(entry["size"] or 0) for entry in self._list_entries(folder)}
+
+    def folder_state(self, folder: str) -> str:
+        """Return a text that changes with the files in a folder: sizes, times of change, and other data of the
+        backend.
+        """
+        return repr([sorted((key, repr(value)) for key, value in e.items()) for e in self._list_entries(folder)])
+
+    def _list_entries(self, folder: str) -> list[dict[str, Any]]:
+        with self._translate_errors(folder):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._full_path(folder), detail=True)
+            except FileNotFoundError:
+                return []
+            return sorted(found, key=lambda entry: str(entry["name"]))
+
+    def remove_path(self, name: str) -> None:
+        """Remove a file, or a folder with its contents; a missing one is fine."""
+        with self._translate_errors(name):
+            self._fs.invalidate_cache()
+            if self._fs.exists(self._full_path(name)):
+                self._fs.rm(self._full_path(name), recursive=True)
+
+    def _full_path(self, name: str) -> str:
+        return str(PurePosixPath(self._base, name)) if name else self._base
+
+    def _put_path(self, full_path: str, content: bytes) -> None:
+        if not self._local:
+            self._fs.pipe_file(full_path, content)
+            return
+        path = Path(full_path)
+        make_directory(path.parent)
+        write_durably(path, content, path.with_name(ASIDE + path.name))
+
+    def _require_mirror(self, *, marks: bool = False) -> None:
+        """Raise FailedMirror unless the mirror exists and is the one written to before; with `marks` mark a new one."""
+        if self._local and not Path(self._root).is_dir():
+            raise FailedMirror(f"mirror: {self._root} is not there: mount it, or make the directory")
+        if self._of is None or self._proven:
+            return
+        seen, marker = self._read_seen(self._of / SEEN), self._read_marker()
+        if seen is not None and seen != marker:
+            raise FailedMirror(
+                f"{self.url}: expected the mirror whose {MARKER} is {seen}, got {marker or 'a place without one'}: "
+                f"mount its disk; if an empty one has replaced it for good, remove {self._of / SEEN}"
+            )
+        if marker is None and marks:
+            marker = uuid.uuid4().hex
+            self._put_path(self._marker_path, marker.encode())
+        if marker is not None and seen is None:
+            make_directory(self._of)
+            write_durably(self._of / SEEN, f"{self._home_url}\n{marker}\n".encode(), self._of / f"{SEEN}.tmp")
+        self._proven = marker is not None and not self._local
+
+    def _read_marker(self) -> str | None:
+        self._fs.invalidate_cache()
+        try:
+            content: bytes = self._fs.cat_file(self._marker_path, start=0, end=MOST_MARKER_BYTES)
+        except FileNotFoundError:
+            return None
+        return content.decode(errors="replace").strip()
+
+    def _read_seen(self, path: Path) -> str | None:
+        """Return the marker noted for the mirror at this URL; None if it was never seen."""
+        try:
+            url, _, marker = path.read_text(errors="replace").strip().partition("\n")
+        except FileNotFoundError:
+            return None
+        return marker if url == self._home_url else None
+
+    @contextmanager
+    def _translate_errors(self, name: str) -> Iterator[None]:
+        """Raise any error of a backend as FailedMirror with the place; errors of Di-PS pass unchanged."""
+        try:
+            yield
+        except DipsError:
+            self._proven = False
+            raise
+        except Exception as error:
+            self._proven = False
+            raise FailedMirror(f"{self.url}/{name}: {_error_text(error)}") from error
+
+
+def _error_text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+# ---- copies of versions ---------------------------------------------------------------------------------------------
+# Copies a version from a directory into a mirror's folder, and back: `<mirror>/<run>/<slave>/v12@r17/`.
+#
+# In both directions the bytes are compared with their digests while they are copied, so damaged bytes are not carried
+# over. The manifest is written last: a folder without one is an unfinished copy and is not used. One object holds one
+# layer, so none is larger than a store takes.
+
+
+def list_versions(store: MirrorStore) -> list[VersionId]:
+    """Return the versions with a folder in the mirror, ascending by round; they may be incomplete."""
+    found = []
+    for name in store.list_names():
+        try:
+            found.append(VersionId.parse(name))
+        except ValueError:  # not a version's folder
+            continue
+    return sorted(found, key=lambda v: v.round)
+
+
+def read_copy(store: MirrorStore, run: str, slave: str, version: VersionId) -> tuple[bytes, VersionManifest]:
+    """Return a copy's manifest, as bytes too; raise CorruptSnapshot unless the copy is whole and of this slave."""
+    where = f"{store.url}/{version}"
+    text = store.read_file(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES)
+    if text is None:
+        raise CorruptSnapshot(f"{where} has no manifest: it was not copied to its end")
+    try:
+        manifest = VersionManifest.from_json(text.decode(), f"{where}/{MANIFEST_FILE}")
+    except UnicodeDecodeError as error:
+        raise CorruptSnapshot(f"{where}/{MANIFEST_FILE}: is no manifest: {error}") from error
+    manifest.require_owner(run, slave, version, where)
+    require_sizes(manifest, store.list_sizes(str(version)), where)
+    return text, manifest
+
+
+def copy_out(store: MirrorStore, root: Path, version: VersionId, on_piece: OnPiece = lambda _: None) -> None:
+    """Copy a version; raise CorruptSnapshot if its bytes do not have their digests, FailedMirror for all other
+    failures.
+
+    A version that is deleted meanwhile is copied to its end.
+    """
+    path, folder = root / str(version), str(version)
+    try:
+        with _linked(path) as kept:
+            text = (kept / MANIFEST_FILE).read_bytes()
+            manifest = VersionManifest.from_json(text.decode(), str(path / MANIFEST_FILE))
+            store.remove_path(folder)
+            for record in manifest.layers:
+                with (kept / record.file).open("rb") as source, store.create_file(f"{folder}/{record.file}") as target:
+                    copy_layer(source, target, manifest, record, str(path / record.file), on_piece)
+    except OSError as error:
+        raise FailedMirror(f"{path} cannot be copied: {error}") from error
+    try:
+        require_sizes(manifest, store.list_sizes(folder), f"{store.url}/{folder}")
+    except CorruptSnapshot as error:
+        raise FailedMirror(f"{error}; it was written just now") from error
+    store.write_file(f"{folder}/{MANIFEST_FILE}", text)
+
+
+@contextmanager
+def _linked(path: Path) -> Iterator[Path]:
+    """Yield a directory with links to a version's files, so that they stay when the version is deleted; the version's
+    own where the file system has no links.
+    """
+    aside = path.with_name(f"{ASIDE}mirrored-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        try:
+            for file in path.iterdir():
+                os.link(file, aside / file.name)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            yield path
+        else:
+            yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def bring_back(
+    store: MirrorStore, root: Path, run: str, slave: str, version: VersionId, on_piece: OnPiece = lambda _: None
+) -> None:
+    """Restore a version into a root; it is durable on return.
+
+    Raise CorruptSnapshot if the copy is not complete, FailedMirror if the mirror fails, OSError if this disk does.
+    """
+    text, manifest = read_copy(store, run, slave, version)
+    aside, queue = root / f"{ASIDE}{version}", SyncQueue()
+    try:
+        aside.mkdir(exist_ok=True)
+        for record in manifest.layers:
+            name = f"{version}/{record.file}"
+            with (aside / record.file).open("wb") as target, store.open_file(name) as source:
+                copy_layer(source, target, manifest, record, f"{store.url}/{name}", on_piece)
+            queue.add_file(aside / record.file, record.size)
+        queue.sync_files()
+        write_manifest(aside, text)
+        aside.rename(root / str(version))
+        sync_path(root)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
