@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.deploy.kubectl import Manifest
-from tests.deploy.pods import NAME, Pod, selects
+from tests.deploy.pods import INDEX, NAME, POD_NAME, Pod, selects
 
 MASTER, SLAVE, CLUSTER, SEED = "dips-master", "dips-slave", "dips-cluster", "dips-seed"
 OURS = (MASTER, SLAVE, CLUSTER, SEED)
 NAMESPACE = "kubernetes.io/metadata.name"  # the label that every namespace has
-PROMETHEUS, NAMES, OUTSIDE, STRANGER = "prometheus", "kube-dns", "outside", "stranger"
+PROMETHEUS, NAMES, OUTSIDE, STRANGER, STORE = "prometheus", "kube-dns", "outside", "stranger", "store"
 CONTROL, ORDERS, LANES, HTTP, DNS = 7800, 7810, (7811, 7812), 9400, 53
 EVERY = frozenset({CONTROL, ORDERS, *LANES, HTTP, DNS, 22, 443, 29410, 29500, 40000})  # that are tried
 
@@ -31,6 +31,7 @@ ARROWS: frozenset[tuple[str, str, int]] = frozenset(
     }
 )
 # What production adds: clusters of other places.
+TO_STORE = frozenset((who, STORE, 443) for who in (MASTER, SLAVE))  # of mirrors
 FROM_OUTSIDE = frozenset({(OUTSIDE, MASTER, CONTROL), *((OUTSIDE, SLAVE, lane) for lane in LANES)})
 
 
@@ -114,6 +115,7 @@ def strangers() -> list[Party]:
         Party(STRANGER, "default", {NAME: CLUSTER}),  # the right name in the wrong namespace
         Party(STRANGER, "monitoring", {NAME: "grafana"}),
         Party(OUTSIDE, ip="198.51.100.7"),
+        Party(STORE, ip="192.0.2.5"),
         Party(STRANGER, ip="203.0.113.9"),
     ]
 
@@ -138,7 +140,7 @@ class _Key:
 
     def __init__(self, party: Party) -> None:
         self.party, self.role = party, party.role
-        labels = sorted((k, v) for k, v in party.labels.items() if not k.startswith("statefulset"))
+        labels = sorted((k, v) for k, v in party.labels.items() if k not in (POD_NAME, INDEX))
         self._told = f"{party.namespace or party.ip}/{party.role}", tuple(labels)
 
     def __str__(self) -> str:

@@ -13,15 +13,27 @@ from pathlib import Path
 
 import yaml
 
-from tests.deploy.arrows import ARROWS, FROM_OUTSIDE, find_wrong_arrows
+from tests.deploy.arrows import ARROWS, FROM_OUTSIDE, TO_STORE, find_wrong_arrows
 from tests.deploy.configuration import find_contradictions
-from tests.deploy.kubectl import KUBERNETES, Manifest, render
+from tests.deploy.kubectl import CHART, KUBERNETES, Manifest, render, render_chart
 from tests.deploy.pods import expand_pods
-from tests.deploy.rules import find_misfits
+from tests.deploy.rules import find_frozen, find_misfits
 from tests.deploy.schemas import VERSIONS, find_invalid
 
-PARTS = ("base", "production", "cluster", "cluster/jobset", "cluster/trainjob")
-TOGETHER = (("base", "cluster", ARROWS), ("production", "cluster", ARROWS | FROM_OUTSIDE))
+PARTS = ("base", "seed", "cluster")
+CHARTS: dict[str, tuple[str, ...]] = {  # what is rendered → options
+    "chart": (),
+    "chart of clusters": ("--set", "servers=false"),
+    "chart in production": ("--values", str(CHART / "production.yaml")),
+    "chart as JobSet": ("--set", "servers=false,clusters.kind=JobSet,monitoring=true"),
+    "chart as TrainJob": ("--set", "servers=false,clusters.kind=TrainJob"),
+}
+NAMESPACES = ("base/namespace.yaml", "cluster/common/namespace.yaml", "issuer.yaml")  # applied before the chart
+TOGETHER = (
+    (("base", "seed", "cluster"), ARROWS),
+    (("chart", "seed", "chart of clusters"), ARROWS),
+    (("chart in production", "seed", "cluster"), ARROWS | FROM_OUTSIDE | TO_STORE),
+)
 DEPLOY = KUBERNETES.parent
 TOOL_S = 120.0
 TOOLS = {  # key that a file has → what checks it
@@ -32,14 +44,22 @@ TOOLS = {  # key that a file has → what checks it
 }
 
 
+def render_all() -> dict[str, list[Manifest]]:
+    """Kustomizations and charts; a chart with the namespaces that are there before it."""
+    namespaces = [o for name in NAMESPACES for o in yaml.safe_load_all((KUBERNETES / name).read_text())]
+    return {part: render(KUBERNETES / part) for part in PARTS} | {
+        part: [*namespaces, *render_chart(*words)] for part, words in CHARTS.items()
+    }
+
+
 def check_manifests() -> Iterator[str]:
-    rendered: dict[str, list[Manifest]] = {part: render(KUBERNETES / part) for part in PARTS}
+    rendered = render_all()
     for part, objects in rendered.items():
-        for find in (find_invalid, find_misfits, find_contradictions):
+        for find in (find_invalid, find_misfits, find_contradictions, find_frozen):
             yield from (f"{part}: {line}" for line in find(objects))
-    for servers, clusters, arrows in TOGETHER:
-        objects = rendered[servers] + rendered[clusters]
-        yield from (f"{servers}: {line}" for line in find_wrong_arrows(objects, expand_pods(objects), arrows))
+    for parts, arrows in TOGETHER:
+        objects = [o for part in parts for o in rendered[part]]
+        yield from (f"{parts[0]}: {line}" for line in find_wrong_arrows(objects, expand_pods(objects), arrows))
 
 
 def check_monitoring(directory: Path = DEPLOY) -> Iterator[str]:
@@ -64,7 +84,11 @@ def _run(tool: str, *words: str, directory: Path) -> Iterator[str]:
 
 def main() -> int:
     found = [*check_manifests(), *check_monitoring()]
-    print("\n".join(found) if found else f"deploy: {', '.join(PARTS)} hold for Kubernetes {', '.join(VERSIONS)}")
+    print(
+        "\n".join(found)
+        if found
+        else f"deploy: {', '.join((*PARTS, *CHARTS))} hold for Kubernetes {', '.join(VERSIONS)}"
+    )
     return bool(found)
 
 

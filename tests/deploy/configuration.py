@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,17 +18,18 @@ from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from tests.deploy.kubectl import Manifest
 from tests.deploy.pods import Pod, expand_pods
-from tests.deploy.rules import quantity, secret_files
+from tests.deploy.rules import made_files, quantity
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "shared"
-PARAMETERS, RANKS, ROUNDS = 2_000_000_000, 8, 10_000  # of the model that the manifests are for, as they say
+PARAMETERS, RANKS, ROUNDS = 1_000_000_000, 8, 10_000  # on each slave of the model that the manifests are for
+LINK_S = 10.0
 CSI_FILES = {"ca.crt", "tls.crt", "tls.key"}  # of cert-manager's csi-driver
 
 
 def find_contradictions(objects: list[Manifest]) -> Iterator[str]:
     """What a config map and the pods that mount it do not agree on."""
     pods = expand_pods(objects)
-    for manifest in (o for o in objects if o["kind"] == "ConfigMap"):
+    for manifest in (o for o in objects if o["kind"] == "ConfigMap" and "shared.yaml" in o["data"]):
         files = manifest["data"]
         if files["shared.yaml"] != (CONFIGS / "default.yaml").read_text():
             yield "shared.yaml is no copy of configs/shared/default.yaml"
@@ -79,7 +82,7 @@ def _resources(run: RunFile, pods: list[Pod]) -> Iterator[str]:
     for pod in pods:
         container, (claim,) = pod.containers[-1], pod.owner["spec"]["volumeClaimTemplates"]
         cpus = int(quantity(container["resources"]["requests"]["cpu"]))
-        plan = make_plan(run, None, find_shares(run, PARAMETERS), RANKS, ROUNDS)
+        plan = make_plan(run, None, find_shares(run, PARAMETERS * len(run.slaves)), RANKS, ROUNDS)
         proposed = kubernetes_resources(plan, cpus)["master" if pod.app == "dips-master" else pod.name]
         if container["resources"] != proposed["resources"]:
             yield f"{pod.name}: resources {container['resources']}, planned: {proposed['resources']}"
@@ -114,12 +117,25 @@ def _paths(pod: Pod, directory: Path | None, tls: TlsFiles | None) -> Iterator[s
         yield f"{pod.name} has no certificate"
         return
     for path in (tls.ca, tls.cert, tls.key, tls.crl):
+        if path.name in _linked(pod, path.parent):
+            continue
         if not _is_mounted(pod, path, "secret", "csi"):
             yield f"{pod.name}: {path} is in no Secret and no volume of csi-driver"
-        elif not _is_made(pod, path) and (
-            path != tls.crl or _is_mounted(pod, path, "secret")
-        ):  # cert-manager has no list
+        elif not _is_made(pod, path):
             yield f"{pod.name}: {path.name} is not among the files of its Secret in deploy/README.md"
+
+
+def _linked(pod: Pod, directory: Path) -> set[str]:
+    """The names that an init container links into a directory: its command is run, with the pod's mounts elsewhere."""
+    with tempfile.TemporaryDirectory() as root:
+        for mount in (m for c in pod.containers for m in c["volumeMounts"]):
+            Path(root + mount["mountPath"]).mkdir(parents=True, exist_ok=True)
+        for container in pod.spec.get("initContainers", ()):
+            command = [re.sub(r"(?<=\s)/etc/", f"{root}/etc/", word) for word in container["command"]]
+            subprocess.run(command, check=True, timeout=LINK_S)
+        links = [path for path in Path(root + str(directory)).iterdir() if path.is_symlink()]
+        targets = {path.name: Path("/") / path.readlink().relative_to(root) for path in links}
+    return {name for name, target in targets.items() if _is_made(pod, target)}
 
 
 def _is_made(pod: Pod, path: Path) -> bool:
@@ -128,7 +144,10 @@ def _is_made(pod: Pod, path: Path) -> bool:
     for mount in pod.containers[-1]["volumeMounts"]:
         if path.parent == Path(mount["mountPath"]):
             volume = volumes[mount["name"]]
-            made = secret_files().get(volume["secret"]["secretName"], set()) if "secret" in volume else CSI_FILES
+            if "configMap" in volume:
+                made = made_files().get(volume["configMap"]["name"], set())
+            else:
+                made = made_files().get(volume["secret"]["secretName"], set()) if "secret" in volume else CSI_FILES
             return path.name in made
     return False
 

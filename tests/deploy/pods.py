@@ -10,6 +10,7 @@ from tests.deploy.kubectl import Manifest
 
 NAME = "app.kubernetes.io/name"
 POD_NAME = "statefulset.kubernetes.io/pod-name"
+INDEX = "batch.kubernetes.io/job-completion-index"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def _expand(manifest: Manifest) -> Iterator[Pod]:
             labels = dict(template["metadata"]["labels"])
             if manifest["kind"] == "StatefulSet":
                 labels[POD_NAME] = f"{name}-{index}"
+            elif spec.get("completionMode") == "Indexed":
+                labels[INDEX] = str(index)
             yield Pod(f"{name}-{index}", namespace, labels, template["spec"], manifest, index)
 
 

@@ -9,12 +9,16 @@ from typing import Any
 
 from dips.errors import TREATMENTS, ConfigError, Denied
 from tests.deploy.kubectl import Manifest
-from tests.deploy.pods import Pod, expand_pods, pod_specs, selects
+from tests.deploy.pods import INDEX, NAME, Pod, expand_pods, pod_specs, selects
 
 README = Path(__file__).parents[2] / "deploy" / "README.md"
-WRITABLE = ("/tmp", "/var/lib/dips", "/var/cache/dips", "/dev/shm")  # of a read-only root
+CLAIM = "/var/lib/dips"  # the volume of a daemon
+WRITABLE = ("/tmp", CLAIM, "/dev/shm")  # of a read-only root
+KEPT = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 UNITS = {"": 1, "m": 0.001, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 HOPELESS = {next(t.exit_code for c, t in TREATMENTS if issubclass(e, c)) for e in (ConfigError, Denied)}
+
+JOBS = {"dips-master": "dips-master", "dips-slave": "dips-slave", "dips-cluster": "dips-agent"}  # of deploy/prometheus
 
 Rule = Callable[[list[Manifest], list[Pod]], Iterator[str]]
 
@@ -26,9 +30,16 @@ def find_misfits(objects: list[Manifest]) -> Iterator[str]:
         yield from rule(objects, pods)
 
 
-def secret_files() -> dict[str, set[str]]:
-    """The files of each Secret that deploy/README.md makes."""
-    made = re.findall(r"create secret \w+ ([\w-]+) (.+)$", README.read_text(), re.MULTILINE)
+def find_frozen(objects: list[Manifest]) -> Iterator[str]:
+    """Jobs that are applied with servers: their templates cannot be changed, so another image would be refused."""
+    if any(o["kind"] == "StatefulSet" for o in objects):
+        for job in _of_kind(objects, "Job"):
+            yield f"{_named(job)} is applied with the servers: a second apply with another image is refused"
+
+
+def made_files() -> dict[str, set[str]]:
+    """The files of each Secret and config map that deploy/README.md makes."""
+    made = re.findall(r"create (?:secret \w+|configmap) ([\w-]+) (.+)$", README.read_text(), re.MULTILINE)
     found: dict[str, set[str]] = {}
     for name, words in made:
         files = re.findall(r"--from-file=(?:([\w.]+)=)?(\S+)", words)
@@ -127,27 +138,28 @@ def _mounts(pod: Pod, container: dict[str, Any]) -> Iterator[str]:
     if "/tmp" not in {m["mountPath"] for m in mounts}:
         yield f"{container['name']} has no /tmp"
     for mount in mounts:
-        if not mount.get("readOnly") and mount["mountPath"] not in WRITABLE:
+        linked = container in pod.spec.get("initContainers", ()) and mount["name"] == "tls"
+        if not mount.get("readOnly") and mount["mountPath"] not in WRITABLE and not linked:
             yield f"{container['name']} may write to {mount['mountPath']}"
     for variable in container.get("env", ()):
-        if variable["name"] == "NUMBA_CACHE_DIR" and variable["value"] not in {m["mountPath"] for m in mounts}:
-            yield f"{container['name']} cannot keep its compiled kernels"
+        if variable["name"] == "NUMBA_CACHE_DIR" and not Path(variable["value"]).is_relative_to(CLAIM):
+            yield f"{container['name']} compiles its kernels anew in each pod: {variable['value']} is not below {CLAIM}"
 
 
 def what_is_mounted_exists(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
     """Config maps and claims are made here, priorities too; Secrets by a command that deploy/README.md shows."""
     made = {(o["kind"], o["metadata"]["name"]) for o in objects}
-    secrets = secret_files().keys()
+    by_hand = made_files().keys()
     for pod in pods:
         for volume in pod.spec["volumes"]:
             wanted = {
                 ("ConfigMap", volume.get("configMap", {}).get("name")),
                 ("PersistentVolumeClaim", volume.get("persistentVolumeClaim", {}).get("claimName")),
             }
-            if missing := {w for w in wanted if w[1]} - made:
+            if missing := {w for w in wanted if w[1] and w[1] not in by_hand} - made:
                 yield f"{pod.name} mounts {sorted(missing)}, which nobody makes"
             secret = volume.get("secret", {}).get("secretName")
-            if secret and secret not in secrets:
+            if secret and secret not in by_hand:
                 yield f"{pod.name} mounts the Secret {secret}, which deploy/README.md does not make"
         priority = pod.spec.get("priorityClassName")
         if priority and ("PriorityClass", priority) not in made:
@@ -216,6 +228,54 @@ def jobs_know_exit_codes(objects: list[Manifest], pods: list[Pod]) -> Iterator[s
                 yield f"{_named(manifest)}: exit codes of {sorted(names)}, which are no containers"
 
 
+def autoscalers_stay_away(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
+    """A daemon or a training pod is not moved to save a node: it costs all rounds a drain and a reload, or the job."""
+    for manifest in objects:
+        for _, template in pod_specs(manifest):
+            if template["metadata"]["labels"][NAME] == "dips-seed":
+                continue
+            if not KEPT.items() <= template["metadata"].get("annotations", {}).items():
+                yield f"{_named(manifest)}: an autoscaler may evict its pods: expected the annotations {KEPT}"
+
+
+def monitors_are_complete(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
+    """Each daemon is scraped once if any is, under a job that the alerts know and its run; nobody else is."""
+    monitors = _of_kind(objects, "PodMonitor")
+    if not monitors:
+        return
+    for pod in (p for p in pods if p.app in JOBS):
+        wanted = {JOBS[pod.app]} if pod.labels.get(INDEX, "0") == "0" else set()  # the agent is on node 0
+        found = {
+            label_of(monitor, endpoint, "job")
+            for monitor in monitors
+            if monitor["metadata"]["namespace"] == pod.namespace and selects(monitor["spec"]["selector"], pod.labels)
+            for endpoint in monitor["spec"]["podMetricsEndpoints"]
+            if label_of(monitor, endpoint, "run")
+        }
+        if found != wanted:
+            yield f"{pod.name}: scraped as {sorted(found)}, the alerts expect {sorted(wanted)}"
+
+
+def label_of(monitor: Manifest, endpoint: dict[str, Any], name: str) -> str:
+    """A label of what is scraped, as the operator writes it: its own `job`, then the endpoint's relabelings."""
+    value = f"{monitor['metadata']['namespace']}/{monitor['metadata']['name']}" if name == "job" else ""
+    for step in endpoint.get("relabelings", ()):
+        if step.get("targetLabel") == name and not step.get("sourceLabels"):
+            value = step["replacement"]
+    return value
+
+
+def edits_restart_nobody(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
+    """A config map keeps its name when its content changes, and no pod carries a digest of it."""
+    for manifest in _of_kind(objects, "ConfigMap"):
+        if re.search(r"-[a-z0-9]{10}$", manifest["metadata"]["name"]):
+            yield f"{_named(manifest)}: its name has a digest: each edit would restart all pods that mount it"
+    for manifest in objects:
+        for _, template in pod_specs(manifest):
+            if digests := [key for key in template["metadata"].get("annotations", {}) if "checksum" in key]:
+                yield f"{_named(manifest)}: {', '.join(digests)}: each edit would restart all its pods"
+
+
 def images_are_named(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
     """The kustomization has given every image its registry and a tag or digest that says which."""
     for pod in pods:
@@ -235,5 +295,8 @@ RULES: tuple[Rule, ...] = (
     memory_is_bounded,
     servers_are_spread,
     jobs_know_exit_codes,
+    autoscalers_stay_away,
+    monitors_are_complete,
+    edits_restart_nobody,
     images_are_named,
 )

@@ -12,12 +12,14 @@ from typing import Any
 
 import kubernetes_validate
 import pydantic
+from pydantic.alias_generators import to_camel
 
 from tests.deploy.kubectl import Manifest
 
 VERSIONS = ("1.32", "1.34", "1.37")
 MODELS = {  # (API version, kind) → the published model
-    ("cert-manager.io/v1", "Issuer"): ("cloudcoil.models.cert_manager.v1", "Issuer"),
+    ("cert-manager.io/v1", "ClusterIssuer"): ("cloudcoil.models.cert_manager.v1", "ClusterIssuer"),
+    ("policy.cert-manager.io/v1alpha1", "CertificateRequestPolicy"): (__name__, "CertificateRequestPolicy"),
     ("monitoring.coreos.com/v1", "PodMonitor"): ("cloudcoil.models.prometheus_operator.v1", "PodMonitor"),
     ("monitoring.coreos.com/v1", "PrometheusRule"): ("cloudcoil.models.prometheus_operator.v1", "PrometheusRule"),
     ("jobset.x-k8s.io/v1alpha2", "JobSet"): ("kubeflow_trainer_api.models", "JobsetV1alpha2JobSet"),
@@ -27,6 +29,59 @@ MODELS = {  # (API version, kind) → the published model
     ),
 }  # fmt: skip
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?|Ki)?")
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", alias_generator=to_camel)
+
+
+class _Names(_Strict):
+    required: bool = False
+    values: list[str]
+
+
+class _Allowed(_Strict):
+    dns_names: _Names
+    usages: list[str]
+
+
+class _PrivateKey(_Strict):
+    algorithm: str
+
+
+class _Constraints(_Strict):
+    max_duration: str
+    private_key: _PrivateKey
+
+
+class _IssuerRef(_Strict):
+    name: str
+    kind: str
+    group: str
+
+
+class _Matching(_Strict):
+    match_names: list[str]
+
+
+class _Selector(_Strict):
+    issuer_ref: _IssuerRef
+    namespace: _Matching
+
+
+class _PolicySpec(_Strict):
+    allowed: _Allowed
+    constraints: _Constraints
+    selector: _Selector
+
+
+class CertificateRequestPolicy(_Strict):
+    """Of approver-policy, as its documentation describes what we use: no package of models has it."""
+
+    api_version: str
+    kind: str
+    metadata: dict[str, Any]
+    spec: _PolicySpec
 
 
 def find_invalid(objects: list[Manifest]) -> Iterator[str]:

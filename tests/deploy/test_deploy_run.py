@@ -44,7 +44,7 @@ def edited_tree(tmp_path: Path, images: dict[str, str]) -> Path:
     """deploy/ as an operator has edited it: images, a short run, the demo's model and script."""
     kubernetes = tmp_path / "tree" / "deploy" / "kubernetes"
     shutil.copytree(ROOT / "deploy" / "kubernetes", kubernetes)
-    for directory in (kubernetes / "base", kubernetes / "cluster"):
+    for directory in (kubernetes / "base", kubernetes / "seed", kubernetes / "cluster"):
         edit(directory / "kustomization.yaml", images=[
             {"name": name, "newName": image.partition(":")[0], "newTag": image.partition(":")[2]}
             for name, image in images.items()
@@ -56,7 +56,7 @@ def edited_tree(tmp_path: Path, images: dict[str, str]) -> Path:
             stop={"versions": VERSIONS}, data={"ranges": 200},
         )  # fmt: skip
     edit(kubernetes / "cluster" / "common" / "config" / "cluster.yaml", pace={"steps": 2})
-    replace(kubernetes / "base" / "seed.yaml", "mymodel:build", "dips.demo.model:build")
+    replace(kubernetes / "seed" / "seed.yaml", "mymodel:build", "dips.demo.model:build")
     job = kubernetes / "cluster" / "job.yaml"
     replace(job, "[train.py, --data, /corpus]", "[-m, dips.demo.train]")
     replace(job, 'name: GPUS, value: "8"', 'name: GPUS, value: "1"')

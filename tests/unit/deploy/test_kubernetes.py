@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,16 +16,17 @@ import pytest
 import yaml
 
 from tests.deploy.arrows import ARROWS, find_wrong_arrows
-from tests.deploy.check import PARTS
+from tests.deploy.check import CHARTS, PARTS, render_all
 from tests.deploy.configuration import find_contradictions
-from tests.deploy.kubectl import KUBERNETES, Manifest, find_kubectl, render
+from tests.deploy.kubectl import KUBERNETES, Manifest, find_program, render_chart
 from tests.deploy.names import answer_query
 from tests.deploy.pods import expand_pods
-from tests.deploy.rules import find_misfits
+from tests.deploy.rules import find_frozen, find_misfits
 from tests.deploy.schemas import find_invalid
+from tests.expressions import ALERTS, list_alerts
 
 try:
-    find_kubectl()
+    find_program("kubectl")
 except RuntimeError as missing:
     pytestmark = pytest.mark.skip(f"NO KUBECTL: {missing}")
 
@@ -30,12 +34,12 @@ Break = Callable[[list[Manifest]], None]
 
 
 @cache
-def rendered(part: str) -> list[Manifest]:
-    return render(KUBERNETES / part)
+def rendered() -> dict[str, list[Manifest]]:
+    return render_all()
 
 
 def together(*parts: str) -> list[Manifest]:
-    return copy.deepcopy([o for part in parts for o in rendered(part)])
+    return copy.deepcopy([o for part in parts for o in rendered()[part]])
 
 
 def find(objects: list[Manifest], kind: str, name: str) -> Any:
@@ -145,6 +149,18 @@ BREAKS: dict[str, tuple[Break, str]] = {
         r"Job berlin: expected FailJob on \[77, 78\]",
     ),
     "restarted": (lambda o: pod(o, "Job", "berlin").update(restartPolicy="OnFailure"), "needs restartPolicy Never"),
+    "evicted": (
+        lambda o: find(o, "StatefulSet", "dips-slave")["spec"]["template"]["metadata"]["annotations"].clear(),
+        "StatefulSet dips-slave: an autoscaler may evict its pods",
+    ),
+    "digest": (
+        lambda o: find(o, "ConfigMap", "dips-run")["metadata"].update(name="dips-run-7b9f2k4m5t"),
+        "each edit would restart all pods",
+    ),
+    "compiled anew": (
+        lambda o: container(o)["env"][1].update(value="/tmp/kernels"),
+        "compiles its kernels anew in each pod",
+    ),
     "latest": (
         lambda o: container(o).update(image="registry.example/dips:latest"),
         "names no registry, or not which image",
@@ -191,7 +207,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
 @pytest.mark.parametrize("name", BREAKS)
 def test_what_is_broken_is_found(name: str) -> None:
     """A line that says what is wrong, among whatever else follows from it."""
-    objects = together("base", "cluster")
+    objects = together("base", "seed", "cluster")
     change, said = BREAKS[name]
     change(objects)
     found: list[str] = []
@@ -205,16 +221,16 @@ def test_what_is_broken_is_found(name: str) -> None:
 @pytest.mark.parametrize(
     ("part", "kind", "change", "said"),
     [
-        ("production", "PodMonitor", {"podMetricsEndpoint": []}, "podMetricsEndpoint: Extra inputs"),
-        ("production", "Issuer", {"ca": {"secret": "x"}}, r"spec\.ca\.secretName: Field required"),
-        ("cluster/jobset", "JobSet", {"replicatedJob": []}, "replicatedJob: Extra inputs"),
+        ("chart in production", "PodMonitor", {"podMetricsEndpoint": []}, "podMetricsEndpoint: Extra inputs"),
+        ("chart in production", "ClusterIssuer", {"ca": {"secret": "x"}}, r"spec\.ca\.secretName: Field required"),
+        ("chart as JobSet", "JobSet", {"replicatedJob": []}, "replicatedJob: Extra inputs"),
         (
-            "cluster/trainjob",
+            "chart as TrainJob",
             "TrainJob",
             {"runtimeRef": {"kind": "TrainingRuntime"}},
             "runtimeRef.name: Field required",
         ),
-        ("cluster/trainjob", "TrainingRuntime", {"mlPolicy": {"numNodes": "two"}}, "mlPolicy.numNodes"),
+        ("chart as TrainJob", "TrainingRuntime", {"mlPolicy": {"numNodes": "two"}}, "mlPolicy.numNodes"),
     ],
 )
 def test_custom_resources_are_held_against_their_models(
@@ -230,13 +246,128 @@ def test_every_file_is_rendered(part: str) -> None:
     """A manifest that no kustomization names would be checked by nobody."""
     directory = KUBERNETES / part
     kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
-    named = {*kustomization["resources"], *kustomization.get("configurations", ())}
-    named |= {patch["path"] for patch in kustomization.get("patches", ())}
+    named = {*kustomization["resources"]}
     assert {p.name for p in directory.glob("*.yaml")} - {"kustomization.yaml"} == {
         n for n in named if n.endswith(".yaml")
     }
     for made in kustomization.get("configMapGenerator", ()):
         assert {Path(name).name for name in made["files"]} == {p.name for p in (directory / "config").iterdir()}
+
+
+def plain(objects: list[Manifest]) -> dict[tuple[str, ...], Any]:
+    """Objects by kind and name, without labels that say only whose they are; configuration as it is read."""
+    found = {}
+    for manifest in copy.deepcopy(objects):
+        manifest["metadata"].pop("labels", None)
+        for claim in manifest.get("spec", {}).get("volumeClaimTemplates", ()):
+            claim["metadata"].pop("labels", None)
+        if manifest["kind"] == "ConfigMap":
+            manifest["data"] = {name: yaml.safe_load(text) for name, text in manifest["data"].items()}
+        found[manifest["kind"], manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]] = manifest
+    return found
+
+
+def test_the_chart_is_the_plain_manifests() -> None:
+    """With its own values: object by object what base and cluster are."""
+    chart, ours = plain(together("chart", "chart of clusters")), plain(together("base", "cluster"))
+    assert chart.keys() - ours.keys() == {("ClusterIssuer", "", "dips-ca")} and not ours.keys() - chart.keys()
+    for key, manifest in ours.items():
+        assert chart[key] == manifest, key
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_the_chart_makes_as_many_as_are_asked_for(count: int) -> None:
+    """Slaves in the set and in the run file, their balancers, monitors, mirrors, names of certificates."""
+    words = ("--values", CHARTS["chart in production"][1], "--set", f"slaves.count={count}")
+    names = [f"dips-slave-{i}" for i in range(count)]
+    objects = render_chart(*words)
+    run = yaml.safe_load(find(objects, "ConfigMap", "dips-run")["data"]["dips.yaml"])
+    assert (
+        [s["name"] for s in run["slaves"]] == names == [p.name for p in expand_pods(objects) if p.app == "dips-slave"]
+    )
+    assert len({s["mirror"] for s in run["slaves"]} | {run["master"]["mirror"]}) == count + 1, (
+        "each has a mirror of its own"
+    )
+    made = {(o["kind"], o["metadata"]["name"]) for o in objects}
+    assert {("PodMonitor", n) for n in names} | {("Service", f"{n}-external") for n in names} < made
+    allowed = find(objects, "CertificateRequestPolicy", "")["spec"]["allowed"]["dnsNames"]["values"]
+    assert allowed == ["master.master.my-run.dips", *(f"{n}.slave.my-run.dips" for n in names)]
+
+
+def test_the_chart_makes_several_clusters() -> None:
+    """Two in one namespace: their files, policies and pods are their own."""
+    berlin = yaml.safe_load((KUBERNETES / "chart" / "values.yaml").read_text())["clusters"]["list"][0]
+    several = json.dumps([berlin, {**berlin, "name": "oslo", "nodes": 3, "capabilities": ["IPC_LOCK"]}])
+    objects = render_chart("--set", "servers=false", "--set-json", f"clusters.list={several}")
+    pods = expand_pods(objects)
+    assert [p.name for p in pods] == ["berlin-0", "berlin-1", "oslo-0", "oslo-1", "oslo-2"]
+    assert pods[2].containers[0]["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    for name in ("berlin", "oslo"):
+        assert yaml.safe_load(find(objects, "ConfigMap", f"{name}-cluster")["data"]["cluster.yaml"])["cluster"] == name
+        assert find(objects, "NetworkPolicy", name)["spec"]["podSelector"]["matchLabels"]["dips/cluster"] == name
+
+
+def test_a_mirror_that_nobody_could_reach_is_refused() -> None:
+    """The policies let nothing out that is not named."""
+    with pytest.raises(RuntimeError, match=r"mirror\.egress: expected rules"):
+        render_chart("--set", "mirror.url=s3://bucket/my-run")
+
+
+def test_who_is_revoked_in_production_is_refused() -> None:
+    """The list lies beside the certificate, and may be changed while the pod runs."""
+    objects = together("chart in production")
+    assert not [*find_contradictions(objects)]
+    pod(objects)["initContainers"][0]["command"][2] = "ln -sf /etc/dips-certificate/* /etc/dips-tls/"
+    assert any("crl.pem" in line for line in find_contradictions(objects))
+
+
+def test_the_operators_labels_are_those_of_the_alerts() -> None:
+    """Without the relabeling a job would be called by the monitor's namespace and name, and no alert would fire."""
+    objects = together("chart in production")
+    assert not [*find_misfits(objects)]
+    find(objects, "PodMonitor", "dips-slave-1")["spec"]["podMetricsEndpoints"][0]["relabelings"].pop(0)
+    assert "dips-slave-1: scraped as ['dips/dips-slave-1'], the alerts expect ['dips-slave']" in [
+        *find_misfits(objects)
+    ]
+    asked = set(re.findall(r'job="([\w-]+)"', ALERTS.read_text()))
+    assert asked == {"dips-master", "dips-slave", "dips-agent"}
+
+
+def test_a_run_misses_its_own_master(tmp_path: Path) -> None:
+    """Its PrometheusRule fires when its master's pod is gone, though another run's in the same Prometheus is well."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not here (Debian: prometheus): the story was not told")
+    rule = find(together("chart in production"), "PrometheusRule", "dips-my-run")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
+    series = {"my-run": "1x9 stale", "other": "1x60"}
+    fires = {
+        "exp_labels": {"severity": "page", "job": "dips-master", "run": "my-run"},
+        "exp_annotations": next(
+            r["annotations"] | {"summary": "The master  is not scraped, or is not there."} for r in list_alerts()
+        ),
+    }  # fmt: skip
+    story = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f'up{{job="dips-master", run="{run}", namespace="dips"}}', "values": values}
+            for run, values in series.items()
+        ],
+        "alert_rule_test": [
+            {"eval_time": "8m", "alertname": "DipsMasterDown"},
+            {"eval_time": "50m", "alertname": "DipsMasterDown", "exp_alerts": [fires]},
+        ],
+    }
+    (tmp_path / "story.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [story]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", "story.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_image_can_be_applied() -> None:
+    """With a Job among the servers it could not: the Job's template is immutable. By itself it may be applied again."""
+    assert not [*find_frozen(together("base"))] and not [*find_frozen(together("seed"))]
+    assert "Job dips-seed is applied with the servers" in next(find_frozen(together("base", "seed")))
 
 
 def test_an_indexed_jobs_pods_have_names() -> None:
