@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count
 from pathlib import Path
 from typing import IO
@@ -37,13 +38,16 @@ from dips.store.version import (
 
 ASIDE = ".unfinished-"  # prefix of incomplete or half-removed versions, which are removed when the slave starts
 LISTING_BYTES = 4096  # for each parameter in a manifest: name, shape, digests; an upper bound
+SYNC_THREADS = 8  # files that are synced at a time
 Owner = tuple[str, str, int]  # run, slave and incarnation
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
 class SyncQueue:
-    """Files that are written and not on the disk yet. Syncing many at once lets a file system commit them together."""
+    """Files that are written and not on the disk yet. They are synced side by side: one after another, each would wait
+    for a commit of the file system's journal of its own.
+    """
 
     def __init__(self) -> None:
         self._paths: list[Path] = []
@@ -57,8 +61,10 @@ class SyncQueue:
             self.sync_files()
 
     def sync_files(self) -> None:
-        for path in self._paths:
-            sync_path(path)
+        """Make all files durable; raise OSError if one of them fails."""
+        if self._paths:
+            with ThreadPoolExecutor(min(SYNC_THREADS, len(self._paths)), "sync") as threads:
+                list(threads.map(sync_path, self._paths))
         self._paths.clear()
         self._nbytes = 0
 
