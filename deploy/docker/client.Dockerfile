@@ -1,6 +1,7 @@
 # A training image with Di-PS in it.   docker build -f deploy/docker/client.Dockerfile --build-arg BASE=my/training -t dips-client .
 #
-#   BASE    brings Python and the torch that fits its accelerators; it is kept, nothing of CUDA is fetched here.
+#   BASE    brings Python and the torch that fits its accelerators; its torch and numpy are kept, all
+#           else is the tested set; nothing of CUDA is fetched here.
 #           Pin it: --build-arg BASE=my/training@sha256:…
 #   WHEELS  a directory of the build context with all wheels, hatchling's too: then nothing is fetched
 ARG BASE
@@ -9,11 +10,12 @@ ARG WHEELS=deploy/docker/wheels
 USER 0:0
 WORKDIR /src
 COPY ${WHEELS} /wheels
-COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md ./
 COPY dips ./dips
 COPY deploy/nodes.sh /usr/local/bin/dips-nodes
 RUN if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
-    && python3 -c 'import torch; print("torch==" + torch.__version__)' >/tmp/kept \
+    && python3 -c 'import numpy, torch; print(f"torch=={torch.__version__}\nnumpy=={numpy.__version__}")' >/tmp/kept \
+    && grep -vE '^(torch|numpy)==' constraints.txt >>/tmp/kept \
     && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir -c /tmp/kept . \
     && chmod 755 /usr/local/bin/dips-nodes \
     && install -d -o 10001 -g 10001 /var/lib/dips \
