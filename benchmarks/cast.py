@@ -11,7 +11,8 @@ import numpy as np
 
 from dips.codecs import Codec
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Layer, Manifest, Parameter
-from dips.wire.chunks import Piece, Range, encode_ranges, split_chunks
+from dips.wire.chunks import Piece, split_chunks
+from dips.wire.frame import Range, encode_ranges
 
 RUN, SINC, CHUNK_BYTES, WAIT_S = "ablation", 1, 1 << 20, 120.0
 

@@ -25,7 +25,7 @@ import torch
 from benchmarks.codecs import CLUSTERS, F32, CodecChannel, average, channels, train
 from benchmarks.harness import Bench, main
 from dips.codecs import Codec
-from dips.transport.pipeline import available_cores
+from dips.transport.lane import available_cores
 
 SEEDS, STARTS, ROUNDS = (0, 1, 2), (1, 2, 3, 4, 5), 20
 LEAST = 0.995  # fp32's mean loss over a codec's, of each seed: it may not be worse by more

@@ -31,8 +31,8 @@ from dips.outer_step import nesterov_numbers, returned_share
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.quantisers import QUANTISERS, Codes
 from dips.slave.sender import cut_updates
-from dips.wire import bodies
-from dips.wire.chunks import LayerLayout, Range, range_type, split_chunks
+from dips.wire.chunks import LayerLayout, decode_body, encode_body, put_body, put_pulled, split_chunks
+from dips.wire.frame import Range, range_type
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -59,7 +59,7 @@ class CodecChannel:
 
     def bring(self, difference: F32) -> F32:
         carried = np.asarray(difference + self.owed, np.float32)
-        brought = bodies.decode(self.codec, bodies.encode(self.codec, carried), carried.size)
+        brought = decode_body(self.codec, encode_body(self.codec, carried), carried.size)
         self.owed = carried - brought if self.feedback else 0.0
         return brought
 
@@ -132,7 +132,7 @@ class PulledVersions:
         whole = range_type(self._codec.update_dtype, 1)(*self._whole)
         for chunk in split_chunks([whole], 1 << 20):
             cut = slice(chunk.offset, chunk.offset + chunk.length)
-            bodies.put_pulled(chunk, cut_updates(self._layout, (self._update,), chunk), self.theta[cut])
+            put_pulled(chunk, cut_updates(self._layout, (self._update,), chunk), self.theta[cut])
 
 
 def train(
@@ -197,8 +197,8 @@ def speeds(bench: Bench) -> None:
 
     works = {"copy": partial(repeat, partial(np.copyto, slot, x))}
     for codec in LOSSY:
-        works[f"encode {codec}"] = partial(repeat, partial(bodies.encode, codec, x))
-        works[f"decode and add {codec}"] = partial(repeat, partial(bodies.put, codec, bodies.encode(codec, x), slot))
+        works[f"encode {codec}"] = partial(repeat, partial(encode_body, codec, x))
+        works[f"decode and add {codec}"] = partial(repeat, partial(put_body, codec, encode_body(codec, x), slot))
     took = bench.together(works)
     moved = x.nbytes * len(again)
     for name in [n for n in works if n != "copy"]:

@@ -40,7 +40,7 @@ from dips.study.report import SHOWN as COLUMNS
 from dips.study.report import compare_row, list_lines, losses_of, spell_table, write_csv
 from dips.study.runner import ResultStore, StudyResult, run_study
 from dips.study.study_file import DEFAULT_FACTORY, Study, StudyFile, make_study
-from dips.transport.pipeline import available_cores
+from dips.transport.lane import available_cores
 
 FACTORY = DEFAULT_FACTORY
 KEPT = ROOT / "runs" / "convergence"

@@ -26,9 +26,8 @@ from benchmarks.cast import CHUNK_BYTES, RUN, TURNS, Cast, random_order
 from benchmarks.line_program import print_answer, processor_s, read_requests
 from dips.protocol.order import slaves_for_worker
 from dips.transport.memory import keep_message_memory
-from dips.wire import bodies
-from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind, check_body, pack_header, run_id, unpack_header
+from dips.wire.chunks import encode_body, put_body
+from dips.wire.frame import Header, Kind, Range, check_body, pack_header, run_id, unpack_header
 
 HELLO, GO, DONE = b"hello", b"go", b"done"
 OPTIONS = {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 0}
@@ -93,7 +92,7 @@ def _put(cast: Cast, frames: list[list[zmq.Frame]], target: Any) -> None:
         check_body(header, body.buffer)
     lengths = {chunk.offset: chunk.length for rank in range(cast.ranks) for chunk in cast.chunks(0, cast.share(rank))}
     for header, (_, body) in zip(headers, frames, strict=True):
-        bodies.put(codec, body.buffer, target[header.offset : header.offset + lengths[header.offset]])
+        put_body(codec, body.buffer, target[header.offset : header.offset + lengths[header.offset]])
 
 
 def rank(cast: Cast, number: int) -> None:
@@ -121,7 +120,7 @@ def _send(dealer: zmq.Socket[bytes], cast: Cast, layer: int, share: Range, value
     """Send a rank's share of a layer; return the seconds of spelling and checksums."""
     codec, begun = cast.codec, time.perf_counter()
     chunks = cast.chunks(layer, share)
-    made = [bodies.encode(codec, values[c.offset - share.offset : c.offset - share.offset + c.length]) for c in chunks]
+    made = [encode_body(codec, values[c.offset - share.offset : c.offset - share.offset + c.length]) for c in chunks]
     headers = [
         pack_header(
             Header(Kind.CHUNK, run_id(RUN), 1, chunk.nbytes, xxhash.xxh3_64_intdigest(body), *chunk[:3], chunk.dtype)

@@ -62,11 +62,12 @@ class RecoveryRun(WholeRun):
 
     def _run_file(self) -> dict[str, Any]:
         file = super()._run_file()
-        file["master"]["timing"] = {"window_s": WINDOW_S, "heartbeat_s": HEARTBEAT_S}
+        file["master"]["timing"] = {"window_s": WINDOW_S}
+        file["shared"]["heartbeat_s"] = HEARTBEAT_S
         return file
 
     def _keys(self, name: str) -> dict[str, Any]:
-        return {"pace": {"steps": INNER_STEPS}, "heartbeat_s": HEARTBEAT_S}
+        return {"pace": {"steps": INNER_STEPS}}
 
     def _words(self, name: str) -> list[str]:
         layers = self._manifest.layers

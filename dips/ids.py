@@ -19,7 +19,8 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True, order=True)
 class VersionId:
-    """`version` outer steps, made by `round`; version 0 is `v0@r0`, the model of `dips init`."""
+    """The name of a version, written `v3@r5`: the model after `version` outer steps, the last of them made by round
+    `round`. The model of `dips init` is `v0@r0`."""
 
     version: int
     round: int

@@ -4,8 +4,8 @@ A lossy codec has two functions: one rounds elements (in units of the step, for 
 widens codes. Blocks, spans and steps are the same for all. The compiled twins in outer/kernels.py give the same bits.
 
 Must stay true: a zero stays zero; of elements that are not finite, bf16 keeps the NaN or infinity and a block's step
-becomes NaN; no code of ours is NaN; equal elements make equal codes, so a repeated chunk is the same. Elements are
-numbered from a block's begin. Spans keep what one pass writes in the cache for the next.
+becomes NaN; our encoder never writes the code of a NaN; equal elements make equal codes, so a repeated chunk is the
+same. Elements are numbered from a block's begin. Spans keep what one pass writes in the cache for the next.
 """
 
 from __future__ import annotations

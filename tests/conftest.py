@@ -13,7 +13,7 @@ import structlog
 from hypothesis import settings
 
 from dips.telemetry import logs
-from dips.transport import pipeline
+from dips.transport import lane
 from tests.forkserver.fixtures import guarded
 
 TESTS = Path(__file__).parent
@@ -128,5 +128,5 @@ def no_log_outlives_its_test() -> Iterator[None]:
 def stage_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a test's transfer stages in place and in threads of their own, whatever cores this machine has."""
     threads: int = request.param
-    monkeypatch.setattr(pipeline, "MANY_CORES", 1 if threads else 1 << 20)
+    monkeypatch.setattr(lane, "MANY_CORES", 1 if threads else 1 << 20)
     return threads

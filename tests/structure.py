@@ -55,8 +55,8 @@ ONE_PUSH_AND_PULL = """
     RealBounds ClusterServicer Runtime MasterCore SlaveRegistered Coordinator drop_push refuse_slot SlotQueue RunState
     Order Outbox MasterOutside SlaveLink SentOrder
     SlaveRuntime OrderDesk Meters Shard OpenTransfers ZmqFlow Receiver IncomingPush
-    ShardTransfer Feedback HostMemory write_merged PartExchange ShardBuffer ThreadedTransfer PullTransfer TransferLoop
-    open_parts TransferRate deal_pieces Stream StreamName unpack_header bodies.encode LayerLayout Lane Intake Turns
+    ShardTransfer Feedback HostMemory write_merged PartExchange ShardBuffer BackgroundTransfer PullTransfer TransferLoop
+    LanePart TransferRate deal_pieces Stream StreamName unpack_header encode_body LayerLayout Lane Intake Turns
     Stage
     on_push_measured window_deadlines Penalty judge_norm hard_cap weigh_push scale_layer step_share ShardRound Versions
     AveragedLayers KernelPool kernels.apply commit_version LedgerState Ledger write_run on_slaves_flipped

@@ -19,10 +19,10 @@ import typer
 
 from dips import daemon
 from dips.client.agent import metrics as agent_metrics
+from dips.client.agent.account import Pace
 from dips.client.agent.agent import Agent, IncarnationFile, MasterLink
 from dips.client.agent.core import AgentCore
 from dips.client.agent.launch import PR_SET_CHILD_SUBREAPER, set_process_attribute
-from dips.client.agent.pace import Pace
 from dips.client.agent.rank_server import listen_for_ranks
 from dips.client.agent.relay import Relay
 from dips.client.agent.state import MOST_PAUSE_S, AgentSettings, AgentState, ClusterIdentity
@@ -112,7 +112,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(
         identity,
-        config.heartbeat_s,
+        config.shared.heartbeat_s,
         MOST_PAUSE_S,
         config.overlap == "full",
         config.max_restarts,

@@ -233,7 +233,7 @@ def _check_agreement(path: Path, cluster: ClusterFile, run_path: Path, run: RunF
     if run.clusters is not None and cluster.cluster not in run.clusters:
         seen = f"{cluster.cluster} is not in the run file's list"
         yield CheckFinding(f"{beside}: clusters", FAIL, seen, "add it; the master takes that over without a restart")
-    lease_s = run.master.timing.make_options().lease_s
-    if cluster.heartbeat_s > lease_s / 2:
-        seen = f"a heartbeat each {cluster.heartbeat_s:g} s, and a lease of {lease_s:g} s"
-        yield CheckFinding(f"{beside}: heartbeat_s", FAIL, seen, "take the run file's heartbeat_s")
+    lease_s = run.timing_options().lease_s
+    if cluster.shared.heartbeat_s > lease_s / 2:
+        seen = f"a heartbeat each {cluster.shared.heartbeat_s:g} s, and a lease of {lease_s:g} s"
+        yield CheckFinding(f"{beside}: shared.heartbeat_s", FAIL, seen, "take the run file's")

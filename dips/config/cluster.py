@@ -48,8 +48,6 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     # Groups of layers that are pushed and merged at different inner steps, under the same rounds: the link's peak rate
     # is divided by this. Needs overlap: full and install: whole.
     fragments: Annotated[int, Field(ge=1, le=MOST_FRAGMENTS)] = 1
-    # How far a merge follows the pulled version: θ ← θ_local + α (θ_new − θ_pushed). Streaming DiLoCo's is 1 − α.
-    merge_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
     # A model that is not finite is never pushed; the run's newest version replaces it. reset: the optimizer's state is
     # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
     # stop: the job ends.
@@ -62,7 +60,6 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     agent: str | None = None
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
-    heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within a day
     # whole: a pulled version is complete in host memory (4 B per parameter of a rank's shard) before it is installed.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
@@ -75,12 +72,12 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     @property
     def stall_s(self) -> float:
         """The time after which a stream whose slave owes a byte is begun anew."""
-        return STALL_HEARTBEATS * self.heartbeat_s
+        return STALL_HEARTBEATS * self.shared.heartbeat_s
 
     @property
     def poll_s(self) -> float:
         """The longest time for which a collective of the training job waits for a process outside the cluster."""
-        return self.heartbeat_s
+        return self.shared.heartbeat_s
 
 
 def load_cluster(path: Path) -> ClusterFile:
@@ -96,6 +93,4 @@ def load_cluster(path: Path) -> ClusterFile:
             f"{path}: fragments: {config.fragments} needs overlap: full and install: whole, got overlap: "
             f"{config.overlap} and install: {config.install}: fragments are moved and merged beside training"
         )
-    if config.merge_alpha != 1.0 and config.overlap != "full":
-        raise ConfigError(f"{path}: merge_alpha: {config.merge_alpha:g} needs overlap: full: nothing else merges")
     return config

@@ -12,6 +12,7 @@ from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, RequeuePol
 from dips.protocol.options import MOST_ROLLBACK, TimingOptions
 
 ORDER_HEARTBEATS = 5  # deadline of orders that move no model, in heartbeats: as long as a lease
+HANG_HEARTBEATS = 60  # without an inner step: building and compiling a model takes minutes; then five of its own steps
 LEAST_TRANSFER_HEARTBEATS = 15  # least deadline of a transfer: a broken stream needs time to reconnect
 
 
@@ -40,27 +41,27 @@ class TrackSection(Section):
 
 
 class TimingSection(Section):
-    """The master's deadlines, in seconds. Deadlines that depend on heartbeats are multiples of heartbeat_s."""
+    """How long a round takes commits. All other deadlines are multiples of `shared.heartbeat_s`, or constants that
+    `dips set` changes.
+    """
 
     window_s: float | None = None  # longer where clusters of equal pace miss each other; None: as TimingOptions has it
     window: WindowRule = WindowRule.FIXED  # adaptive where clusters push as they please
-    heartbeat_s: float = 2.0  # longer for thousands of clusters, shorter to notice a death sooner
-    hang_s: float = 120.0  # longer if an inner step takes minutes
-    compute_s: float = 300.0  # longer if a slave's disk can stand still for minutes
-    transfer_s: float = 3600.0  # longer if a link moves nothing for an hour
 
     @model_validator(mode="after")
     def _require_bounds(self) -> TimingSection:
-        self.make_options()
+        self.make_options(TimingOptions.heartbeat_s)
         return self
 
-    def make_options(self) -> TimingOptions:
+    def make_options(self, heartbeat_s: float) -> TimingOptions:
         """Return all deadlines, including the multiples of heartbeats."""
         return TimingOptions(
             **self.model_dump(),
-            order_s=ORDER_HEARTBEATS * self.heartbeat_s,
-            least_transfer_s=LEAST_TRANSFER_HEARTBEATS * self.heartbeat_s,
-            busy_retry_s=self.heartbeat_s,
+            heartbeat_s=heartbeat_s,
+            hang_s=HANG_HEARTBEATS * heartbeat_s,
+            order_s=ORDER_HEARTBEATS * heartbeat_s,
+            least_transfer_s=LEAST_TRANSFER_HEARTBEATS * heartbeat_s,
+            busy_retry_s=heartbeat_s,
         )
 
 

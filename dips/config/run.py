@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dips.config.master import MasterSection
 from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import HttpTokenKey, LimitsSection, LogLevel, TlsKey
+from dips.config.section import HttpTokenKey, LogLevel, TlsKey
 from dips.config.shared import Shared
 from dips.config.slave import SlaveSection
 from dips.errors import ConfigError
-from dips.protocol.options import Options
+from dips.protocol.options import Options, TimingOptions
 
 
 class RunFile(HttpTokenKey, TlsKey):
@@ -22,17 +22,25 @@ class RunFile(HttpTokenKey, TlsKey):
     master: MasterSection
     slaves: tuple[SlaveSection, ...] = Field(min_length=1)
     clusters: tuple[str, ...] | None = None  # that may join; null: all with a certificate of the run
-    limits: LimitsSection = LimitsSection()
     log_level: LogLevel = "info"  # of master and slaves; may change while they run; --log-level overrides it
+
+    @model_validator(mode="after")
+    def _require_bounds(self) -> RunFile:
+        self.timing_options()
+        return self
 
     def make_options(self) -> Options:
         """Return the Coordinator's options."""
         s, m = self.shared, self.master
         return Options(
-            s.outer, s.penalty.make_options(), s.stop, s.data, m.timing.make_options(),
+            s.outer, s.penalty.make_options(), s.stop, s.data, self.timing_options(),
             codec=s.codec, durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
             keep_every=m.keep_every, keep_most=m.keep_most, most_rollback=m.most_rollback,
         )  # fmt: skip
+
+    def timing_options(self) -> TimingOptions:
+        """Return the master's deadlines and leases."""
+        return self.master.timing.make_options(self.shared.heartbeat_s)
 
     def slave_section(self, name: str) -> SlaveSection:
         """Return one slave's section. Raises ConfigError naming those that exist."""

@@ -44,6 +44,9 @@ class Shared(Section):
     penalty: PenaltySection = PenaltySection()
     stop: StopOptions = StopOptions()
     data: DataOptions = DataOptions()
+    heartbeat_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
+        2.0  # of slaves and clusters; five missed end a lease
+    )
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
     codec: Codec = Codec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
     pull_codec: PullCodec = Codec.FP32  # of pulls; lossy ones round each θ as clusters pull it, and cost 8 B as above
@@ -71,8 +74,10 @@ class Shared(Section):
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """The options on which all must agree: all except the run's targets, which are in its ledger (`dips set`)."""
-        return self.model_dump(mode="json", exclude={"stop": True, "data": {"epochs"}})
+        """The options on which all must agree: all except the targets, which are in the ledger (`dips set`), and
+        heartbeat_s, which may change when all processes are restarted.
+        """
+        return self.model_dump(mode="json", exclude={"stop": True, "heartbeat_s": True, "data": {"epochs"}})
 
     @property
     def digest(self) -> str:

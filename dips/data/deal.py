@@ -55,7 +55,7 @@ class SourceBalance:
 
     @property
     def deviation(self) -> float:
-        """The largest distance between a range's share and the data set's."""
+        """The largest difference, over ranges and sources, between a source's share of a range and of the data set."""
         return max(self.share - self.least, self.most - self.share)
 
 
@@ -174,7 +174,11 @@ def deal_rows(count: int, ranges: int, seed: int, sources: Sequence[object] | No
 
 
 def _assign_ranges(tokens: I64, ranges: int, order: I64) -> I64:
-    """Return the range of each document: where its middle lies when the source is laid end to end in `order`."""
+    """Return the range of each document.
+
+    The documents of a source are laid end to end in `order` and cut into ranges of equal length; a document goes to the
+    range in which its middle lies.
+    """
     laid = tokens[order]
     middles = np.cumsum(laid) - (laid + 1) // 2
     homes = np.empty(len(tokens), np.int64)

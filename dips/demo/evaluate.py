@@ -14,7 +14,7 @@ from dips.demo import data, verdict
 
 
 def evaluate_file(model: Path, seed: int) -> dict[str, float]:
-    """Return the validation loss of an exported model, on the bytes that the verdict uses."""
+    """Return the validation loss of an exported model, on the same held-out bytes as the final verdict."""
     sample = data.load_corpus(seed).validation_sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
     return {"validation_loss": verdict.validation_loss(load_file(model), sample)}
 

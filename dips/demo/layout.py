@@ -34,13 +34,8 @@ SHARED: dict[str, Any] = {
 OWN_KEYS = frozenset({"run", "stop", "data"})  # keys of `shared` that a preset does not override
 EVALUATE_EVERY = 10  # versions, about half a minute
 EVALUATE_S = "120"  # timeout of an evaluation, on cores that also train
-TIMING = {
-    "window_s": 1.0,  # of a round of about three seconds
-    "heartbeat_s": 1.0,  # the display updates once a second; five missed heartbeats end a lease and an order
-    "hang_s": 30.0,
-    "compute_s": 20.0,
-    "transfer_s": 30.0,
-}
+HEARTBEAT_S = 1.0  # the display updates once a second; five missed heartbeats end a lease and an order
+WINDOW_S = 1.0  # of a round of about three seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +126,7 @@ def write_configs(
     shared = {
         "run": RUN,
         **read_preset(preset),
+        "heartbeat_s": HEARTBEAT_S,
         "stop": {"tokens": tokens, "wall_s": wall_s},
         "data": {"ranges": ranges},
     }
@@ -155,7 +151,7 @@ def write_configs(
     master = {
         "listen": address,
         "directory": "master",
-        "timing": TIMING,
+        "timing": {"window_s": WINDOW_S},
         "keep_every": EVALUATE_EVERY,
         "on_version": evaluate,
         **mirrored,
@@ -170,7 +166,6 @@ def write_configs(
             "pace": {"aligned": INNER_STEPS if wall_s >= FULL_S else INNER_STEPS_AT_A_GLANCE},
             "directory": name,
             "socket": str(layout.sockets / f"{name}.sock"),
-            "heartbeat_s": TIMING["heartbeat_s"],
             **spoken,
         }
         _dump_yaml(layout.cluster_file(name), cluster)

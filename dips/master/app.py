@@ -40,7 +40,6 @@ from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.transport.gate import Guard
-from dips.transport.limits import MASTER_LIMITS, CallLimits
 from dips.transport.tls import TlsSource
 from dips.view import prometheus
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
@@ -75,8 +74,8 @@ def serve_command(
 
     It holds no parameters. Its durable state is <master.directory>/ledger.sqlite, made once by `dips init`;
     started again on the same directory it goes on from the last version, and clusters and slaves reconnect to it.
-    One master for a run: a second one on the same ledger refuses to start. Slaves whose `supervisor` is `exec` it
-    starts and supervises itself; SIGTERM stops them too.
+    One master for a run: a second one on the same ledger refuses to start. The master starts and supervises slaves
+    whose `supervisor` is `exec`; SIGTERM stops them, too.
 
     Its decisions and their inputs are in <master.directory>/journal-*.jsonl (the newest eight).
 
@@ -140,8 +139,7 @@ async def serve(
         stack.callback(timeline.close)
         outside = MasterOutside(ledger, tls)
         stack.push_async_callback(outside.close)
-        calls = _make_call_limits(config)
-        server = control.make_server(report, guard, calls=calls)
+        server = control.make_server(report, guard)
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
@@ -156,7 +154,7 @@ async def serve(
         daemon.handle_end_signals(runtime.stop)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
-        reload = MasterReload(guard, calls, runtime, log)
+        reload = MasterReload(guard, runtime, log)
         stack.callback(start_task(reload.keep_expelling(), runtime.fail).cancel)
         if file is not None:
             watching = daemon.watch_file(
@@ -180,7 +178,7 @@ def _build_runtime(
     page: MasterPage,
 ) -> Runtime:  # fmt: skip
     """Begin a term and build the state machines from the ledger's state."""
-    term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing.make_options()
+    term, now, timing = ledger.start_term(), time.monotonic(), config.timing_options()
     journal = Journal(config.master.directory, config.shared.run, term, SEGMENTS_KEPT, log)
     stack.callback(journal.close)
     state = ledger.read_state()
@@ -221,19 +219,13 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
     if ours and file is None:
         raise ConfigError("slaves.supervisor: exec needs the run file's path")
     supervisor = Supervisor(
-        (file or Path()).absolute(), ours, config.master.directory, config.master.timing.make_options(),
+        (file or Path()).absolute(), ours, config.master.directory, config.timing_options(),
         lambda: runtime.build_view().slaves, log, runtime.fail,
     )  # fmt: skip
     if ours:
         runtime.on_slave_heartbeat = supervisor.on_slave_heartbeat
         supervisor.start()
     return supervisor
-
-
-def _make_call_limits(config: RunFile) -> CallLimits:
-    calls = CallLimits(MASTER_LIMITS, time.monotonic())
-    calls.change_rates(config.limits.peer_calls_per_s, config.limits.calls_per_s)
-    return calls
 
 
 def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The ledger's rows from records, and records from rows: by a record's own fields, and the columns of schema.py.
+"""Converts records to the ledger's rows and back, by the records' field names and the columns of schema.py.
 
-A field is the column of its name. A field of a class in SPREAD is a column for each field of that class; the version of
-another moment has the field's name in front, `parent_version`. Lists are JSON. A table takes of a record the fields for
-which it has columns; what else its row holds is given beside the record, or is of the row itself (`place`).
+A field is written to the column of the same name. A field whose class is in SPREAD takes one column for each field of
+that class; a version other than the record's own has the field's name as a prefix, as in `parent_version`. Lists are
+JSON. Fields for which a table has no column are not written. Columns that are no field of the record are passed beside
+it, or belong to the row itself (`place`).
 
 Written inside one transaction of ledger.py; read by ledger_state.py, ledger_history.py and ledger_operators.py.
 """

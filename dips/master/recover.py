@@ -116,7 +116,7 @@ class RecoveryPlan:
 
 @contextmanager
 def open_ledger(config: RunFile) -> Iterator[Ledger]:
-    """Hold the run's ledger; raise ConfigError if a master does, or there is none."""
+    """Open and lock the run's ledger. Raises ConfigError if a master has locked it, or if it does not exist."""
     ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
     try:
         yield ledger

@@ -20,10 +20,9 @@ from dips.protocol import events
 from dips.protocol.operator import REQUESTS, cut_text
 from dips.telemetry import logs
 from dips.transport.gate import Guard
-from dips.transport.limits import CallLimits
 from dips.wire import messages
 
-CHANGEABLE = ("clusters", "limits")
+CHANGEABLE = ("clusters",)
 OTHERS = ("slaves.*",)  # keys that the slaves watch themselves
 RUN_FILE = "run file"  # the caller in the ledger's audit
 OPERATOR_SERVICE = "/dips.v1.OperatorService/"
@@ -36,12 +35,11 @@ class MasterReload:
     def __init__(
         self,
         guard: Guard | None,
-        calls: CallLimits,
         runtime: Runtime,
         log: logs.Log,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._guard, self._calls, self._runtime, self._log, self._wall = guard, calls, runtime, log, wall
+        self._guard, self._runtime, self._log, self._wall = guard, runtime, log, wall
         if guard is not None:
             guard.on_refused = self.report_refusal
 
@@ -50,8 +48,6 @@ class MasterReload:
         if "clusters" in keys and self._guard is not None:
             self._guard.change_clusters(config.clusters)
             self._expel_clusters(self._guard)
-        if "limits" in keys:
-            self._calls.change_rates(config.limits.peer_calls_per_s, config.limits.calls_per_s)
         self._report_act(RUN_FILE, "reload", told, "done", refused=False)
 
     def report_refusal(self, who: str, method: str, request: Any, reason: str) -> None:

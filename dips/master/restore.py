@@ -247,7 +247,9 @@ def build_file(found: MirroredLedger, path: Path) -> LedgerState:
 
 
 def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
-    """Raise ConfigError if a later master than this file knows has written to the mirror; otherwise the disk counts."""
+    """Raise ConfigError if a master of a later term than this file knows has written to the mirror. If not, the file
+    on disk is the newer one.
+    """
     try:
         mirrored = newest_term(store)
     except FailedMirror as error:

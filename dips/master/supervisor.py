@@ -167,7 +167,7 @@ Seen = Mapping[str, SlaveView]
 
 @dataclass
 class ProcessWatch:
-    """Decides whether a live process of a slave hangs. Pure: times are the supervisor's."""
+    """Decides whether a live process of a slave hangs. Reads no clock: the supervisor passes all times."""
 
     timing: TimingOptions
     adopted: bool

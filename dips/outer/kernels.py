@@ -220,8 +220,9 @@ def measure(theta: F32, theta_j: F32, acc: F32 | None = None, first: int = 0) ->
     first    ≥ 0         number of the slice's first element in its layer, a multiple of BLOCK: so digests of slices
                          add up to the layer's
 
-    The digest is Σ bits(θ_j[i])·(2b + 1) modulo 2⁶⁴, b being the number of the first element of i's block. It tells
-    pushes that come twice, which needs no position within a block, and costs nothing; it stops no forger.
+    The digest is Σ bits(θ_j[i])·(2b + 1) modulo 2⁶⁴, b being the number of the first element of i's block. Equal
+    digests show that a push was sent twice. An honest repetition needs no position within a block; the digest does not
+    stop a forger.
 
     Cost    reads 2n floats, or 3n, allocates nothing.
     Errors  none: Σd² is NaN or infinite exactly if a difference is; equal lengths are the caller's promise.

@@ -66,7 +66,10 @@ def why_impossible(tokens: int, inner_steps: int, passed_s: float) -> str:
 
 
 def why_untold(told: ToldProgress, settled: ToldProgress, tokens: int, inner_steps: int) -> str:
-    """Return why a push exceeds what heartbeats reported beyond the settled part; empty if it does not."""
+    """Return why a push claims more tokens than its cluster's heartbeats reported and no earlier push has settled.
+
+    Empty if it does not.
+    """
     if settled.tokens + tokens > told.tokens:
         return f"its heartbeats told of {told.tokens - settled.tokens} tokens so far, the push brings {tokens}"
     if settled.inner_steps + inner_steps > told.inner_steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, RemoteProtocolError
-from dips.protocol import pushes, seeding, transfers
+from dips.protocol import push_pull, seeding, transfers
 from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress, find_protocol_mismatch
 from dips.protocol.effects import (
     Acknowledged,
@@ -187,7 +187,7 @@ def end_incarnation(
     """
     committed = cluster.push if cluster.push and cluster.push.committed else None
     if cluster.push and not committed:
-        pushes.drop_push(run, cluster, reason)
+        push_pull.drop_push(run, cluster, reason)
     if cluster.pull:
         transfers.close_pull(run, cluster, cause, reason)
     cluster.keys = ()
@@ -206,7 +206,7 @@ def end_incarnation(
 
 def _countable_loss(cluster: Cluster, brought: int, lost: int) -> int:
     """Limit a reported loss to what the cluster's sums can hold, so that an absurd heartbeat cannot overflow them."""
-    return max(0, min(lost, pushes.MAX_TOKENS - brought, pushes.MAX_TOKENS - cluster.tokens["lost"]))
+    return max(0, min(lost, push_pull.MAX_TOKENS - brought, push_pull.MAX_TOKENS - cluster.tokens["lost"]))
 
 
 def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:

@@ -1,7 +1,7 @@
 """The state machine of a master: events in, effects out (docs/architecture.md#states). No clock, no socket, no thread.
 
 Legal moves are in enums.py, the state in run_state.py and entities.py, handlers of events in slaves.py, clusters.py,
-pushes.py, pulls.py and round.py. This file holds the tables that bring them together: the handler of each event, the
+push_pull.py and round.py. This file holds the tables that bring them together: the handler of each event, the
 continuation of each order that all slaves have answered, and the next deadline.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import clusters, durability, operator, pulls, pushes, round, seeding, slaves, transfers, view, window
+from dips.protocol import clusters, durability, operator, push_pull, round, seeding, slaves, transfers, view, window
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.entities import Fanout
@@ -64,20 +64,20 @@ def _nothing_follows(run: RunState, fanout: Fanout) -> None:
 
 
 def _on_push_opened(run: RunState, fanout: Fanout) -> None:
-    pushes.on_push_opened(run, fanout)
+    push_pull.on_push_opened(run, fanout)
     transfers.reorder_pushes(run)
 
 
 # The continuation of an order of each kind, once every slave has answered it.
 CONTINUATIONS: dict[FanoutKind, Continuation] = {
     FanoutKind.OPEN_PUSH: _on_push_opened,
-    FanoutKind.OPEN_PULL: pulls.on_pull_opened,
+    FanoutKind.OPEN_PULL: push_pull.on_pull_opened,
     FanoutKind.MEASURE: round.on_push_measured,
     FanoutKind.FOLD: round.on_push_folded,
     FanoutKind.APPLY: round.on_version_applied,
     FanoutKind.PERSIST: round.on_version_persisted,
     FanoutKind.PERSIST_LATE: durability.on_late_snapshot_answered,
-    FanoutKind.COMMIT: pulls.on_slaves_flipped,
+    FanoutKind.COMMIT: push_pull.on_slaves_flipped,
     FanoutKind.PING: slaves.on_ping_answered,
     FanoutKind.OPEN_SEED: seeding.on_seed_opened,
     FanoutKind.KEEP_SEED: seeding.on_seed_kept,
@@ -93,12 +93,12 @@ def _on_order_answered(run: RunState, event: OrderAnswered) -> None:
 
 def _on_push_staged(run: RunState, event: PushStaged) -> None:
     if not seeding.take_staged(run, event):
-        pushes.on_push_staged(run, event)
+        push_pull.on_push_staged(run, event)
 
 
 def _on_push_refused(run: RunState, event: PushRefused) -> None:
     if not seeding.take_refused(run, event):
-        pushes.on_push_refused(run, event)
+        push_pull.on_push_refused(run, event)
 
 
 def _on_blind(run: RunState, event: Blind) -> None:
@@ -138,12 +138,12 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     BandwidthMeasured: clusters.on_bandwidth_measured,
     TransferAwaited: transfers.on_transfer_awaited,
     RangesRequested: clusters.on_ranges_requested,
-    PushRequested: pushes.on_push_requested,
-    PushFinished: pushes.on_push_finished,
-    PushAborted: pushes.on_push_aborted,
-    RoundAwaited: pushes.on_round_awaited,
-    PullRequested: pulls.on_pull_requested,
-    PullFinished: pulls.on_pull_finished,
+    PushRequested: push_pull.on_push_requested,
+    PushFinished: push_pull.on_push_finished,
+    PushAborted: push_pull.on_push_aborted,
+    RoundAwaited: push_pull.on_round_awaited,
+    PullRequested: push_pull.on_pull_requested,
+    PullFinished: push_pull.on_pull_finished,
     ProbeAsked: clusters.on_probe_asked,
     OperatorAsked: operator.on_operator_asked,
     OperatorReported: operator.on_operator_reported,
@@ -184,8 +184,8 @@ class Coordinator:
         HANDLERS[type(event)](run, event)
         if type(event) is not Blind:
             if run.transfers.may_expire(now):
-                pushes.expire_pushes(run)
-                pulls.expire_pulls(run)
+                push_pull.expire_pushes(run)
+                push_pull.expire_pulls(run)
             finish_if_time_is_over(run)
             durability.persist_head_if_due(run)
             round.advance_round(run)

@@ -179,7 +179,8 @@ def _check_momentum(run: RunState, options: Options) -> None:
 
 
 def _extend(run: RunState, event: ExtensionAsked) -> Result:
-    """Change targets, also of a finished run, whose end the same row takes back; a repetition changes nothing."""
+    """Change targets. A finished run continues: the ledger row of the new targets also revokes its end. A repetition
+    changes nothing."""
     targets = _change_targets(run.targets, event)
     if targets == run.targets and not run.finished:
         return Extended(targets, None)

@@ -166,8 +166,9 @@ class RangesLeased:
 class ClusterEnded:
     """The end of a cluster's incarnation: its unsettled ranges are free again, its unsettled tokens are lost.
 
-    A push that it had committed, `open_seq` with `open_tokens`, is settled by a later row, or lost as well: a round
-    that is skipped before it has a number, or ends with its master, leaves no row.
+    If the incarnation had committed a push (`open_seq`, `open_tokens`) that is still in a round, the round's row
+    settles it. If the round leaves no row, because it is skipped before it has a number or ends with its master,
+    the push's tokens are lost as well.
     """
 
     cluster: str

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
-from dips.protocol import durability, pulls, pushes
+from dips.protocol import durability, push_pull
 from dips.protocol.effects import Acknowledged, Pending, Refused, Result
 from dips.protocol.entities import Slave
 from dips.protocol.enums import OutcomeKind, SlaveCause, SlaveState
@@ -122,8 +122,8 @@ def _stop_all(run: RunState, reason: str) -> None:
     """End all rounds, pushes and pulls, none of which has a place in the lineage after the rollback."""
     skip_round(run, reason)
     skip_waiting_pushes(run, reason)
-    pushes.drop_all_pushes(run, reason)
-    pulls.close_all_pulls(run, reason)
+    push_pull.drop_all_pushes(run, reason)
+    push_pull.close_all_pulls(run, reason)
 
 
 def _do_all_offer(run: RunState, version: VersionId) -> bool:
@@ -178,7 +178,7 @@ def _describe_offers(run: RunState) -> str:
 def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
     """Ask what a slave offers: it serves on, and the answer to its next heartbeat orders it to register."""
     run.set_slave_state(slave, SlaveState.RESTORING, SlaveCause.OFFERS, reason)
-    pulls.stop_waiting_for(run, slave.name)
+    push_pull.stop_waiting_for(run, slave.name)
 
 
 def _roll_back(run: RunState, head: VersionId, reason: str) -> None:

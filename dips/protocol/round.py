@@ -11,7 +11,7 @@ from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import VersionId
 from dips.outer_step import OuterStep, factor_at, join_factors, pick_factors, returned_share
-from dips.protocol import durability, pulls, pushes, window
+from dips.protocol import durability, push_pull, window
 from dips.protocol.effects import Abort, Apply, DropPush, Fold, Measure, Persist
 from dips.protocol.entities import Cluster, Fanout, Push, Round, Slave
 from dips.protocol.enums import (
@@ -251,7 +251,7 @@ def _give_up_pushes(run: RunState) -> None:
     reason = run.durability.reason
     skip_round(run, reason)
     skip_waiting_pushes(run, reason)
-    pushes.drop_all_pushes(run, reason)
+    push_pull.drop_all_pushes(run, reason)
 
 
 def _measure_unless_held(run: RunState, r: Round, push: Push) -> None:
@@ -480,7 +480,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     run.counts[RoundResult.APPLIED] += 1
     run.emit_note("version_committed", version=version, round=r.number, contributions=len(r.folded), tokens=tokens)
     pulling = [c for c in (_settle_push(run, p, _kind_of(p), version) for p in r.pushes) if c is not None]
-    pulls.flip_slaves(run, version, pulling)
+    push_pull.flip_slaves(run, version, pulling)
     durability.retire_versions(run)
     finish_if_due(run)
 
@@ -664,7 +664,7 @@ def finish_if_due(run: RunState) -> None:
     run.emit_record(RunFinished(run.head, reason, run.now))
     run.emit_note("run_finished", version=run.head, reason=reason)
     run.slot_queue.clear_queue()
-    pushes.drop_all_pushes(run, f"the run is finished: {reason}")
+    push_pull.drop_all_pushes(run, f"the run is finished: {reason}")
     skip_waiting_pushes(run, f"the run is finished: {reason}")
 
 

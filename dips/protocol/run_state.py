@@ -213,7 +213,7 @@ def name_some(names: Sequence[str]) -> str:
 # ---- run state ------------------------------------------------------------------------------------------------------
 # The state of the whole run, and the methods by which handlers order, record and reply.
 #
-# Only `Coordinator.step` changes it, through the functions of slaves.py, clusters.py, pushes.py, pulls.py and round.py.
+# Only `Coordinator.step` changes it, through the functions of slaves.py, clusters.py, push_pull.py and round.py.
 # `now` is the time of the present step; `out` collects the step's effects in their order.
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, RemoteProtocolError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS
-from dips.protocol import durability, pulls, pushes, rollback, round, seeding, transfers
+from dips.protocol import durability, push_pull, rollback, round, seeding, transfers
 from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register, find_protocol_mismatch
 from dips.protocol.effects import (
     Abort,
@@ -138,7 +138,7 @@ def _advise_on_ledger(run: RunState) -> str:
 def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> None:
     if slave.nonce != event.nonce:
         slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
-        pulls.stop_waiting_for(run, slave.name)  # its former incarnation will never answer its orders
+        push_pull.stop_waiting_for(run, slave.name)  # its former incarnation will never answer its orders
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.memory = event.address, event.lanes, event.memory
     slave.key, slave.unseeded = event.key, event.unseeded
@@ -249,12 +249,12 @@ def lose_slave(run: RunState, slave: Slave, cause: SlaveCause, reason: str) -> N
     run.emit_note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
     in_doubt = _has_persisted(run, slave)
     durability.advance_target(run)  # the others' mirrors go on without it
-    pulls.stop_waiting_for(run, slave.name)
+    push_pull.stop_waiting_for(run, slave.name)
     if not in_doubt:
         skip_round(run, f"{slave.name} was lost: {reason}")
     skip_waiting_pushes(run, f"{slave.name} was lost: {reason}")
-    pushes.drop_all_pushes(run, f"{slave.name} was lost: {reason}")
-    pulls.close_all_pulls(run, f"{slave.name} was lost: {reason}")
+    push_pull.drop_all_pushes(run, f"{slave.name} was lost: {reason}")
+    push_pull.close_all_pulls(run, f"{slave.name} was lost: {reason}")
     if run.seed is not None and slave.name in run.seed.slaves:  # it serves the model already: a former transfer's
         seeding.drop_seed(run, f"{slave.name} was lost: {reason}")
 
@@ -320,7 +320,7 @@ def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) ->
     if fanout.kind in (FanoutKind.OPEN_PUSH, FanoutKind.OPEN_PULL):
         cluster = run.cluster_of(fanout.subject)
         if cluster is not None and fanout.kind is FanoutKind.OPEN_PUSH:
-            pushes.drop_push(run, cluster, reason)
+            push_pull.drop_push(run, cluster, reason)
         elif cluster is not None:
             transfers.close_pull(run, cluster, ClusterCause.PULL_ENDED, reason)
     elif fanout.kind in ROUND_ORDERS:

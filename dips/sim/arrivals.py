@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from dips.client.agent.pace import Pace
+from dips.client.agent.account import Pace
 from dips.ids import PushId, VersionId
 from dips.outer.kernel_pool import Kernels
 from dips.protocol.effects import Pending

@@ -12,8 +12,8 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.rank_keys import KEY_CHARS
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Heap
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import run_id
+from dips.wire.chunks import LayerLayout
+from dips.wire.frame import Range, run_id
 
 # ---- keys -----------------------------------------------------------------------------------------------------------
 # Keys of simulated lanes and ranks: names of a key's length. A party that sends a key is assumed to hold it.

@@ -22,9 +22,8 @@ from dips.slave.ports import Arrays, FlowEvent, FrameRefused, Move, Released, Sa
 from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
 from dips.transport.intake import FLOOR_BYTES, Transit
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Buffer, Header, Kind
-from dips.wire.streams import StreamName
+from dips.wire.chunks import LayerLayout
+from dips.wire.frame import BadFrame, Buffer, Header, Kind, Range, StreamName
 
 TRANSIT_CHUNKS = 12  # chunks requested at once: few, so that the pool is exhausted at times
 CONCURRENT_STREAMS = 4
@@ -146,7 +145,7 @@ class SimFlow:
         return True
 
     def take_ready(self, peer: bytes, stream: int, ready: int) -> None:
-        """Process a rank's offer of more of its push."""
+        """Process a READY: a rank says that more ranges of its push may be asked for."""
         try:
             self._do_moves(self.receiver.on_ready(0, peer, stream, ready))
         except BadFrame as bad:

@@ -17,10 +17,8 @@ from dips.sim.flow import SimFlow, SimTracker
 from dips.sim.streams import STALL_S, SimStream, SimTransfer
 from dips.slave.ports import F32
 from dips.slave.sender import ChunkSend
-from dips.wire import bodies
-from dips.wire.chunks import Range, pulled_range_type, split_chunks
-from dips.wire.frame import Kind
-from dips.wire.streams import decode_welcome
+from dips.wire.chunks import put_pulled, split_chunks
+from dips.wire.frame import Kind, Range, decode_welcome, pulled_range_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ class PullStream(SimStream):
         if encoded.depth:
             assert self._base is not None
             values[:] = self._base.theta[chunk.layer][place]
-        bodies.put_pulled(encoded, body, values)
+        put_pulled(encoded, body, values)
         return values
 
     def _end_if_whole(self) -> None:

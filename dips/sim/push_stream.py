@@ -13,9 +13,7 @@ from dips.ids import PushId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.sim.data_links import DataLinks
 from dips.sim.streams import SimStream, SimTransfer
-from dips.wire.chunks import Range
-from dips.wire.frame import Buffer, Header, Kind
-from dips.wire.streams import decode_want
+from dips.wire.frame import Buffer, Header, Kind, Range, decode_want
 
 Spell = Callable[[int, Range], Buffer]  # (rank, chunk) → its body
 

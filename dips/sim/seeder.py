@@ -22,8 +22,7 @@ from dips.sim.network import Network
 from dips.sim.streams import SimTransfer
 from dips.sim.transfer import DataNetwork
 from dips.slave.ports import F32
-from dips.wire.chunks import Range
-from dips.wire.frame import Buffer
+from dips.wire.frame import Buffer, Range
 
 OPERATOR = "operator"  # name of its machine
 CALL_S, ASK_S, IDLE_S = 2.0, 0.5, 8.0

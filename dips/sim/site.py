@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from dips.client.agent.pace import Pace
+from dips.client.agent.account import Pace
 
 STRAGGLING = 10.0  # factor of a straggling step's time
 

@@ -16,8 +16,7 @@ from dips.sim.data_links import DataLinks
 from dips.sim.fiber import Gate
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Timer
-from dips.wire.frame import Kind
-from dips.wire.streams import StreamName, decode_error
+from dips.wire.frame import Kind, StreamName, decode_error
 
 STALL_S = 2.0  # time without a byte after which a stream counts as broken
 GIVEN_UP = frozenset({"refused", "ranges", "invalid", "denied"})  # codes of an ERROR after which a rank gives up

@@ -45,9 +45,8 @@ from dips.sim.site import Site
 from dips.sim.streams import Meter, SimTransfer
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
-from dips.wire import bodies
-from dips.wire.chunks import LayerLayout, Piece, Range, split_chunks
-from dips.wire.frame import Buffer
+from dips.wire.chunks import LayerLayout, Piece, encode_body, put_body, split_chunks
+from dips.wire.frame import Buffer, Range
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 # The state of a simulated trainer's ranks: θ in shards, the last installed version, and the error feedback of lossy
@@ -100,11 +99,11 @@ class SimRanks:
         for rank, chunk in self._list_chunks():
             where = slice(*self.layout.place_range(chunk))
             values = self._host[chunk.layer][where]
-            body: Buffer = bodies.encode(codec, values) if not codec.lossy else b""
+            body: Buffer = encode_body(codec, values) if not codec.lossy else b""
             if self._feedback:
                 body = self._feedback[rank].encode_chunk(chunk, values.view(np.uint8).data)
             sent[rank, chunk] = bytes(body)
-            bodies.put(codec, body, content[chunk.layer][where])
+            put_body(codec, body, content[chunk.layer][where])
         return sent, content
 
     def install_pull(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
@@ -210,7 +209,7 @@ class SimBackgroundTransfer:
 # ---- trainer --------------------------------------------------------------------------------------------------------
 # A simulated trainer: one attempt of a training job, whose ranks hold shards of θ and move their own bytes.
 #
-# Like client/rank/outer_steps.py: rank 0 asks the agent's core and repeats a question until it is answered, every
+# Like client/rank/steps.py: rank 0 asks the agent's core and repeats a question until it is answered, every
 # verdict reaches all ranks, all ranks install a version or none does, and the real Feedback keeps the error of lossy
 # pushes. torchrun notices a dead rank after a while; until then the others wait.
 

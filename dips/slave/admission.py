@@ -11,9 +11,7 @@ from dips.protocol.rank_keys import find_wrong_keys
 from dips.slave.ports import Move, error_message
 from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
-from dips.wire.chunks import Range
-from dips.wire.frame import BadFrame
-from dips.wire.streams import StreamName
+from dips.wire.frame import BadFrame, Range, StreamName
 
 # ---- keyring --------------------------------------------------------------------------------------------------------
 # The public keys that a slave's lanes admit now: those of the ranks of open pushes and pulls, and those of probes for a

@@ -42,8 +42,8 @@ from dips.telemetry import exits, logs
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.gate import Guard
+from dips.transport.lane import available_cores
 from dips.transport.limits import SLAVE_LIMITS
-from dips.transport.pipeline import available_cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
 CONCURRENT_STREAMS = 4  # at once on a lane: a single one would wait a round trip for each piece
@@ -231,7 +231,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         config.shared.chunk_bytes,
         TRANSIT_BYTES,
         CONCURRENT_STREAMS,
-        STALL_HEARTBEATS * config.master.timing.heartbeat_s,
+        STALL_HEARTBEATS * config.shared.heartbeat_s,
         key=curve.new_keys() if config.tls else None,  # in memory only; sent with Register
     )
     stack.callback(flow.close)
@@ -285,7 +285,7 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
     )
     core = SlaveCore(
         identity,
-        SlaveTiming(config.master.timing.heartbeat_s),
+        SlaveTiming(config.shared.heartbeat_s),
         lambda: parts.thread.standing,
         parts.flow.list_transfers,
         parts.read_meters,

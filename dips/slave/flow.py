@@ -24,9 +24,8 @@ from dips.slave.receiver import ClaimedChunk, Receiver
 from dips.slave.sender import ChunkSend, Sender
 from dips.transport.curve import KEY_CHARS, KeyPair
 from dips.transport.intake import Transit
-from dips.transport.lane import Lane, Outgoing, most_connections
+from dips.transport.lane import Lane, Outgoing, Stage, available_cores, most_connections, spare_threads
 from dips.transport.memory import keep_message_memory
-from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import (
     MESSAGE_LIMIT,
@@ -34,12 +33,16 @@ from dips.wire.frame import (
     Header,
     Kind,
     check_body,
+    decode_done,
+    decode_hello,
+    decode_probe,
+    decode_ready,
+    decode_want,
     make_message,
     pack_header,
     run_id,
     unpack_header,
 )
-from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_ready, decode_want
 
 # ---- probes ---------------------------------------------------------------------------------------------------------
 # A lane's answers to PROBEs, with which `dips check` measures the path to a slave before it joins.

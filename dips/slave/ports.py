@@ -21,9 +21,7 @@ from dips.protocol.effects import LoadVersion, Order
 from dips.protocol.events import Answer, MirrorReport, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, Transfer
 from dips.telemetry.refusals import count_refusal
-from dips.wire import streams
-from dips.wire.frame import Kind
-from dips.wire.streams import StreamName
+from dips.wire.frame import Kind, StreamName, encode_error
 
 # ---- counters -------------------------------------------------------------------------------------------------------
 # Counters of a data flow for metrics: bytes by cluster, for a bounded number of names, refused frames by reason.
@@ -147,7 +145,7 @@ Move = Say | Wake | FrameRefused | FlowEvent
 
 def error_message(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:
     """Return the message that refuses a HELLO."""
-    return Say(lane, peer, Kind.ERROR, stream, streams.encode_error(code, text))
+    return Say(lane, peer, Kind.ERROR, stream, encode_error(code, text))
 
 
 class Tombstones:

@@ -13,10 +13,21 @@ from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
 from dips.slave.ports import Arrays, FrameRefused, Move, PushOver, Say, Staged, Tombstones, Wake, error_message
 from dips.transport.intake import Intake, LinkRate, Rate, Transit, Turns, pool_cost
-from dips.wire import bodies, streams
-from dips.wire.chunks import LayerLayout, Range, describe_uncovered, encode_ranges
-from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
-from dips.wire.streams import StreamName, Welcome
+from dips.wire.chunks import LayerLayout, check_steps, describe_uncovered, put_body
+from dips.wire.frame import (
+    BadFrame,
+    Buffer,
+    Header,
+    Kind,
+    Range,
+    StreamName,
+    Welcome,
+    check_body,
+    encode_done,
+    encode_ranges,
+    encode_want,
+    encode_welcome,
+)
 
 # ---- incoming push --------------------------------------------------------------------------------------------------
 # The receiver's state of one open push: its ranks, their ranges and streams, and its progress.
@@ -57,7 +68,7 @@ class InStream:
 
     def done_message(self) -> Say:
         """Return the message that tells the rank that all its bytes are here."""
-        return Say(self.lane, self.peer, Kind.DONE, self.stream, streams.encode_done(self.intake.total))
+        return Say(self.lane, self.peer, Kind.DONE, self.stream, encode_done(self.intake.total))
 
 
 @dataclass(eq=False, slots=True)
@@ -277,7 +288,7 @@ class Receiver:
             self._raise_ready(stream, len(pieces) if ready is None else ready)
             gathering = push.phase is PushPhase.GATHERING
             missing = sum(piece.nbytes for piece in pieces) if gathering else stream.intake.left
-            welcome = streams.encode_welcome(Welcome(missing, self._chunk_bytes))
+            welcome = encode_welcome(Welcome(missing, self._chunk_bytes))
             moves.append(Say(lane, peer, Kind.WELCOME, stream.stream, welcome))
             if gathering and len(push.streams) == len(push.places) * len(self._turns):
                 return moves + self._begin_push(push, now)
@@ -385,7 +396,7 @@ class Receiver:
             for stream in turns.rotate_turns(drained=lambda s: s.intake.in_flight == 0, slow=lambda s: s.is_slow(now)):
                 for unit in stream.intake.ask_chunks(now, turns.bytes_left(stream)):
                     turns.spend_bytes(stream, sum(chunk.nbytes for chunk in unit))
-                    moves.append(Say(lane, stream.peer, Kind.WANT, stream.stream, streams.encode_want(unit)))
+                    moves.append(Say(lane, stream.peer, Kind.WANT, stream.stream, encode_want(unit)))
             if self._pool.limit - self._pool.used_bytes < pool_cost(self._chunk_bytes):
                 self._starved.add(lane)
             return moves
@@ -422,7 +433,7 @@ class Receiver:
         wrong: BadFrame | None = None
         try:
             check_body(claim.header, claim.body)
-            bodies.check_steps(push.codec, claim.body, claim.chunk.length)
+            check_steps(push.codec, claim.body, claim.chunk.length)
             self._copy_chunk(claim)
         except BadFrame as refused:
             wrong = refused
@@ -448,7 +459,7 @@ class Receiver:
             return  # dropped since the claim: nothing may be written, and `drop_push` may have returned
         assert self._layout is not None
         begin, end = self._layout.place_range(claim.chunk)
-        bodies.put(claim.stream.push.codec, claim.body, targets[claim.chunk.layer][begin:end])
+        put_body(claim.stream.push.codec, claim.body, targets[claim.chunk.layer][begin:end])
 
     def _after_chunk(self, stream: InStream) -> list[Move]:
         """Return the actions that a chunk in its place makes possible."""

@@ -20,10 +20,19 @@ from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.slave.ports import Arrays, ByCluster, Move, Released, Say, SourceMoved, Tombstones, error_message
 from dips.transport.intake import MOST_BYTES, MOST_CHUNKS, Rate
-from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range, range_type
-from dips.wire.frame import BadFrame, Buffer, Header, Kind, pack_header
-from dips.wire.streams import StreamName, Welcome
+from dips.wire.chunks import LayerLayout
+from dips.wire.frame import (
+    BadFrame,
+    Buffer,
+    Header,
+    Kind,
+    Range,
+    StreamName,
+    Welcome,
+    encode_welcome,
+    pack_header,
+    range_type,
+)
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
 # Checksums of a version's chunks, each computed once: several clusters pull a version, and a version never changes.
@@ -322,7 +331,7 @@ class Sender:
             stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named, updates=updates, ranges=ranges)
             pull.streams.append(stream)
             self._streams[lane, peer, name.stream_id] = self._latest[place] = stream
-            body = streams.encode_welcome(Welcome(named, self._chunk_bytes, dtype.number, len(updates)))
+            body = encode_welcome(Welcome(named, self._chunk_bytes, dtype.number, len(updates)))
             return [Say(lane, peer, Kind.WELCOME, name.stream_id, body)]
 
     def _refuse_hello(
@@ -371,8 +380,8 @@ class Sender:
             return jobs
 
     def _unpark(self, stream: OutStream) -> list[ChunkSend]:
-        """Return the chunks that libzmq may be given now. It may still hold chunks that have arrived, so a WANT may be
-        parked.
+        """Return the chunks to pass to libzmq now. A WANT is parked while libzmq holds too many chunks of the stream,
+        even if some of these have arrived.
         """
         jobs, source = list[ChunkSend](), stream.pull.source
         while stream.parked and stream.has_room(stream.parked[0].nbytes):

@@ -111,7 +111,7 @@ class ShardRound:
         return Prepared(order.version, made.layer_sq, made.digest)
 
     def abort(self, order: Abort) -> None:
-        """Legal for any round without a row; a round before the open one is already over."""
+        """Abandon a round that has no ledger row; a round older than the open one is over already, and is ignored."""
         memory = self.versions.served_version
         if memory is not None and memory != GENESIS and memory.round == order.round:
             raise LocalProtocolError(f"Abort of round {order.round}, which is committed as {memory}")

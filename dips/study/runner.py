@@ -37,7 +37,7 @@ from dips.study.task import BatchDraw, load_task, make_model
 PACKAGE = Path(__file__).parents[1]
 COMPUTING = (
     "outer_step.py", "protocol", "outer", "sim", "client/agent", "client/rank/feedback.py", "slave", "codecs.py",
-    "quantisers.py", "wire/bodies.py", "data/steps.py", "demo/data.py", "demo/model.py", "study",
+    "quantisers.py", "wire/chunks.py", "data/steps.py", "demo/data.py", "demo/model.py", "study",
 )  # fmt: skip
 REPORTING = frozenset({"runner", "report", "study_file"})
 

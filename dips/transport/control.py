@@ -16,7 +16,7 @@ from dips.identity.tls_files import LoadedTls
 from dips.printable import make_printable
 from dips.transport.endpoints import Endpoint
 from dips.transport.gate import ERROR_KEY, CallGate, Guard, Report
-from dips.transport.limits import MASTER_LIMITS, CallLimits, ServerLimits
+from dips.transport.limits import MASTER_LIMITS, ServerLimits
 from dips.transport.tls import TlsSource, make_channel_credentials, make_server_credentials
 from dips.wire.messages import MAX_MESSAGE_BYTES
 
@@ -135,18 +135,16 @@ def make_server(
     report: Report,
     guard: Guard | None = None,
     limits: ServerLimits = MASTER_LIMITS,
-    calls: CallLimits | None = None,
 ) -> aio.Server:
     """Create a gRPC server whose handlers may raise DipsError.
 
     report(method, error)  called for every other exception, which the caller gets as LocalProtocolError
     guard    checks the caller before each handler; None: plain text, which the configuration allows on loopback only
     limits   what the server accepts at once and each second (limits.py); refusals are counted by reason
-    calls    counts calls against rates that may be changed; None: the rates of `limits`
     """
     return aio.server(
         options=[*_SERVER_OPTIONS, *limits.to_options()],
-        interceptors=[CallGate(report, guard, limits, calls)],
+        interceptors=[CallGate(report, guard, limits)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
     )
 

@@ -65,7 +65,6 @@ def _explain_plain(raw: socket.socket) -> str:
     """Explain whether the server expects TLS while this process uses plain text."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
     try:
         with context.wrap_socket(raw):
             return "it expects certificates: give this process a certificate (`tls`)"

@@ -180,12 +180,10 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         report: Report,
         guard: Guard | None,
         limits: ServerLimits,
-        calls: CallLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`calls` has rates that may be changed; None: the rates of `limits`."""
         self._report, self._guard, self._limits, self._clock = report, guard, limits, clock
-        self._calls = calls or CallLimits(limits, clock())
+        self._calls = CallLimits(limits, clock())
         self._reception = Reception(limits)
 
     async def intercept_service(

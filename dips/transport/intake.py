@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dips.codecs import ITEM_BYTES
-from dips.wire.chunks import Range, split_chunks
-from dips.wire.frame import Header
+from dips.wire.chunks import split_chunks
+from dips.wire.frame import Header, Range
 
 # ---- rate -----------------------------------------------------------------------------------------------------------
 # The present rate of a transfer: bytes over the last seconds. Pure: `now` is an argument.
@@ -191,8 +191,9 @@ class Turns(Generic[K]):
     def rotate_turns(self, drained: Callable[[K], bool], slow: Callable[[K], bool]) -> tuple[K, ...]:
         """End turns that are over, begin possible ones, and return the streams that may be asked, oldest turn first.
 
-        drained  nothing is in flight: only then is a used-up turn over, so that at most `concurrent_streams` are busy
-        slow     it was asked and is silent: it loses its turn to a waiting one
+        drained  whether a stream has no chunks in flight: only then does its used-up turn end, so that at most
+                 `concurrent_streams` are busy
+        slow     whether a stream owes chunks and sends none: it loses its turn to a waiting stream
         """
         for key, left in list(self._active.items()):
             if not self._waiting:

@@ -148,10 +148,6 @@ class TokenBucket:
     def __init__(self, per_s: float, burst: float, now: float) -> None:
         self._per_s, self._burst, self._left, self._at = per_s, burst, burst, now
 
-    def change_rate(self, per_s: float, burst: float) -> None:
-        """Change the rate from the next call on; remaining tokens are kept up to the new burst."""
-        self._per_s, self._burst, self._left = per_s, burst, min(self._left, burst)
-
     def take_token(self, now: float) -> bool:
         """Take a token; return whether there was one."""
         self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
@@ -167,16 +163,8 @@ class CallLimits:
 
     def __init__(self, limits: ServerLimits, now: float) -> None:
         self._peer_rate = limits.peer_calls_per_s, limits.peer_calls_at_once
-        self._per_s, self._all = CALLS_PER_S, TokenBucket(CALLS_PER_S, CALLS_AT_ONCE, now)
+        self._all = TokenBucket(CALLS_PER_S, CALLS_AT_ONCE, now)
         self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
-
-    def change_rates(self, peer_calls_per_s: float, calls_per_s: float) -> None:
-        """Change the rates from the next call on, with bursts in the same proportion as before."""
-        self._peer_rate = peer_calls_per_s, peer_calls_per_s * (PEER_CALLS_AT_ONCE / PEER_CALLS_PER_S)
-        self._per_s = calls_per_s
-        self._all.change_rate(calls_per_s, calls_per_s * (CALLS_AT_ONCE / CALLS_PER_S))
-        for bucket in self._peers.values():
-            bucket.change_rate(*self._peer_rate)
 
     def find_excess(self, peer: str, now: float) -> str:
         """Return why this call of `peer` comes too early; empty if it may pass."""
@@ -191,7 +179,7 @@ class CallLimits:
         if not bucket.take_token(now):
             return f"{peer} makes more than {self._peer_rate[0]:g} calls a second: wait and ask again"
         if not self._all.take_token(now):
-            return f"more than {self._per_s:g} calls a second come in: wait and ask again"
+            return f"more than {CALLS_PER_S:g} calls a second come in: wait and ask again"
         return ""
 
 

@@ -21,8 +21,6 @@ from dips.dataclass import dataclass
 from dips.transport.backoff import Backoff
 from dips.transport.curve import KeyPair
 from dips.transport.lane import HANDSHAKE_MS, LAST, MORE, RCVHWM, receive_parts
-from dips.wire import streams
-from dips.wire.chunks import Range
 from dips.wire.frame import (
     FRAME_LIMIT,
     MESSAGE_LIMIT,
@@ -30,11 +28,14 @@ from dips.wire.frame import (
     Buffer,
     Header,
     Kind,
+    Range,
+    StreamName,
+    encode_hello,
+    encode_ready,
     make_message,
     run_id,
     unpack_header,
 )
-from dips.wire.streams import StreamName
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
@@ -208,13 +209,13 @@ class Stream:
         self._socket.connect(f"tcp://{self.address}")
         self._moved_at = now
         self._told_ready = len(self._pieces) if self._ready is None else self._ready()
-        self.send_message(Kind.HELLO, streams.encode_hello(self.name, self._pieces, self._told_ready))
+        self.send_message(Kind.HELLO, encode_hello(self.name, self._pieces, self._told_ready))
 
     def tell_ready(self) -> None:
         """Send READY if more may be asked for than before and the slave knows the stream."""
         if self._ready is not None and self.welcomed and (ready := self._ready()) > self._told_ready:
             self._told_ready = ready
-            self.send_message(Kind.READY, streams.encode_ready(ready))
+            self.send_message(Kind.READY, encode_ready(ready))
 
     def flush_outbox(self) -> None:
         """Pass frames to the connection as far as it takes them now."""

@@ -1,20 +1,19 @@
-"""Ranges of parameters: how a rank says what it holds, how it is cut into chunks, whether all of it is there."""
+"""Chunks of parameters: where a range lies, how it is cut, whether all of it is there, and what a chunk's body is."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dips.codecs import DTYPES, ITEM_BYTES, UPDATE_BLOCK, Codec, Dtype
+from dips.codecs import ITEM_BYTES, UPDATE_BLOCK, Codec
 from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError
 from dips.protocol.manifest import Manifest
-from dips.wire.frame import BadFrame
+from dips.quantisers import QUANTISERS, U8, add_codes, quantise
+from dips.wire.frame import BadFrame, Buffer, Range
 
 # ---- chunks ---------------------------------------------------------------------------------------------------------
 # Ranges of parameters: how a rank says what it holds, how it is cut into chunks, whether all of it is there.
@@ -24,70 +23,6 @@ from dips.wire.frame import BadFrame
 
 
 MOST_PROBLEMS = 5  # lines of an error that a person reads
-
-
-class Range(NamedTuple):
-    """`length` elements of one parameter from element `offset` on, as fp32; a chunk is one of at most chunk_bytes."""
-
-    layer: int  # index in the manifest
-    param: int  # index in the layer
-    offset: int
-    length: int
-
-    @property
-    def dtype(self) -> Dtype:
-        """How it is encoded on the wire."""
-        return Codec.FP32.dtype
-
-    @property
-    def depth(self) -> int:
-        """How many updates follow one another; 0: it is no update."""
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes on the wire."""
-        return self.length * ITEM_BYTES
-
-    def cut(self, most: int) -> Self:
-        """Its beginning of `most` elements, which are whole blocks; itself if it is not longer."""
-        return self if self.length <= most else type(self)(*self[:3], most)
-
-
-class EncodedRange(Range):
-    """A range that travels in another dtype, or as updates: `range_type` makes a class for each."""
-
-    __slots__ = ()
-
-    @property
-    def nbytes(self) -> int:
-        return (self.depth or 1) * self.dtype.count_bytes(self.offset, self.length)
-
-    def cut(self, most: int) -> Self:
-        """An update's ends with a block of the parameter: one that is cut in two would travel with two steps."""
-        return Range.cut(self, most + -(self.offset + most) % UPDATE_BLOCK if self.depth else most)
-
-
-@cache
-def range_type(dtype: Dtype, depth: int = 0) -> type[Range]:
-    """The class of ranges whose chunks have this dtype and, of a pull that brings updates, so many of them."""
-    if (dtype, depth) == (Codec.FP32.dtype, 0):
-        return Range
-    name = f"{dtype.codec.name.title()}{'Update' * depth}Range"
-    return type(name, (EncodedRange,), {"__slots__": (), "dtype": dtype, "depth": depth})
-
-
-def pulled_range_type(number: int, depth: int) -> type[Range]:
-    """The class of a pull's chunks, parameters or updates, as a WELCOME says; raise BadFrame if it is not known."""
-    dtype = DTYPES.get(number)
-    if dtype is None or not (1 <= depth <= dtype.codec.updates if dtype.update else number == depth == 0):
-        raise BadFrame("message", f"chunks of {depth} updates of dtype {number} are not known")
-    return range_type(dtype, depth)
-
-
-def encode_ranges(dtype: Dtype, pieces: Iterable[Range]) -> tuple[Range, ...]:
-    """The same ranges, of a push's chunks in this dtype."""
-    return tuple(itertools.starmap(range_type(dtype), pieces))
 
 
 class Field(NamedTuple):
@@ -163,7 +98,7 @@ def split_chunks(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:
 
 
 def describe_uncovered(layout: LayerLayout, claims: Mapping[str, Sequence[Range]]) -> list[str]:
-    """Say where claims (who → its ranges, inside the layout) overlap or leave gaps; [] if each element has one owner.
+    """Describe where claims (owner → ranges inside the layout) overlap or leave gaps; [] if each element has one owner.
 
     At most MOST_PROBLEMS lines. Cost: sorts the ranges of each parameter.
     """
@@ -270,3 +205,83 @@ def _cut_piece(piece: Piece, at: int, length: int) -> Piece:
     if length == piece.length:
         return piece
     return Piece(piece.layer, piece.param, piece.offset + at, length, piece.array[at : at + length])
+
+
+# ---- bodies ---------------------------------------------------------------------------------------------------------
+# Bodies of chunks: elements in a push's codec, and the updates of a pull.
+#
+# A body of blocks is all steps, then all codes: both are read as flat arrays. Of an update the steps are those of a
+# *parameter's* blocks that the range touches (docs/protocol.md#updates). Added in their order, updates make the newer
+# version bit for bit. Nothing here knows versions or sockets.
+
+
+_LARGEST = np.finfo(np.float32).max
+
+
+def encode_body(codec: Codec, values: F32) -> Buffer:
+    """The body of a push's chunk; of fp32 the elements' own memory."""
+    if not codec.lossy:
+        return values.view(np.uint8).data
+    out = np.empty(codec.dtype.count_bytes(0, values.size), np.uint8)
+    head = ITEM_BYTES * codec.count_blocks(values.size)
+    with np.errstate(all="ignore"):
+        quantise(codec, values, out[:head].view(np.float32), out[head:].view(QUANTISERS[codec].codes))
+    return out.data
+
+
+def put_body(codec: Codec, body: Buffer, target: F32) -> None:
+    """Bring a push's chunk to its place; a lossy one is added to the base that lies there."""
+    raw = np.frombuffer(body, np.uint8)
+    if not codec.lossy:
+        np.copyto(target.view(np.uint8), raw)
+        return
+    steps, codes = _split_body(codec, raw, target.size)
+    with np.errstate(all="ignore"):
+        add_codes(codec, codes.view(QUANTISERS[codec].codes), steps, target)
+
+
+def decode_body(codec: Codec, body: Buffer, length: int) -> F32:
+    """The `length` elements that a push's chunk stands for."""
+    out = np.zeros(length, np.float32)
+    put_body(codec, body, out)
+    return out
+
+
+def check_steps(codec: Codec, body: Buffer, length: int) -> None:
+    """Raise BadFrame if a step of a push's chunk of `length` elements could bring what is not finite."""
+    if not codec.block:
+        return
+    steps, _ = _split_body(codec, np.frombuffer(body, np.uint8), length)
+    wrong = ~((steps >= 0) & (steps <= _LARGEST / (codec.largest + 1)))  # NaN compares false; −128 and −8 can be sent
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise BadFrame("step", f"expected finite steps from 0 on, got {steps[first]} for block {first} of a chunk")
+
+
+def put_pulled(chunk: Range, body: Buffer, target: F32) -> None:
+    """Bring a pull's chunk to its place; its updates are added, one by one, to the older version that lies there."""
+    if not chunk.depth:
+        put_body(chunk.dtype.codec, body, target)
+        return
+    raw, each = np.frombuffer(body, np.uint8), chunk.nbytes // chunk.depth
+    with np.errstate(all="ignore"):
+        for number in range(chunk.depth):
+            _put_update(chunk, raw[number * each : (number + 1) * each], target)
+
+
+def _put_update(chunk: Range, raw: U8, target: F32) -> None:
+    """Put the elements of the range's first, partial block, then whole blocks, as in a push."""
+    codec = chunk.dtype.codec
+    first = min(-chunk.offset % codec.block, chunk.length) if codec.block else 0
+    steps, codes = _split_body(codec, raw, first, chunk.length - first)
+    codes = codes.view(QUANTISERS[codec].codes)
+    begun = codec.count_blocks(first)
+    if first:
+        add_codes(codec, codes[:first], steps[:begun], target[:first])
+    add_codes(codec, codes[first:], steps[begun:], target[first:])
+
+
+def _split_body(codec: Codec, raw: U8, *lengths: int) -> tuple[F32, U8]:
+    """The steps and the codes' bytes of a body that holds so many elements, and so many more in blocks of their own."""
+    head = ITEM_BYTES * sum(map(codec.count_blocks, lengths))
+    return np.frombuffer(raw[:head].tobytes(), np.float32), raw[head:]  # it may begin at an odd address

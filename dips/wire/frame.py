@@ -1,20 +1,38 @@
-"""One frame of the data flow: a 64-byte header with its own checksum, and a body (docs/protocol.md#frames).
+"""The contents of a lane: frames of a header and a body, the ranges that they name, and the messages of a stream.
 
-A header is believed after its checksum, a body after its own. Every way to be wrong has a name in REASONS; receivers
-count refusals under it. Numbers are little-endian; what a CHUNK's body is says its dtype (dips/codecs.py).
+A header is believed after its checksum, a body after its own (docs/protocol.md#frames). Every way to be wrong has a
+name in REASONS; receivers count refusals under it. Numbers are little-endian; what a CHUNK's body is says its dtype
+(dips/codecs.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from enum import IntEnum
-from typing import NamedTuple
+from functools import cache, cached_property
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
+import msgspec
 import xxhash
 
-from dips.codecs import DTYPES, Codec, Dtype
-from dips.errors import CorruptFrame
+from dips.codecs import DTYPES, ITEM_BYTES, UPDATE_BLOCK, Codec, Dtype
+from dips.dataclass import dataclass
+from dips.errors import (
+    ConfigError,
+    CorruptFrame,
+    Denied,
+    DipsError,
+    LocalProtocolError,
+    StaleIncarnation,
+    StalePush,
+    StaleVersion,
+    UnavailableSlave,
+)
 
+_T = TypeVar("_T")
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"DIPS"
@@ -174,3 +192,264 @@ def check_body(header: Header, body: Buffer) -> None:
     """Raise BadFrame if the body is not what its sender saw. Cost: reads the body once, without the GIL."""
     if xxhash.xxh3_64_intdigest(body) != header.body_xxh3:
         raise BadFrame("body_checksum", f"the checksum of a {header.kind.name} body does not match its header")
+
+
+# ---- ranges ---------------------------------------------------------------------------------------------------------
+# Ranges of parameters, which messages name and chunks bring.
+
+
+class Range(NamedTuple):
+    """`length` elements of one parameter from element `offset` on, as fp32; a chunk is one of at most chunk_bytes."""
+
+    layer: int  # index in the manifest
+    param: int  # index in the layer
+    offset: int
+    length: int
+
+    @property
+    def dtype(self) -> Dtype:
+        """The data type in which this range is encoded on the wire."""
+        return Codec.FP32.dtype
+
+    @property
+    def depth(self) -> int:
+        """How many updates follow one another; 0: it is no update."""
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on the wire."""
+        return self.length * ITEM_BYTES
+
+    def cut(self, most: int) -> Self:
+        """Its beginning of `most` elements, which are whole blocks; itself if it is not longer."""
+        return self if self.length <= most else type(self)(*self[:3], most)
+
+
+class EncodedRange(Range):
+    """A range that travels in another dtype, or as updates: `range_type` makes a class for each."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        return (self.depth or 1) * self.dtype.count_bytes(self.offset, self.length)
+
+    def cut(self, most: int) -> Self:
+        """An update's ends with a block of the parameter: one that is cut in two would travel with two steps."""
+        return Range.cut(self, most + -(self.offset + most) % UPDATE_BLOCK if self.depth else most)
+
+
+@cache
+def range_type(dtype: Dtype, depth: int = 0) -> type[Range]:
+    """The class of ranges whose chunks have this dtype and, of a pull that brings updates, so many of them."""
+    if (dtype, depth) == (Codec.FP32.dtype, 0):
+        return Range
+    name = f"{dtype.codec.name.title()}{'Update' * depth}Range"
+    return type(name, (EncodedRange,), {"__slots__": (), "dtype": dtype, "depth": depth})
+
+
+def pulled_range_type(number: int, depth: int) -> type[Range]:
+    """The class of a pull's chunks, parameters or updates, as a WELCOME says; raise BadFrame if it is not known."""
+    dtype = DTYPES.get(number)
+    if dtype is None or not (1 <= depth <= dtype.codec.updates if dtype.update else number == depth == 0):
+        raise BadFrame("message", f"chunks of {depth} updates of dtype {number} are not known")
+    return range_type(dtype, depth)
+
+
+def encode_ranges(dtype: Dtype, pieces: Iterable[Range]) -> tuple[Range, ...]:
+    """The same ranges, of a push's chunks in this dtype."""
+    return tuple(itertools.starmap(range_type(dtype), pieces))
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+# The messages of a stream, in msgpack: HELLO, WELCOME, WANT, READY, DONE, ERROR; and its name. PROBE stands alone.
+#
+# A stream is one rank's share of one push or pull at one slave's lane in one incarnation of both; a broken one is taken
+# up by the same name with the next epoch. What is decoded is checked for type and size before anybody sees it;
+# everything else raises BadFrame("message").
+
+
+NAME_LIMIT = 64  # characters of any name in a message
+TEXT_LIMIT = 4000  # characters of an ERROR's message
+FEWER_RANGES = "more slaves, more lanes (slaves.lanes), or experts fused into one tensor a block make fewer"
+
+# What an ERROR's code means for the rank that gets it; "unknown" alone is tried again until the deadline.
+CODES: dict[str, type[DipsError] | None] = {
+    "unknown": None,  # the push or pull is not open here yet
+    "stale_incarnation": StaleIncarnation,  # the slave has another incarnation
+    "stale_push": StalePush,  # the push or pull is closed, or a later epoch of this stream exists
+    "stale_version": StaleVersion,  # the pull is open on another version
+    "ranges": LocalProtocolError,  # all ranks together do not hold each element exactly once
+    "too_many": ConfigError,  # all ranks together name more ranges than this slave ever keeps
+    "invalid": LocalProtocolError,  # the HELLO contradicts itself
+    "denied": Denied,  # the connection's key is another rank's
+    "refused": UnavailableSlave,  # the slave gave the push up: it stalled or passed its deadline
+}
+
+
+@dataclass(frozen=True)
+class StreamName:
+    """Who sends what to whom, in which incarnation; never used twice."""
+
+    run: str
+    kind: str  # "push" | "pull"
+    cluster: str
+    inc: int
+    seq: int
+    rank: int
+    slave: str
+    sinc: int
+    epoch: int  # rises with each new connection
+    version: str  # "v12@r17" for pulls, "" for pushes
+    lane: int = 0  # index of the slave's lane
+    held: str = ""  # pull: the version that the rank's buffer holds, if it can take updates from there; "": none
+
+    @cached_property
+    def stream_id(self) -> int:
+        """The name in 64 bits, as every header carries it."""
+        who = f"{self.run}|{self.kind}|{self.cluster}|{self.inc}|{self.seq}|{self.rank}|{self.slave}|{self.sinc}"
+        return xxhash.xxh3_64_intdigest(f"{who}|{self.epoch}|{self.version}|{self.lane}|{self.held}".encode())
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Name = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_LIMIT)]
+_NAME_TYPES = tuple(_Number if f.type == "int" else _Name for f in fields(StreamName))
+_Decoder = msgspec.msgpack.Decoder
+_HELLO: _Decoder[Any] = _Decoder(tuple[*_NAME_TYPES, _Number, tuple[_Number, ...]])  # type: ignore[valid-type]
+_WELCOME = _Decoder(tuple[_Number, _Number, _Number, _Number])
+_RANGES: _Decoder[Sequence[int]] = _Decoder(tuple[_Number, ...])
+_NUMBER = _Decoder(_Number)
+_ERROR, _PROBE = _Decoder(tuple[_Name, _Text]), _Decoder(tuple[_Number, bytes])
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The slave knows the stream; `missing` bytes of a push it does not have yet (pulls: of what HELLO named)."""
+
+    missing: int
+    chunk_bytes: int  # no WANT of this stream names a longer range, in bytes of fp32
+    dtype: int = 0  # of a pull's chunks: of parameters, or of updates
+    depth: int = 0  # how many updates each chunk brings, one after the other; 0: parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorMessage:
+    """A HELLO is refused; `code` is one of CODES."""
+
+    code: str
+    message: str
+
+
+class Hello(NamedTuple):
+    """The ranges that a rank holds or wants at a lane. Of a push the first `ready` may be asked for, the rest later."""
+
+    name: StreamName
+    pieces: tuple[Range, ...]
+    ready: int  # READY raises it
+
+
+def encode_hello(name: StreamName, pieces: Sequence[Range], ready: int | None = None) -> bytes:
+    """Spell a HELLO; `ready` is by default all. Raise LocalProtocolError if the ranges do not fit into one."""
+    first = len(pieces) if ready is None else ready
+    body = msgspec.msgpack.encode([*(getattr(name, f.name) for f in fields(name)), first, _flatten_ranges(pieces)])
+    if len(body) > MESSAGE_LIMIT:
+        raise ConfigError(
+            f"this rank holds {len(pieces)} pieces of the parameters of one lane of {name.slave}: {len(body)} bytes to "
+            f"name them, expected at most {MESSAGE_LIMIT}, some 75,000 pieces; {FEWER_RANGES}"
+        )
+    return body
+
+
+def decode_hello(body: Buffer) -> Hello:
+    """Read a HELLO."""
+    *of_name, ready, numbers = _decode_message(_HELLO, body)
+    name, pieces = StreamName(*of_name), _cut_ranges(numbers)
+    if name.kind not in ("push", "pull"):
+        raise BadFrame("message", f"expected a push or a pull, got {name.kind!r}")
+    if ready > len(pieces):
+        raise BadFrame("message", f"expected at most {len(pieces)} ranges that are ready, got {ready}")
+    return Hello(name, pieces, ready)
+
+
+def encode_ready(ready: int) -> bytes:
+    """Encode a READY message: the first `ready` ranges that HELLO named may be asked for now."""
+    return msgspec.msgpack.encode(ready)
+
+
+def decode_ready(body: Buffer) -> int:
+    """Read a READY."""
+    return _decode_message(_NUMBER, body)
+
+
+def encode_welcome(welcome: Welcome) -> bytes:
+    return msgspec.msgpack.encode([welcome.missing, welcome.chunk_bytes, welcome.dtype, welcome.depth])
+
+
+def decode_welcome(body: Buffer) -> Welcome:
+    """Read a WELCOME."""
+    welcome = Welcome(*_decode_message(_WELCOME, body))
+    if not 4 <= welcome.chunk_bytes <= MESSAGE_LIMIT:
+        raise BadFrame("message", f"expected chunks of 4 to {MESSAGE_LIMIT} bytes, got {welcome.chunk_bytes}")
+    return welcome
+
+
+def encode_want(chunks: Sequence[Range]) -> bytes:
+    return msgspec.msgpack.encode(_flatten_ranges(chunks))
+
+
+def decode_want(body: Buffer) -> tuple[Range, ...]:
+    """Read a WANT: one CHUNK is asked for by each of its ranges."""
+    return _cut_ranges(_decode_message(_RANGES, body))
+
+
+def encode_done(nbytes: int) -> bytes:
+    """Spell a DONE: the receiver has all of the stream's `nbytes`, checked."""
+    return msgspec.msgpack.encode(nbytes)
+
+
+def decode_done(body: Buffer) -> int:
+    """Read a DONE."""
+    return _decode_message(_NUMBER, body)
+
+
+def encode_error(code: str, text: str) -> bytes:
+    assert code in CODES, code
+    return msgspec.msgpack.encode([code, text[:TEXT_LIMIT]])
+
+
+def decode_error(body: Buffer) -> ErrorMessage:
+    """Read an ERROR; an unknown code counts as `refused`, so that a later release may add some."""
+    code, text = _decode_message(_ERROR, body)
+    return ErrorMessage(code if code in CODES else "refused", text)
+
+
+def encode_probe(answer: int, nbytes: int = 0) -> bytes:
+    """Spell a PROBE that is to be answered by a PROBE of `answer` bytes; `nbytes` of padding measure the way there."""
+    return msgspec.msgpack.encode([answer, bytes(nbytes)])
+
+
+def decode_probe(body: Buffer) -> int:
+    """Read a PROBE: how many bytes its answer is to have."""
+    answer, _ = _decode_message(_PROBE, body)
+    if answer > MESSAGE_LIMIT:
+        raise BadFrame("message", f"expected a PROBE for at most {MESSAGE_LIMIT} bytes, got {answer}")
+    return answer
+
+
+def _decode_message(decoder: _Decoder[_T], body: Buffer) -> _T:
+    try:
+        return decoder.decode(body)
+    except ValueError as error:
+        raise BadFrame("message", f"not msgpack of the expected form: {error}") from error
+
+
+def _flatten_ranges(pieces: Iterable[Range]) -> list[int]:
+    return [number for piece in pieces for number in piece]
+
+
+def _cut_ranges(numbers: Sequence[int]) -> tuple[Range, ...]:
+    if len(numbers) % 4:
+        raise BadFrame("message", "expected ranges as a flat list of layer, param, offset, length")
+    return tuple(Range(*numbers[i : i + 4]) for i in range(0, len(numbers), 4))

@@ -57,7 +57,7 @@ class RealBounds:
 
 _REAL = RealBounds()  # of every float that is not named here
 _REALS = {
-    # Shown to people only, and most worth showing when training diverges; the ledger gets 0 (pushes.py), JSON null.
+    # Shown to people only, and most worth showing when training diverges; the ledger gets 0 (push_pull.py), JSON null.
     ("ClusterHeartbeat", "loss"): RealBounds(-inf, inf, nan=True),
     ("PushFinished", "loss"): RealBounds(-inf, inf, nan=True),
     # A broken push has norms like these; the penalty gates it.

@@ -6,10 +6,7 @@ import zmq
 
 from dips.ids import GENESIS
 from dips.transport.curve import new_keys
-from dips.wire import streams
-from dips.wire.chunks import Range
-from dips.wire.frame import Kind, make_message, run_id
-from dips.wire.streams import StreamName
+from dips.wire.frame import Kind, Range, StreamName, encode_hello, make_message, run_id
 from tests.attacks.deployment import RUN
 
 
@@ -43,5 +40,5 @@ class WildDealer:
 
 def hello(slave: str = "ps0", run: str = RUN, stream: int | None = None, wire_run: str = RUN) -> tuple[bytes, bytes]:
     name = StreamName(run, "pull", "west", 1, 9999, 0, slave, 1, 1, str(GENESIS))
-    body = streams.encode_hello(name, (Range(0, 0, 0, 1),))
+    body = encode_hello(name, (Range(0, 0, 0, 1),))
     return make_message(Kind.HELLO, run_id(wire_run), name.stream_id if stream is None else stream, body)

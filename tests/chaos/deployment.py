@@ -29,12 +29,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from dips.commands.operator import ask_master
 from dips.commands.status import ask_status
 from dips.errors import Unavailable
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
+from dips.protocol.events import TuningAsked
+from dips.protocol.options import TunedOption
 from dips.slave.export import export_snapshot
 from dips.telemetry import timeline
 from dips.view.points import RoundHistory
@@ -49,14 +52,13 @@ from tests.integration.cluster_harness import Process, Run, free_port
 RUN, SLAVES = "test", ("ps0", "ps1")  # the harness's
 SCRIPT = str(Path(__file__).with_name("train_chaos.py"))
 TOKENS = {"east": 64, "west": 24, "north": 40}
-TIMING = {
-    "window_s": 0.15, "heartbeat_s": 0.8, "hang_s": 30.0, "compute_s": 10.0, "transfer_s": 20.0,
-}  # fmt: skip
-LEASE_S = 5 * TIMING["heartbeat_s"]
+TIMING, HEARTBEAT_S = {"window_s": 0.15}, 0.8
+DEADLINES = {"compute_s": 10.0, "transfer_s": 20.0}  # set as an operator does, since no key has them
+LEASE_S = 5 * HEARTBEAT_S
 UNTOLD_S = 3.0  # an agent leaves behind what it knew before its last heartbeat; one that nobody answers takes a second
 SHARED = {
     "outer": {"lr": predict.LR, "momentum": predict.MOMENTUM, "step": "nesterov", "clip": {"norm": predict.CLIP}},
-    "penalty": {"gates": []}, "chunk_bytes": 4096, "data": {"ranges": 1_000_000},
+    "penalty": {"gates": []}, "heartbeat_s": HEARTBEAT_S, "chunk_bytes": 4096, "data": {"ranges": 1_000_000},
 }  # fmt: skip
 ROLLS_BACK = {"most_rollback": 20}  # by itself: a round here takes 0.15 s, a mirror lags by some, and nobody is asked
 OUR_BUGS = ("Traceback (most recent call last)", "LocalProtocolError", "the coordinator failed")
@@ -177,6 +179,13 @@ class Deployment(Run):
             self.cluster(name)
         for name in self.clusters:
             self.seen_after(self.timeline(name), "pull_end", within_s=90)
+        self._set_deadlines()
+
+    def _set_deadlines(self) -> None:
+        """Shorten the deadlines, so that a dead slave or rank costs seconds; they are in the ledger from here on."""
+        changes = tuple(TunedOption(f"timing.{key}", value) for key, value in DEADLINES.items())
+        master = self._ends(OPERATOR, PeerRole.OPERATOR).dial(self.address)
+        self.loop.run(ask_master(master, TuningAsked(0, changes)))
 
     def _start(self, name: str, command: Sequence[str]) -> Process:
         """As ever, but it ends with this process, however this one ends."""
@@ -199,7 +208,7 @@ class Deployment(Run):
         command = [sys.executable, SCRIPT, name, out, tokens, str(self.step_s), *words]
         command += ["--ranges"] if self.ranges else []
         keys = {
-            "cluster": name, "master": self.to_master[name].wire.listen, "heartbeat_s": TIMING["heartbeat_s"],
+            "cluster": name, "master": self.to_master[name].wire.listen,
             "max_restarts": 1000, **options,
         }  # fmt: skip
         return self.start_cluster(where, command, steps=H, **keys)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.deployment import TIMING, Deployment
+from tests.chaos.deployment import DEADLINES, Deployment
 from tests.chaos.points import deaths
 from tests.chaos.train_chaos import RESTARTS
 from tests.chaos.wires import Loop
 
 RANKS = 2
-DEADLINE_S = TIMING["transfer_s"]  # of a push or pull; nothing that waits for a dead rank may last longer
+DEADLINE_S = DEADLINES["transfer_s"]  # of a push or pull; nothing that waits for a dead rank may last longer
 WITHIN_S = 420
 
 

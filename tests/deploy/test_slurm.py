@@ -58,7 +58,7 @@ def environment(tmp_path: Path, cluster: Path) -> dict[str, str]:
 def cluster_file(run: harness.Run, **changes: object) -> Path:
     content = {
         "shared": run.shared, "cluster": "slow", "master": run.address, "pace": {"steps": 1}, "directory": "slow",
-        "tls": False, "heartbeat_s": 0.5, **changes,
+        "tls": False, **changes,
     }  # fmt: skip
     path = run.directory / "slow.yaml"
     path.write_text(yaml.safe_dump(content))

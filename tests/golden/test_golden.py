@@ -12,8 +12,8 @@ import pytest
 from dips.codecs import Codec
 from dips.ids import PushId
 from dips.master.ledger import Ledger
-from dips.wire import bodies, streams
-from dips.wire.frame import Kind, check_body, unpack_header
+from dips.wire.chunks import decode_body
+from dips.wire.frame import Kind, Welcome, check_body, decode_hello, decode_want, decode_welcome, unpack_header
 from tests.codec_bounds import error_bound
 from tests.golden import frames, history, ledger, snapshot
 from tests.golden.files import DATA, MAKERS, different
@@ -34,10 +34,10 @@ def test_the_frames_are_read() -> None:
         check_body(read, body)
         assert (read.kind, read.stream, read.layer, read.param, read.offset) == (Kind.CHUNK, frames.STREAM, 5, 2, 64)
         assert read.dtype is codec.dtype
-        assert (np.abs(bodies.decode(codec, body, 6) - frames.VALUES) <= error_bound(codec, frames.VALUES)).all()
-    assert streams.decode_hello(found["HELLO"][1]) == (frames.NAME, frames.RANGES, len(frames.RANGES))
-    assert streams.decode_want(found["WANT"][1]) == frames.RANGES
-    assert streams.decode_welcome(found["WELCOME"][1]) == streams.Welcome(4096, 1 << 20)
+        assert (np.abs(decode_body(codec, body, 6) - frames.VALUES) <= error_bound(codec, frames.VALUES)).all()
+    assert decode_hello(found["HELLO"][1]) == (frames.NAME, frames.RANGES, len(frames.RANGES))
+    assert decode_want(found["WANT"][1]) == frames.RANGES
+    assert decode_welcome(found["WELCOME"][1]) == Welcome(4096, 1 << 20)
     for name in ("HELLO", "WELCOME", "WANT", "DONE"):
         header, body = found[name]
         read = unpack_header(header, frames.RUN, len(body), 1 << 20)

@@ -23,11 +23,14 @@ import torch.distributed as dist
 from layouts import full, laid, local, seeded
 
 from benchmarks.accelerator import add_device, missing_device, take_device
-from dips.client.parallel import HostMemory, ModelLayout, exchange, lay_out
+from dips.client.parallel import HostMemory, ModelLayout, lay_out, shard_buffer
 from dips.client.rank.agent_client import JobCollectives
-from dips.wire.chunks import LayerLayout, Piece, Range, describe_uncovered
+from dips.wire.chunks import LayerLayout, Piece, describe_uncovered
+from dips.wire.frame import Range
 
-exchange.TRANSIT_ITEMS = exchange.LEAST_BLOCK_ITEMS = 100  # so that what the ranks exchange takes several blocks
+shard_buffer.TRANSIT_ITEMS = shard_buffer.LEAST_BLOCK_ITEMS = (
+    100  # so that what the ranks exchange takes several blocks
+)
 SPREAD_ITEMS = 64  # so that what is replicated is spread in a model this small
 
 

@@ -130,10 +130,10 @@ class Run:
         self.directory, self.processes = directory, list[Process]()
         self.commands = {role: daemon(role) for role in ("master", "slave", "client")}
         self.address = f"127.0.0.1:{free_port()}"
-        self.shared = {"run": "test", **(shared or {})}
+        self.shared = {"run": "test", "heartbeat_s": 0.5, **(shared or {})}
         self.slaves = [f"ps{i}" for i in range(slaves)]
         self.file = directory / "dips.yaml"
-        self._timing = {"window_s": 0.3, "heartbeat_s": 0.5, **(timing or {})}
+        self._timing = {"window_s": 0.3, **(timing or {})}
         self.write_run_file()
         genesis.make_run(load_run(self.file), tensors)
 
@@ -170,7 +170,7 @@ class Run:
             file,
             {
                 "shared": self.shared, "cluster": name, "master": self.address, "pace": {"steps": steps},
-                "directory": name, **self.security, "heartbeat_s": 0.5,
+                "directory": name, **self.security,
                 "max_restarts": 0, **options,
             },
         )  # fmt: skip

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from dips.protocol.manifest import Manifest
-from dips.wire.chunks import LayerLayout, Range, describe_uncovered
+from dips.wire.chunks import LayerLayout, describe_uncovered
+from dips.wire.frame import Range
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -80,9 +80,9 @@ def write_run(tmp_path: Path, **shared: Any) -> Path:
         {"name": f"s{i}", "master": "127.0.0.1:1", "directory": f"s{i}", "initial_model": "m/initial/model.safetensors"}
         for i in range(2)
     ]
-    timing = {"heartbeat_s": 0.8, "window_s": 0.05}
+    timing = {"window_s": 0.05}
     raw = {
-        "shared": {"run": "toy", **shared},
+        "shared": {"run": "toy", "heartbeat_s": 0.8, **shared},
         "master": {"listen": "127.0.0.1:0", "directory": "m", "http": "127.0.0.1:0", "timing": timing},
         "slaves": slaves,
         "tls": False,

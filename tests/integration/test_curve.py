@@ -19,10 +19,17 @@ from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.transport import curve
-from dips.wire import streams
-from dips.wire.chunks import Range
-from dips.wire.frame import Kind, make_message, run_id, unpack_header
-from dips.wire.streams import StreamName
+from dips.wire.frame import (
+    Kind,
+    Range,
+    StreamName,
+    encode_hello,
+    encode_probe,
+    encode_want,
+    make_message,
+    run_id,
+    unpack_header,
+)
 
 RUN, SINC, V, NUMEL = "r", 3, VersionId(2, 7), 300_000
 WITHIN_MS = 20_000  # what is to happen at once, on a loaded machine
@@ -125,8 +132,8 @@ def test_frames_of_another_connection_are_refused() -> None:
         flow.open_pull(PullId("a", 1, 1), V, zeros(), keys=(west.public,))
         flow.open_push(PushId("eve", 1, 1), (0,), zeros(), 20.0, keys=(eve.public,))
         name = StreamName(RUN, "pull", "a", 1, 1, 0, "s0", SINC, 1, str(V))
-        want = make_message(Kind.WANT, run_id(RUN), name.stream_id, streams.encode_want([Range(0, 0, 0, 8)]))
-        hello = make_message(Kind.HELLO, run_id(RUN), name.stream_id, streams.encode_hello(name, [Range(0, 0, 0, 8)]))
+        want = make_message(Kind.WANT, run_id(RUN), name.stream_id, encode_want([Range(0, 0, 0, 8)]))
+        hello = make_message(Kind.HELLO, run_id(RUN), name.stream_id, encode_hello(name, [Range(0, 0, 0, 8)]))
 
         def connect(keys: curve.KeyPair) -> zmq.Socket[bytes]:
             socket = context.socket(zmq.DEALER)
@@ -167,7 +174,7 @@ def test_a_connection_that_outlives_its_transfer_gets_nothing() -> None:
     with running_flow(curve.new_keys()) as flow, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.SNDTIMEO, WITHIN_MS)
         flow.open_pull(PullId("a", 1, 1), V, zeros(), keys=(keys.public,))
-        probe = make_message(Kind.PROBE, run_id(RUN), 7, streams.encode_probe(0))
+        probe = make_message(Kind.PROBE, run_id(RUN), 7, encode_probe(0))
         socket.setsockopt(zmq.LINGER, 0)
         keys.speak_to(socket, flow.public_key)
         socket.connect(f"tcp://{flow.lane_addresses()[0]}")

@@ -63,7 +63,7 @@ def made_run(tmp_path: Path) -> Iterator[Any]:
 def cluster_file(run: Any, **changes: Any) -> Path:
     content = {
         "shared": run.shared, "cluster": "slow", "master": run.address, "pace": {"steps": 1}, "directory": "slow",
-        "tls": False, "heartbeat_s": 0.5, **changes,
+        "tls": False, **changes,
     }  # fmt: skip
     path: Path = run.directory / "slow.yaml"
     path.write_text(yaml.safe_dump(content))

@@ -20,7 +20,6 @@ import zmq
 
 from dips.client.rank.fragments import FragmentGate
 from dips.client.rank.transfer import (
-    LayerOrder,
     Piece,
     PullTransfer,
     TransferCancelled,
@@ -46,10 +45,25 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.slave.ports import FlowEvent, PushOver, Released, SourceMoved, Staged
 from dips.slave.sender import OutStream
-from dips.wire import bodies, streams
-from dips.wire.chunks import Range, encode_ranges, split_chunks
-from dips.wire.frame import Header, Kind, make_message, pack_header, run_id, unpack_header
-from dips.wire.streams import StreamName
+from dips.wire.chunks import encode_body, put_body, split_chunks
+from dips.wire.frame import (
+    Header,
+    Kind,
+    Range,
+    StreamName,
+    decode_done,
+    decode_error,
+    decode_want,
+    decode_welcome,
+    encode_done,
+    encode_hello,
+    encode_ranges,
+    encode_want,
+    make_message,
+    pack_header,
+    run_id,
+    unpack_header,
+)
 from tests.codec_bounds import error_bound
 
 RUN = "demo"
@@ -270,7 +284,7 @@ class Raw:
         self.socket.send_multipart(make_message(kind, run_id(RUN), self.name.stream_id, body))
 
     def hello(self, pieces: Sequence[Range]) -> None:
-        self.send_message(Kind.HELLO, streams.encode_hello(self.name, pieces))
+        self.send_message(Kind.HELLO, encode_hello(self.name, pieces))
 
     def chunk(self, chunk: Range, body: bytes, checksum: int | None = None, dtype: Dtype = Codec.FP32.dtype) -> None:
         checksum = xxhash.xxh3_64_intdigest(body) if checksum is None else checksum
@@ -279,7 +293,7 @@ class Raw:
 
     def read_message(self, kind: Kind) -> bytes:
         header, body = self.socket.recv_multipart()
-        assert unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is kind, streams.decode_error(body)
+        assert unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is kind, decode_error(body)
         return body
 
     def close(self) -> None:
@@ -315,7 +329,7 @@ def decoded(codec: Codec, theta: Model, pieces: Sequence[Piece]) -> Model:
         for chunk in split_chunks(encode_ranges(codec.dtype, [piece.range]), codec.chunk_bytes(CHUNK_BYTES)):
             at = chunk.offset - piece.offset
             elements = piece.array[at : at + chunk.length]
-            bodies.put(codec, bodies.encode(codec, elements), made[piece.layer][start + at : start + at + chunk.length])
+            put_body(codec, encode_body(codec, elements), made[piece.layer][start + at : start + at + chunk.length])
     return made
 
 
@@ -394,10 +408,10 @@ def test_a_chunk_of_another_codec_than_the_granted_is_refused():
         peer.read_message(Kind.WELCOME)
         left, refused = MANIFEST.numel, 0
         while left:
-            for chunk in streams.decode_want(peer.read_message(Kind.WANT)):
+            for chunk in decode_want(peer.read_message(Kind.WANT)):
                 peer.chunk(chunk, body_of(differences, chunk))
                 elements = np.frombuffer(body_of(differences, chunk), np.float32)
-                peer.chunk(chunk, bytes(bodies.encode(Codec.BF16, elements)), dtype=Codec.BF16.dtype)
+                peer.chunk(chunk, bytes(encode_body(Codec.BF16, elements)), dtype=Codec.BF16.dtype)
                 left, refused = left - chunk.length, refused + 1
         slave.heard.wait("staged", push_id)
         assert slave.flow.refused_frames["type"] == refused
@@ -512,11 +526,11 @@ def test_duplicates_and_strangers_change_nothing():
         early = Range(0, 0, 0, 100)
         peer.chunk(early, body_of(false, early))  # before HELLO
         peer.hello(WHOLE)
-        assert streams.decode_welcome(peer.read_message(Kind.WELCOME)).missing == 4 * MANIFEST.numel
+        assert decode_welcome(peer.read_message(Kind.WELCOME)).missing == 4 * MANIFEST.numel
         corrupt = True
         left = 4 * MANIFEST.numel
         while left:
-            for chunk in streams.decode_want(peer.read_message(Kind.WANT)):
+            for chunk in decode_want(peer.read_message(Kind.WANT)):
                 if corrupt:
                     corrupt = False
                     peer.chunk(chunk, body_of(values, chunk), checksum=1)
@@ -525,11 +539,11 @@ def test_duplicates_and_strangers_change_nothing():
                 peer.chunk(chunk, body_of(values, chunk))
                 peer.chunk(chunk, body_of(false, chunk))  # again, with other bytes
                 left -= chunk.nbytes
-        assert streams.decode_done(peer.read_message(Kind.DONE)) == 4 * MANIFEST.numel
+        assert decode_done(peer.read_message(Kind.DONE)) == 4 * MANIFEST.numel
         slave.heard.wait("staged", push_id)
         peer.chunk(early, body_of(false, early))  # after the freeze
         peer.hello(WHOLE)  # of the same epoch
-        assert streams.decode_error(peer.read_message(Kind.ERROR)).code == "stale_push"
+        assert decode_error(peer.read_message(Kind.ERROR)).code == "stale_push"
         assert same(buffers, values)
         refused = slave.flow.refused_frames
         chunks = refused["unasked"] // 2
@@ -551,7 +565,7 @@ def test_an_older_epoch_is_refused():
         old = stack.enter_context(raw(address_of(slave), name_of("push", 1, epoch=1)))
         old.hello(WHOLE)
         old.read_message(Kind.WELCOME)
-        wanted = streams.decode_want(old.read_message(Kind.WANT))
+        wanted = decode_want(old.read_message(Kind.WANT))
         new = stack.enter_context(raw(address_of(slave), name_of("push", 1, epoch=2)))
         new.hello(WHOLE)
         new.read_message(Kind.WELCOME)
@@ -562,11 +576,11 @@ def test_an_older_epoch_is_refused():
             header, body = old.socket.recv_multipart()
             if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
-        assert streams.decode_error(body).code == "stale_push"
+        assert decode_error(body).code == "stale_push"
         assert slave.flow.refused_frames["stream"] == len(wanted)
         left = 4 * MANIFEST.numel
         while left:
-            for chunk in streams.decode_want(new.read_message(Kind.WANT)):
+            for chunk in decode_want(new.read_message(Kind.WANT)):
                 new.chunk(chunk, body_of(values, chunk))
                 left -= chunk.nbytes
         slave.heard.wait("staged", push_id)
@@ -589,19 +603,17 @@ def test_garbage_beside_a_push_costs_it_nothing():
         peer.socket.send_multipart([foreign, b"x"])
         peer.send_message(Kind.HELLO, b"\xc1")
         peer.send_message(Kind.WELCOME, b"\0")
-        peer.send_message(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1)]))
-        peer.send_message(Kind.DONE, streams.encode_done(1))
+        peer.send_message(Kind.WANT, encode_want([Range(0, 0, 0, 1)]))
+        peer.send_message(Kind.DONE, encode_done(1))
         values, push_id = model(6), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         push_pieces(slave.grant(1), base(1), shares(values, 1)[0])
         slave.heard.wait("staged", push_id)
         assert same(buffers, values)
-        peer.send_message(
-            Kind.HELLO, streams.encode_hello(replace(name_of("push", 9), sinc=SINC), ())
-        )  # refused, not answered
+        peer.send_message(Kind.HELLO, encode_hello(replace(name_of("push", 9), sinc=SINC), ()))  # refused, not answered
         peer.name = name_of("push", 9)
         peer.hello([])  # its ERROR is the last answer: everything before it was read
-        assert streams.decode_error(peer.read_message(Kind.ERROR)).code == "unknown"
+        assert decode_error(peer.read_message(Kind.ERROR)).code == "unknown"
         assert dict(slave.flow.refused_frames) == {
             "parts": 3, "magic": 1, "run": 1, "message": 2, "kind": 1, "stream": 1, "hello": 1
         }  # fmt: skip
@@ -644,7 +656,7 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
             assert same(fetched, values)
             assert pushed.connections == pulled.connections == lanes  # none was broken and resumed
         liar.hello([])  # of a push that is over: its ERROR is the last answer, everything before it was read
-        assert streams.decode_error(liar.read_message(Kind.ERROR)).code == "stale_push"
+        assert decode_error(liar.read_message(Kind.ERROR)).code == "stale_push"
         assert dict(slave.flow.refused_frames) == {"length": 2, "hello": 1}
 
 
@@ -706,7 +718,7 @@ def test_a_push_that_is_refused_is_told_to_its_ranks():
             header, body = peer.socket.recv_multipart()
             if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
-        assert streams.decode_error(body).code == "refused"
+        assert decode_error(body).code == "refused"
 
 
 def test_a_dropped_push_is_not_written_any_more():
@@ -716,7 +728,7 @@ def test_a_dropped_push_is_not_written_any_more():
         buffers = slave.open_push(push_id)
         peer.hello(WHOLE)
         peer.read_message(Kind.WELCOME)
-        wanted = streams.decode_want(peer.read_message(Kind.WANT))
+        wanted = decode_want(peer.read_message(Kind.WANT))
         values = model(1)
         for chunk in wanted:
             peer.chunk(chunk, body_of(values, chunk))
@@ -730,7 +742,7 @@ def test_a_dropped_push_is_not_written_any_more():
             header, body = peer.socket.recv_multipart()
             if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
-        assert streams.decode_error(body).code == "stale_push"
+        assert decode_error(body).code == "stale_push"
         assert all((layer == -1.0).all() for layer in buffers.values())
         assert slave.flow.list_transfers() == ()
 
@@ -954,7 +966,7 @@ def test_a_rank_that_vanishes_leaves_no_pin():
         with raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
             peer.hello([])
             peer.read_message(Kind.WELCOME)
-            peer.send_message(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1000)]))
+            peer.send_message(Kind.WANT, encode_want([Range(0, 0, 0, 1000)]))
             peer.read_message(Kind.CHUNK)
         slave.flow.close_pull(pull_id)
         assert slave.heard.wait("released", pull_id) == "closed"
@@ -971,9 +983,9 @@ def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
         flow.open_pull(pull_id, V, {0: np.zeros(16 << 20, np.float32)})
         with raw(flow.lane_addresses()[0], name_of("pull", 1), rcvhwm=1) as peer:
             peer.hello([])
-            assert streams.decode_welcome(peer.read_message(Kind.WELCOME)).chunk_bytes == 1 << 20
+            assert decode_welcome(peer.read_message(Kind.WELCOME)).chunk_bytes == 1 << 20
             chunks = [Range(0, 0, i << 18, 1 << 18) for i in range(64)]
-            peer.send_message(Kind.WANT, streams.encode_want(chunks))
+            peer.send_message(Kind.WANT, encode_want(chunks))
             assert "nothing moved for 0.5 s" in heard.wait("released", pull_id)
         assert len(heard.of("released", pull_id)) == 1
     finally:
@@ -1008,8 +1020,9 @@ def test_one_slow_rank_pulls_from_eight_slaves_at_the_first_attempt():
         addresses = tuple(SlaveAddress(f"s{i}", SINC, flows[i].lane_addresses(), (i,)) for i in range(slaves))
         grant, target = Grant(V, addresses, 30.0), np.empty_like(source)
         pieces = [Piece(i, 0, 0, items, target[i]) for i in range(slaves)]
-        order, begun = LayerOrder(grant, base(1), pieces, stall_s, time.monotonic), time.monotonic()
-        stats = SlowRank(order, 5 * stall_s / (slaves * 48)).run(threading.Event(), None)
+        rank, begun = SlowRank(grant, base(1), pieces, stall_s, time.monotonic), time.monotonic()
+        rank.chunk_s = 5 * stall_s / (slaves * 48)
+        stats = rank.run(threading.Event(), None)
         assert time.monotonic() - begun >= 5 * stall_s
         assert stats.connections == slaves, "no stream was broken"
         assert np.array_equal(source, target)
@@ -1053,12 +1066,10 @@ def model_of(manifest: Manifest) -> np.ndarray:
 class SlowRank(PullTransfer):
     """The bottleneck: it takes its time for each chunk."""
 
-    def __init__(self, order: LayerOrder, chunk_s: float) -> None:
-        super().__init__(order)
-        self._chunk_s = chunk_s
+    chunk_s = 0.0
 
     def process_chunk(self, staged) -> int:
-        time.sleep(self._chunk_s)
+        time.sleep(self.chunk_s)
         return super().process_chunk(staged)
 
 
@@ -1079,8 +1090,8 @@ def test_a_rank_asks_for_no_more_than_it_may():
         peer.hello([])
         peer.read_message(Kind.WELCOME)
         for chunks in ([Range(0, 0, 0, CHUNK_BYTES)], [Range(7, 0, 0, 1)], [Range(0, 0, i, 1) for i in range(1000)]):
-            peer.send_message(Kind.WANT, streams.encode_want(chunks))
-        peer.send_message(Kind.WANT, streams.encode_want([Range(0, 0, 5, 1)]))
+            peer.send_message(Kind.WANT, encode_want(chunks))
+        peer.send_message(Kind.WANT, encode_want([Range(0, 0, 5, 1)]))
         assert len(peer.read_message(Kind.CHUNK)) == 4
         assert dict(slave.flow.refused_frames) == {"range": 2, "credit": 1}
 

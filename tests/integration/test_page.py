@@ -46,7 +46,7 @@ class Watched:
 
     def start_cluster(self, name: str, *words: str, steps: int = 5) -> harness.Process:
         command = [sys.executable, str(HERE / "train_watched.py"), *words]
-        return self.run.start_cluster(name, command, steps=steps, heartbeat_s=HEARTBEAT_S)
+        return self.run.start_cluster(name, command, steps=steps)
 
     def open_page(self, size: dict[str, int] = DESK, scheme: str = "light") -> Any:
         """A page that has shown the run; whatever the browser complains about is in `problems`."""
@@ -71,8 +71,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     shots.mkdir(parents=True, exist_ok=True)
     tensors = {name: np.zeros(tuple(p.shape), np.float32) for name, p in script.make_model().named_parameters()}
     port = harness.free_port()
-    shared = {"stop": {"tokens": 4_000_000}, "penalty": {"warmup_rounds": 2}}
-    timing = {"heartbeat_s": HEARTBEAT_S, "window_s": 1.0}
+    shared = {"stop": {"tokens": 4_000_000}, "penalty": {"warmup_rounds": 2}, "heartbeat_s": HEARTBEAT_S}
+    timing = {"window_s": 1.0}
     with (
         harness.Run(directory, tensors, shared=shared, timing=timing) as run,
         sync_api.sync_playwright() as playwright,

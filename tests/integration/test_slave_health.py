@@ -42,7 +42,7 @@ async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> 
 
 def test_a_slave_that_died_comes_back_at_once_in_its_directory(tmp_path: Path) -> None:
     """The master need not hear it silent for two heartbeats, here two minutes; a process elsewhere it lets wait."""
-    with Run(tmp_path, {"w": np.zeros(8, np.float32)}, timing={"heartbeat_s": 60.0}, slaves=1) as run:
+    with Run(tmp_path, {"w": np.zeros(8, np.float32)}, shared={"heartbeat_s": 60.0}, slaves=1) as run:
         master, slave = run.start_master(), run.start_slave("ps0")
         run.until(lambda: '"slave_ready"' in master.tail(), 60, "the slave is READY")
         slave.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dips.client.rank.transfer import LayerOrder, PullTransfer, pull_pieces
+from dips.client.rank.transfer import PullTransfer, pull_pieces
 from dips.codecs import Codec
 from dips.errors import UnavailableSlave
 from dips.ids import GENESIS, PullId, PushId, VersionId
@@ -13,8 +13,7 @@ from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.outer_step import nesterov_step
-from dips.wire.frame import BadFrame
-from dips.wire.streams import Welcome
+from dips.wire.frame import BadFrame, Welcome
 from tests.integration.test_flow import (
     LAYERS,
     MANIFEST,
@@ -124,11 +123,11 @@ def test_a_rank_believes_no_offer_that_it_cannot_take() -> None:
             (V3, Welcome(0, 4096, 2, 1), BadFrame),
             (V3, Welcome(0, 4096, 5, 7), BadFrame),
         ):
-            moving = PullTransfer(LayerOrder(slave.grant(1), base(1), hand, 1.0, lambda: 0.0, held))
+            moving = PullTransfer(slave.grant(1), base(1), hand, 1.0, lambda: 0.0, held=held)
             with pytest.raises(error):
                 moving.on_welcome(moving._parts[0], said, 0.0)
             _end(moving)
-        moving = PullTransfer(LayerOrder(slave.grant(1), base(1), hand, 1.0, lambda: 0.0, V3))
+        moving = PullTransfer(slave.grant(1), base(1), hand, 1.0, lambda: 0.0, held=V3)
         moving.on_welcome(moving._parts[0], Welcome(0, 4096, 5, 1), 0.0)
         with pytest.raises(UnavailableSlave, match="other chunks than before"):
             moving.on_welcome(moving._parts[0], Welcome(0, 4096), 0.0)

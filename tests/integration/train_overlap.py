@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from train_constant import ConstantModel, local, one_number
 
 from dips.client import OuterLoop
-from dips.client.rank.outer_state import OpenTransfer
+from dips.client.rank.steps import OpenTransfer
 
 
 def numbers(model: nn.Module) -> list[float]:
@@ -34,8 +34,8 @@ def numbers(model: nn.Module) -> list[float]:
 def frozen_fragments(outer: OuterLoop) -> int:
     """How many fragments of the present transfer have been frozen, or asked for; -1 if there is none."""
     moving = outer._outer_steps._in_flight
-    stagger = getattr(moving.transfer, "_stagger", None) if isinstance(moving, OpenTransfer) else None
-    return stagger.gate.open if stagger is not None else -1
+    gate = moving.transfer._gate if isinstance(moving, OpenTransfer) else None
+    return gate.open if gate is not None and gate.count > 1 else -1
 
 
 def main(out: Path, step_s: float, delta: float, crash_after: int = 0) -> None:

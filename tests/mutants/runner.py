@@ -27,7 +27,8 @@ import pytest
 from tests.mutants.mutant import LostAnchor, Mutant, apply, mutate
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("dips", "tests", "benchmarks", "configs", "deploy", "docs", "protos", "pyproject.toml")
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "LICENSE")  # read by tests of documents
+COPIED = ("dips", "tests", "benchmarks", "configs", "deploy", "docs", "protos", "pyproject.toml", *TOP)
 PRELOADED = ("numpy", "numba", "torch", "grpc", "zmq", "structlog", "yaml", "xxhash", "safetensors.numpy")
 OWN = ("dips", "tests", "benchmarks")  # packages that each process imports anew, from its copy
 WIDE_TIMEOUT_S = 600.0  # of one that meets all tests of its room

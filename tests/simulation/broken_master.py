@@ -8,7 +8,7 @@ from typing import Any
 
 from dips.ids import PushId, VersionId
 from dips.master.ledger import Ledger
-from dips.protocol import durability, pushes, rollback, run_state, slaves
+from dips.protocol import durability, push_pull, rollback, run_state, slaves
 from dips.protocol import round as round_module
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
 from dips.protocol.data import Intervals
@@ -105,14 +105,14 @@ def blind_leases() -> list[Patch]:
 
 
 def tell_gated_as_accepted() -> list[Patch]:
-    honest = pushes._answer_awaited
+    honest = push_pull._answer_awaited
 
     def answer_awaited(run: RunState, cluster: Cluster, push: PushId) -> Result:
         found = honest(run, cluster, push)
         gated = isinstance(found, Outcome) and found.kind is OutcomeKind.GATED
         return replace(found, kind=OutcomeKind.ACCEPTED) if gated else found
 
-    return [(pushes, "_answer_awaited", answer_awaited)]
+    return [(push_pull, "_answer_awaited", answer_awaited)]
 
 
 def believe_fresh_slaves() -> list[Patch]:

@@ -16,8 +16,7 @@ from dips.slave.ports import Arrays, Released, SourceMoved, Tombstones
 from dips.slave.receiver import Receiver
 from dips.slave.sender import OutgoingPull
 from dips.slave.shard import OrderFences, Shard, ShardRound
-from dips.wire import bodies
-from dips.wire.chunks import LayerLayout
+from dips.wire.chunks import LayerLayout, put_body
 from dips.wire.frame import BadFrame, Buffer, Header
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
@@ -115,7 +114,7 @@ def accept_old_stream() -> list[Patch]:
                 begin = layout.fields[header.layer, header.param].start + header.offset
                 of_codes = header.length - ITEM_BYTES * codec.count_blocks(1)  # chunks here are one block at most
                 length = 8 * of_codes // codec.bits
-                bodies.put(codec, body, targets[header.layer][begin : begin + length])
+                put_body(codec, body, targets[header.layer][begin : begin + length])
             raise
 
     return [(Receiver, "on_hello", hello), (Receiver, "claim_chunk", claim)]

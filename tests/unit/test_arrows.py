@@ -76,8 +76,8 @@ MAY: dict[str, set[str]] = {
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer"}
-    | {f"dips.wire.{pure}" for pure in ("bodies", "chunks", "frame", "streams")}
-    | {"dips.transport.intake", "dips.wire.chunks"}
+    | {f"dips.wire.{pure}" for pure in ("chunks", "frame")}
+    | {"dips.transport.intake"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "shard")}
     | {"dips.slave.mirror_plan", "dips.transport.backoff"}
     | {
@@ -85,7 +85,7 @@ MAY: dict[str, set[str]] = {
         for pure in ("open_transfers", "ports", "admission", "keyring", "receiver", "sender", "moves")
     }
     | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox", "restore")}
-    | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
+    | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},
     # Real training in the simulation's time: of the demo its model and its text.
     "dips.study": LOW
@@ -206,8 +206,8 @@ def test_the_arrows_bite() -> None:
     assert not arrow_is_allowed("dips.slave", "dips.client")
     assert not arrow_is_allowed("dips.outer", "dips.protocol.effects")
     assert not arrow_is_allowed("dips.client.agent", "dips.client.rank.agent_client.AgentConnection")
-    assert not arrow_is_allowed("dips.client.rank", "dips.client.agent.pace.Pace")
-    assert not arrow_is_allowed("dips.client.ipc", "dips.client.agent.pace.Pace")
+    assert not arrow_is_allowed("dips.client.rank", "dips.client.agent.account.Pace")
+    assert not arrow_is_allowed("dips.client.ipc", "dips.client.agent.account.Pace")
     assert arrow_is_allowed("dips.client.rank", "dips.client.ipc.messages.Wait")
     assert arrow_is_allowed("dips.master", "dips.protocol.effects.Grant")
 

@@ -203,16 +203,14 @@ def test_a_lazy_install_goes_with_every_codec_and_overlap(tmp_path: Path) -> Non
     [
         ({"fragments": 4}, "fragments: 4 needs overlap: full and install: whole, got overlap: none"),
         ({"fragments": 4, "overlap": "full", "install": "lazy"}, "needs overlap: full and install: whole, .* lazy"),
-        ({"merge_alpha": 0.5}, "merge_alpha: 0.5 needs overlap: full"),
-        ({"merge_alpha": 0.0, "overlap": "full"}, "merge_alpha: .*greater than 0"),
         ({"fragments": 0}, "fragments: .*greater than or equal to 1"),
     ],
 )
-def test_fragments_and_alpha_need_a_merge(tmp_path: Path, keys: dict[str, object], why: str) -> None:
+def test_fragments_need_a_merge(tmp_path: Path, keys: dict[str, object], why: str) -> None:
     """Where nothing is merged beside training they would do nothing, or stagger what training waits for."""
     with pytest.raises(ConfigError, match=why):
         load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, **keys}))
-    good = {**CLUSTER, "fragments": 4, "merge_alpha": 0.5, "overlap": "full"}
+    good = {**CLUSTER, "fragments": 4, "overlap": "full"}
     assert load_cluster(write(tmp_path / "cluster.yaml", good)).fragments == 4
 
 

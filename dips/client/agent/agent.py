@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import isfinite
@@ -286,6 +287,17 @@ ROUTINE = frozenset({"push_begin", "push_end", "window_begin", "window_end", "pu
 LEAVE_S = 3.0  # for telling a master, which may be down, that this cluster leaves
 
 
+def mark_level(kind: str, fields: Mapping[str, object]) -> int:
+    """Return the log level of a mark: DEBUG if it is routine and succeeded, WARNING for remarks, else INFO; 0 for inner
+    steps, which are not logged.
+    """
+    if kind == "inner":
+        return 0
+    if kind == "remark":
+        return logging.WARNING
+    return logging.DEBUG if kind in ROUTINE and fields.get("ok", True) else logging.INFO
+
+
 class MasterPort(Protocol):
     """The calls to the master that the agent needs."""
 
@@ -362,12 +374,8 @@ class Agent:
             self._signals.notify_change()
 
     def _log_mark(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Log a mark: routine marks at level debug, remarks as warnings, all others except inner steps as info."""
-        if kind == "remark":
-            self._log.warning(kind, **fields)
-        elif kind != "inner":
-            routine = kind in ROUTINE and fields.get("ok", True)
-            (self._log.debug if routine else self._log.info)(kind, **fields)
+        if level := mark_level(kind, fields):
+            self._log.log(level, kind, **fields)
 
     # ---- the master ------------------------------------------------------------------------------------------------
 

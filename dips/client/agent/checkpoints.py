@@ -64,7 +64,7 @@ def resume_checkpoint(s: AgentState, message: Resume) -> Answer:
 
 
 def _why_overtaken(s: AgentState, saved: Saved) -> str:
-    """Return why the checkpoint is no longer what the run waits for; empty if it still is."""
+    """Return why the run has moved on since the checkpoint was saved, so that a pull must replace it; empty if not."""
     if saved.cluster != s.cluster:
         return f"the checkpoint is of cluster {saved.cluster}"
     if saved.pending:

@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from dips.client.agent import checkpoints, membership, outer_sync, ranges, restarts, state, training
-from dips.client.agent.account import NO_INCARNATION, PastIncarnation
-from dips.client.agent.pace import Pace
-from dips.client.agent.push_pull import on_transfer_progress
+from dips.client.agent import checkpoints, membership, push_pull, ranges, restarts, state, training
+from dips.client.agent.account import NO_INCARNATION, Pace, PastIncarnation
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.state import (
     SAVED_AT,
@@ -30,9 +28,11 @@ from dips.client.agent.state import (
     RecordMark,
     SaveIncarnation,
     StopTrainer,
+    SyncPhase,
     close_channel,
     is_open,
     repeat_after_pause,
+    repeat_question,
 )
 from dips.client.ipc.messages import (
     Answer,
@@ -55,8 +55,21 @@ from dips.client.ipc.messages import (
     TokensCounted,
     TransferProgress,
 )
-from dips.errors import Busy, Denied, DipsError, LocalProtocolError, StaleIncarnation, Unavailable
-from dips.protocol.effects import Finished, Pending, Ranges, Refused, Result
+from dips.errors import Busy, Denied, DipsError, LocalProtocolError, Stale, StaleIncarnation, StaleVersion, Unavailable
+from dips.protocol.effects import (
+    Acknowledged,
+    Committed,
+    Dropped,
+    Finished,
+    Grant,
+    Joined,
+    ManifestWanted,
+    Outcome,
+    Pending,
+    Ranges,
+    Refused,
+    Result,
+)
 from dips.protocol.events import ClusterLeft
 from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 
@@ -74,23 +87,80 @@ MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     TokensCounted: training.record_tokens,
     LossReported: training.record_losses,
     Remarked: training.take_remark,
-    TransferProgress: on_transfer_progress,
-    PushWanted: outer_sync.answer_question,
-    PushMoved: outer_sync.answer_question,
-    PullWanted: outer_sync.answer_question,
-    PullMoved: outer_sync.answer_question,
+    TransferProgress: push_pull.on_transfer_progress,
+    PushWanted: push_pull.answer_question,
+    PushMoved: push_pull.answer_question,
+    PullWanted: push_pull.answer_question,
+    PullMoved: push_pull.answer_question,
     RangeWanted: ranges.give_range,
     SaveWanted: checkpoints.save_progress,
     Resume: checkpoints.resume_checkpoint,
     Detach: restarts.detach_trainer,
 }
 
-# Handlers of replies about data ranges; handlers for pushes and pulls depend on the phase: outer_sync.REPLIES.
+# Handlers of replies about data ranges; handlers for pushes and pulls depend on the phase: REPLIES.
 RANGE_REPLIES: Mapping[type, Callable[[AgentState, Any], None]] = {
     Ranges: ranges.on_leased,
     Finished: ranges.on_no_more_ranges,
     Refused: ranges.on_ranges_refused,
     Pending: ranges.on_ranges_pending,
+}
+
+
+def _on_sync_reply(s: AgentState, result: Result) -> None:
+    """Process the master's reply to the open question."""
+    if isinstance(result, Pending):
+        s.sync.reason = result.reason
+        s.membership.times_taken = 0  # the holder of the name is silent
+        repeat_question(s, Channel.SYNC)
+        return
+    close_channel(s, Channel.SYNC)
+    handle = REPLIES.get((s.sync.phase, type(result)))
+    if handle is None:
+        s.fail_training(LocalProtocolError(f"while {s.sync.phase} the master answered {result!r}"))
+    else:
+        handle(s, result)
+
+
+def _on_sync_error(s: AgentState, error: DipsError) -> None:
+    """Process the refusal of the open question. The next heartbeat's answer tells why an incarnation is stale."""
+    close_channel(s, Channel.SYNC)
+    if isinstance(error, StaleIncarnation):
+        s.sync.phase, s.sync.reason = SyncPhase.UNSURE, str(error)
+        s.heartbeats.due_at = s.now
+    elif isinstance(error, StaleVersion) and s.sync.phase is SyncPhase.ASKING_PUSH:
+        push_pull.on_base_refused(s, str(error))
+    elif isinstance(error, Stale) and s.sync.phase is not SyncPhase.JOINING:
+        drop = push_pull.on_pull_dropped if s.sync.phase is SyncPhase.ASKING_PULL else push_pull.on_push_dropped
+        drop(s, Dropped(str(error)))
+    else:
+        s.fail_training(error)
+
+
+# Legal replies by phase, with their handlers. Pending is legal in every phase: the question is repeated.
+REPLIES: Mapping[tuple[SyncPhase, type], Callable[[AgentState, Any], None]] = {
+    (SyncPhase.JOINING, Joined): membership.on_joined,
+    (SyncPhase.JOINING, ManifestWanted): membership.on_manifest_wanted,
+    (SyncPhase.JOINING, Acknowledged): membership.on_same_model,
+    (SyncPhase.JOINING, Refused): membership.on_name_taken,
+    (SyncPhase.ASKING_PUSH, Grant): push_pull.on_push_granted,
+    (SyncPhase.ASKING_PUSH, Refused): push_pull.on_push_refused,
+    (SyncPhase.ASKING_PUSH, Dropped): push_pull.on_push_dropped,
+    (SyncPhase.ASKING_PUSH, Finished): push_pull.on_push_after_end,
+    (SyncPhase.FINISHING, Committed): push_pull.on_committed,
+    (SyncPhase.FINISHING, Outcome): push_pull.on_outcome,
+    (SyncPhase.FINISHING, Dropped): push_pull.on_push_dropped,
+    (SyncPhase.FINISHING, Finished): push_pull.on_push_after_end,
+    (SyncPhase.AWAITING, Outcome): push_pull.on_outcome,
+    (SyncPhase.AWAITING, Dropped): push_pull.on_push_dropped,
+    (SyncPhase.AWAITING, Finished): push_pull.on_push_after_end,
+    (SyncPhase.ABORTING, Acknowledged): push_pull.on_closed,
+    (SyncPhase.ASKING_PULL, Grant): push_pull.on_pull_granted,
+    (SyncPhase.ASKING_PULL, Refused): push_pull.on_pull_refused,
+    (SyncPhase.ASKING_PULL, Dropped): push_pull.on_pull_dropped,
+    (SyncPhase.ASKING_PULL, Finished): push_pull.on_pull_after_end,
+    (SyncPhase.CLOSING, Acknowledged): push_pull.on_closed,
+    (SyncPhase.CLOSING, Dropped): push_pull.on_closed,
 }
 
 
@@ -157,7 +227,7 @@ class AgentCore:
         s.now, s.membership.unreachable_since = now, None
         if is_open(s, ask):
             if ask.channel is Channel.SYNC:
-                outer_sync.on_sync_reply(s, result)
+                _on_sync_reply(s, result)
             else:
                 self._take_range_reply(result)
         return self._take_actions()
@@ -246,7 +316,7 @@ class AgentCore:
     def _on_refusal(self, channel: Channel, error: DipsError) -> None:
         s = self.state
         if channel is Channel.SYNC:
-            outer_sync.on_sync_error(s, error)
+            _on_sync_error(s, error)
             return
         close_channel(s, channel)
         if isinstance(error, StaleIncarnation):

@@ -161,7 +161,7 @@ def on_unreachable(s: AgentState, reason: str) -> None:
     """Note that the master does not answer: after `patience_s` a waiting trainer trains on while the question is
     repeated.
 
-    A trainer that waits for a slot trains on without this patience (outer_sync.py).
+    A trainer that waits for a slot trains on without this patience (push_pull.py).
     """
     member, sync = s.membership, s.sync
     if member.unreachable_since is None:

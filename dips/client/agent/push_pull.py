@@ -1,19 +1,30 @@
-"""The steps of a push and of a pull: asked for, granted, frozen, moved, committed or closed, and settled."""
+"""A cluster's push and pull: rank 0's questions, and the steps from the request to the outcome."""
 
 from __future__ import annotations
 
 from dips.client.agent.state import AgentState, Channel, SyncPhase, ask_master
-from dips.client.agent.training import look_at_freeze, look_at_outcome, lose_work, mark_inner_steps, name_cause
+from dips.client.agent.training import (
+    look_at_freeze,
+    look_at_outcome,
+    lose_work,
+    mark_inner_steps,
+    name_cause,
+    refuse_uncounted,
+)
 from dips.client.ipc.messages import (
     Answer,
+    AskAgain,
     ErrorReply,
     Halt,
     Noted,
     Over,
     PullMoved,
+    PullNow,
     PullWanted,
     PushMoved,
+    PushNow,
     PushResult,
+    PushWanted,
     TrainOn,
     TransferProgress,
 )
@@ -437,3 +448,92 @@ def _mark_outcome(s: AgentState, outcome: str, version: str, reason: str) -> Non
         s.record_mark("window_end", seq=s.sync.seq)
     s.sync.result = PushResult(s.membership.inc, s.sync.seq, str(outcome), reason)
     s.record_mark("outcome", outcome=outcome, version=version, seq=s.sync.seq, reason=reason)
+
+
+# ---- questions ------------------------------------------------------------------------------------------------------
+# Questions of rank 0, which opens a push or pull with a question of a new number and repeats it until it has its
+# verdict. A push or pull whose trainer died, or trains on because the master cannot be reached, continues to its end
+# without the trainer, so that a committed push is settled.
+
+
+STAND_S = 1.0  # a trainer waits this long for a slot: free slots are reserved in milliseconds
+
+SyncQuestion = PushWanted | PushMoved | PullWanted | PullMoved
+_WANTED, _MOVED = (PushWanted, PullWanted), (PushMoved, PullMoved)
+
+
+def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
+    """Return the verdict on rank 0's question; AskAgain until there is one."""
+    sync = s.sync
+    if q.number > sync.question:
+        if isinstance(q, PushWanted) and _is_reserving(s):
+            _take_question(s, q.number)  # asked again after training on for a while; its time of waiting is used up
+        elif isinstance(q, _WANTED) and sync.phase is not SyncPhase.RESTING:
+            # The last transfer is being settled; a trainer with parameters need not wait for an unreachable master.
+            away = isinstance(q, PushWanted) and s.membership.unreachable_since is not None
+            return train_on(s, sync.reason, again=True) if away else AskAgain(sync.reason)
+        else:
+            _take_question(s, q.number)
+            sync.waits_since = s.now
+            _open_question(s, q)
+    verdict = _find_verdict(s)
+    if isinstance(verdict, AskAgain) and sync.phase is SyncPhase.ASKING_PUSH and _stands_too_long(s):
+        sync.waiting = False  # the master is still asked: its grant is taken at the trainer's next question
+        return TrainOn(sync.reason, s.pace.steps_until_ask, s.fraction, sync.result, s.range_requests.recalls)
+    return verdict
+
+
+def _take_question(s: AgentState, number: int) -> None:
+    s.sync.question, s.sync.waiting, s.sync.verdict = number, True, None
+
+
+def _is_reserving(s: AgentState) -> bool:
+    """Return whether a push is asked for or granted, and the ranks do not have the order to freeze yet."""
+    return s.sync.phase is SyncPhase.ASKING_PUSH or (s.sync.phase is SyncPhase.PUSHING and not s.sync.frozen)
+
+
+def _stands_too_long(s: AgentState) -> bool:
+    """Return whether the trainer has waited long enough for a slot: STAND_S, or not at all for an unreachable
+    master.
+    """
+    in_vain = s.membership.unreachable_since is not None or s.now - s.sync.waits_since >= STAND_S
+    return not s.settings.overlap and in_vain
+
+
+def _open_question(s: AgentState, q: SyncQuestion) -> None:
+    """Start the transfer that a new question asks for, if it is still appropriate."""
+    sync = s.sync
+    if isinstance(q, PushMoved) and sync.phase is SyncPhase.PUSHING and q.seq == sync.seq:
+        on_push_moved(s, q)
+    elif isinstance(q, PullMoved) and sync.phase is SyncPhase.PULLING and q.seq == sync.seq:
+        on_pull_moved(s, q)
+    elif isinstance(q, PullWanted):
+        want_pull(s, q)
+    elif sync.phase is not SyncPhase.RESTING:
+        pass  # the question is about a transfer that is over; the verdict on the present one will follow
+    elif isinstance(q, _MOVED) or sync.pull_due or s.membership.progress.finished:
+        end_transfer(s, "the transfer was ended meanwhile")
+    elif s.now < sync.backoff_until:
+        give_verdict(s, train_on(s, sync.reason, again=True))
+    elif (steps := s.pace.look_in(s.now)) and not q.demanded:
+        give_verdict(s, TrainOn(sync.reason, steps, s.fraction, sync.result, s.range_requests.recalls))
+    elif (refusal := refuse_uncounted(s)) is not None:
+        give_verdict(s, refusal)
+    else:
+        ask_push(s)
+
+
+def _find_verdict(s: AgentState) -> Answer:
+    """Return the present answer to the ranks; returning PushNow freezes the push."""
+    sync, inc = s.sync, s.membership.inc
+    if sync.verdict:
+        return sync.verdict
+    if sync.phase is SyncPhase.PUSHING and sync.grant:
+        freeze_push(s)
+        sync.ordered = s.push_id
+        return PushNow(inc, sync.seq, sync.grant, sync.accepted_seq, fragment_interval(s))
+    if sync.phase is SyncPhase.PULLING and sync.grant:
+        interval = fragment_interval(s) if sync.merge else 0
+        sync.ordered = s.pull_id
+        return PullNow(inc, sync.seq, sync.grant, s.fraction, sync.accepted_seq, sync.merge, sync.result, interval)
+    return AskAgain(sync.reason, s.pace.steps_until_ask)

@@ -14,9 +14,10 @@ from typing import Any
 
 from dips.client.agent.core import AgentCore
 from dips.client.agent.state import Actions
+from dips.client.ipc import messages
 from dips.client.ipc.address import AGENT, TOKEN, over_network, socket_path, token_of
-from dips.client.ipc.connection import Connection
 from dips.client.ipc.messages import Answer, AskAgain, Attached, Detach, ErrorReply, Message, Noted, PullNow, PushNow
+from dips.client.ipc.seal import ANSWER, TAG, Seal, TokenServer, keep_alive
 from dips.config import ClusterFile
 from dips.dataclass import replace
 from dips.errors import ConfigError, Denied, DipsError, RemoteProtocolError
@@ -54,6 +55,56 @@ class AgentSignals:
             async with asyncio.timeout(seconds):
                 await self.terminated.wait()
         return self.terminated.is_set()
+
+
+# ---- connection -----------------------------------------------------------------------------------------------------
+# One connection of a rank, on the agent's side: whole messages in and out, sealed if it came from the network.
+
+
+ADMIT_S = 10.0  # time for a rank to prove that it knows the token
+
+
+class Connection:
+    """Reads and writes whole messages."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seal: Seal | None = None) -> None:
+        self._reader, self._writer, self._seal = reader, writer, seal
+
+    @classmethod
+    async def admit_rank(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Connection:
+        """Admit a rank that proves the token. Raises Denied, TimeoutError, or the error of a broken connection."""
+        keep_alive(writer.get_extra_info("socket"))
+        host = TokenServer(token)
+        writer.write(host.greeting)
+        async with asyncio.timeout(ADMIT_S):
+            answer = await reader.readexactly(ANSWER)
+        proof, seal = host.admit_rank(answer)
+        writer.write(proof)
+        return cls(reader, writer, seal)
+
+    @property
+    def peer(self) -> str:
+        """The rank's host, for the log."""
+        name = self._writer.get_extra_info("peername")
+        return str(name[0]) if name else "this host"
+
+    async def read_message(self) -> Message:
+        """Return the next message. Raises IncompleteReadError at the end, RemoteProtocolError for an invalid
+        message.
+        """
+        head = await self._reader.readexactly(messages.LENGTH.size)
+        body = await self._reader.readexactly(messages.body_length(head))
+        if self._seal:
+            self._seal.check_frame(head + body, await self._reader.readexactly(TAG))
+        return messages.decode_message(body)
+
+    async def write_message(self, message: Message) -> None:
+        frame = messages.encode_message(message)
+        self._writer.write(frame + self._seal.tag_frame(frame) if self._seal else frame)
+        await self._writer.drain()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 # ---- listen ---------------------------------------------------------------------------------------------------------

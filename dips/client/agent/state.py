@@ -11,8 +11,7 @@ from enum import StrEnum
 from math import inf
 from random import Random
 
-from dips.client.agent.account import NO_INCARNATION, Account, PastIncarnation, RangeQueue, Tally
-from dips.client.agent.pace import Pace
+from dips.client.agent.account import NO_INCARNATION, Account, Pace, PastIncarnation, RangeQueue, Tally
 from dips.client.ipc.messages import Answer, ErrorReply, PushResult
 from dips.dataclass import dataclass
 from dips.errors import DipsError, treatment_of
@@ -299,7 +298,7 @@ class Membership:
     progress: Progress = Progress(0, 0, None)
     settled: int = 0  # pushes of this cluster that were accepted or gated, in all its incarnations
     former: PastIncarnation = NO_INCARNATION  # the former incarnation, until the master reports its tokens
-    unreachable_since: float | None = None  # None: the master answers  # None: the master answers
+    unreachable_since: float | None = None  # None: the master answers
     times_taken: int = 0  # Joins refused in a row because another agent has the name
 
 
@@ -366,12 +365,12 @@ class OuterSync:
     moving_s: float = 0.0  # time in which bytes moved
     bytes_per_s: float = 0.0  # mean rate over `moving_s`
     moving_at_heartbeat: PushId | PullId | None = None  # the transfer that was moving at the last heartbeat
-    halt: str = ""  # why the ranks should end the present transfer; "": they should not; "": they should not
+    halt: str = ""  # why the ranks should end the present transfer; "": they should not
     # what comes next
     pull_due: bool = False
     final_pull_tried: bool = False
     pull_failures: int = 0  # in a row
-    backoff_until: float = 0.0  # no push is asked for before this time this time
+    backoff_until: float = 0.0  # no push is asked for before this time
     place: int = 0  # place in the master's queue for a slot, as last reported; 0: not queued
 
 

@@ -12,11 +12,10 @@ import torch
 from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock
 from dips.client.parallel.blocks import FiniteCheck, find_not_finite, shaped_like, split_together, sum_bits
 from dips.client.parallel.devices import HOST_BLOCK_ITEMS, Device, find_device
-from dips.client.parallel.exchange import PartExchange, RankExchange, SentPart
 from dips.client.parallel.model_memory import ModelMemory
 from dips.client.parallel.plan import LocalRect, Replicas, TransferPlan
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.shard_buffer import BYTES, HostSum, ShardBuffer
+from dips.client.parallel.shard_buffer import BYTES, HostSum, PartExchange, RankExchange, SentPart, ShardBuffer
 from dips.wire.chunks import Piece
 
 # ---- shard copies ---------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ class KeptShard:
     """Copies of the framework's tensors in host memory, allocated at the first `keep_copies` and reused."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self.alpha = device, 1.0
+        self._device = device
         self._memory: dict[ShardCopy, torch.Tensor] = {}
         self._kept: set[ShardCopy] = set()  # whose memory holds the kept copy
         self._differences: set[ShardCopy] = set()  # whose memory holds the difference
@@ -192,17 +191,15 @@ class KeptShard:
         self._kept, self._differences = ({new[copy] for copy in some} for some in (self._kept, self._differences))
 
     def holds(self, copies: Iterable[ShardCopy]) -> bool:
-        """Return whether all of these were kept and none was merged since."""
+        """Return whether all of these copies were kept, and none of them was merged since."""
         return all(copy in self._kept or copy in self._differences for copy in copies)
 
     def subtract_kept(self, copies: Iterable[ShardCopy]) -> None:
-        """Turn each kept copy once into `alpha` · (pulled − kept); may be called in any thread."""
+        """Turn each kept copy once into pulled − kept; may be called in any thread."""
         for copy in copies:
             if copy in self._kept:
                 memory = self._memory[copy].numpy()
                 np.subtract(copy.host.numpy(), memory, out=memory)  # not torch, which would start threads
-                if self.alpha != 1.0:
-                    np.multiply(memory, np.float32(self.alpha), out=memory)
                 self._kept.discard(copy)
                 self._differences.add(copy)
 
@@ -449,15 +446,6 @@ class HostMemory:
         """Return the numbers of the pieces of these layers."""
         chosen = set(self._chosen(layers))
         return [number for number, piece in enumerate(self._buffer.pieces) if piece.layer in chosen]
-
-    @property
-    def merge_alpha(self) -> float:
-        """The weight of the pulled difference in a merge; 1: all of it."""
-        return self._kept.alpha
-
-    @merge_alpha.setter
-    def merge_alpha(self, alpha: float) -> None:
-        self._kept.alpha = alpha
 
     def _chosen(self, layers: Layers) -> Sequence[int]:
         return self.layers if layers is None else layers

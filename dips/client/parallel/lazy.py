@@ -37,9 +37,9 @@ from dips.client.parallel.adapter import (
     is_dtensor,
 )
 from dips.client.parallel.blocks import FiniteCheck, find_not_finite
-from dips.client.parallel.exchange import RankExchange
 from dips.client.parallel.host import HostMemory, Layers, ShardCopy, write_merged, write_pulled
 from dips.client.parallel.plan import TransferPlan
+from dips.client.parallel.shard_buffer import RankExchange
 from dips.errors import LocalProtocolError
 
 

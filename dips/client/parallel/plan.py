@@ -16,7 +16,7 @@ from dips.errors import ConfigError
 from dips.protocol.grouping import PLAIN_GROUPING, Grouping, is_shared_buffer
 from dips.protocol.manifest import Manifest
 from dips.protocol.rank_keys import TRANSFER_RANKS
-from dips.wire.chunks import Range
+from dips.wire.frame import Range
 
 # ---- rank layout ----------------------------------------------------------------------------------------------------
 # The description of one rank's part of the model, and its exchange among all ranks.
@@ -66,7 +66,7 @@ class RankLayout:
 
 
 class GatherMessages(Protocol):
-    """The collective that this module needs; JobCollectives has it."""
+    """The one method of JobCollectives that this module calls."""
 
     rank: int
 

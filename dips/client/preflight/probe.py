@@ -14,8 +14,16 @@ import zmq
 from dips.errors import UnavailableSlave
 from dips.transport.curve import KeyPair
 from dips.transport.lane import HANDSHAKE_MS
-from dips.wire import streams
-from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Kind, make_message, run_id, unpack_header
+from dips.wire.frame import (
+    FRAME_LIMIT,
+    MESSAGE_LIMIT,
+    BadFrame,
+    Kind,
+    encode_probe,
+    make_message,
+    run_id,
+    unpack_header,
+)
 
 ANSWER_S = 5.0  # timeout of one probe's answer
 ROUND_TRIPS = 5  # probes of which the shortest counts
@@ -82,7 +90,7 @@ class Prober:
     def _send_probe(self, answer: int, padding: int = 0) -> None:
         if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLOUT):
             raise UnavailableSlave(f"{self._address}: no connection within {ANSWER_S:g} s")
-        parts = make_message(Kind.PROBE, self._run, STREAM, streams.encode_probe(answer, padding))
+        parts = make_message(Kind.PROBE, self._run, STREAM, encode_probe(answer, padding))
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
     def _await_answer(self, expected: int) -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from dips.client.ipc import messages
 from dips.client.ipc.address import AGENT, Address, OnThisHost
-from dips.client.ipc.connection import GREETING, PROOF, TAG, Seal, TokenClient, keep_alive
 from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Noted, Notice, Question, Stepped, TransferProgress
+from dips.client.ipc.seal import GREETING, PROOF, TAG, Seal, TokenClient, keep_alive
 from dips.dataclass import replace
 from dips.errors import (
     ConfigError,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from dips.client.ipc.messages import RangeGiven, RangesEnded, RangeWanted
 from dips.client.rank.agent_client import AgentClient
-from dips.client.rank.outer_state import OuterState
-from dips.client.rank.outer_steps import OuterSteps
+from dips.client.rank.steps import OuterState, OuterSteps
 from dips.errors import LocalProtocolError
 from dips.protocol.data import BegunRange
 

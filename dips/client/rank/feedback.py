@@ -23,9 +23,8 @@ import numpy as np
 from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.ids import VersionId
-from dips.wire import bodies
-from dips.wire.chunks import F32, Piece, Range, Share
-from dips.wire.frame import Buffer
+from dips.wire.chunks import F32, Piece, Share, decode_body, encode_body
+from dips.wire.frame import Buffer, Range
 
 ADOPTED = -1  # a checkpoint was loaded: the incarnation is unknown here until the next transfer
 
@@ -95,7 +94,7 @@ class Feedback:
     def encode_chunk(self, chunk: Range, view: memoryview) -> Buffer:
         """Encode one chunk of the frozen push, identically each time. Runs on the transfer's thread."""
         self._sent[chunk] = None
-        return bodies.encode(self._codec, np.frombuffer(view, np.float32))
+        return encode_body(self._codec, np.frombuffer(view, np.float32))
 
     def set_base(self, version: VersionId, numbers: Iterable[int] | None = None) -> None:
         """Make `version`, held by the host buffer and the model, the base of the next differences.
@@ -130,7 +129,7 @@ class Feedback:
             return
         for chunk in self._sent:
             difference, owed = self._chunk_elements(self._frozen_at, chunk), self._chunk_elements(self._owed_at, chunk)
-            brought = bodies.decode(self._codec, bodies.encode(self._codec, difference), chunk.length)
+            brought = decode_body(self._codec, encode_body(self._codec, difference), chunk.length)
             np.subtract(difference, brought, out=owed)
 
     @staticmethod

@@ -54,8 +54,9 @@ class FragmentGate:
     rises.
     """
 
-    def __init__(self, fragments: Fragments, pieces: Iterable[Ranged]) -> None:
-        """Open the first fragment."""
+    def __init__(self, fragments: Fragments, pieces: Iterable[Ranged], interval: int = 0) -> None:
+        """Open the first fragment; `interval` is the number of inner steps between two."""
+        self._interval = interval
         self._of_layer = {layer: number for number, layers in enumerate(fragments) for layer in layers}
         self.count, self.open = len(fragments), 1
         self._left = [0] * len(fragments)  # elements of each fragment of a pull that have not arrived
@@ -66,6 +67,14 @@ class FragmentGate:
         """Open the next fragment, so that it may move."""
         assert self.open < self.count
         self.open += 1
+
+    def open_all(self) -> None:
+        """Open all fragments."""
+        self.open = self.count
+
+    def steps_until_due(self, taken: int) -> int | None:
+        """Return after how many inner steps the next fragment is due, of which `taken` are over; None: all are open."""
+        return max(0, self.open * self._interval - taken) if self.open < self.count else None
 
     def group_pieces(self, pieces: Iterable[P]) -> list[list[P]]:
         """Return the pieces of each fragment."""

@@ -43,7 +43,7 @@ from dips.client.ipc.messages import (
 )
 from dips.client.parallel.shard_buffer import HostSum
 from dips.client.rank.agent_client import AgentClient, AgentConnection, JobCollectives
-from dips.client.rank.outer_state import OuterState
+from dips.client.rank.steps import OuterState
 from dips.config import ClusterFile, Shared, load_cluster
 from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import GENESIS

@@ -75,7 +75,8 @@ class InnerOptimizers:
     def follow_steps(self, optimizer: Any, on_step: Callable[[], None]) -> None:
         """Call `on_step` at the end of each step of this optimizer, or of the one that it wraps.
 
-        Raises ConfigError if that is not one torch optimizer, or another is followed already.
+        Raises ConfigError if the object neither is nor wraps exactly one torch optimizer, or another is followed
+        already.
         """
         found = list(unwrap_optimizers(optimizer))
         if len(found) != 1:

@@ -43,10 +43,8 @@ from dips.client.rank.model_checks import UNKNOWN, TrainedNames, digest_frozen
 from dips.client.rank.optimizers import InnerOptimizers, KeptWeights
 from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
 from dips.client.rank.outer_log import OnVersion, OuterLog
-from dips.client.rank.outer_state import InnerState
-from dips.client.rank.outer_steps import OuterSteps
 from dips.client.rank.shard_transfer import ShardTransfer
-from dips.client.rank.steps import StepChecks, StepReports, StepTokens
+from dips.client.rank.steps import InnerState, OuterSteps, StepChecks, StepReports, StepTokens
 from dips.codecs import Codec
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError
@@ -119,7 +117,6 @@ class OuterLoop:
         kind = UntouchedMemory if alone else MEMORY[self._config.install]
         memory = kind(layout.adapter, layout.held, layout.plan, self._collectives)
         codecs = (Codec.FP32, Codec.FP32) if alone else (self._config.shared.codec, self._config.shared.pull_codec)
-        memory.merge_alpha = self._config.merge_alpha
         if self._config.fragments > 1 and layout.adapter.hides_masters:
             raise ConfigError(HIDDEN_MASTERS)
         self._shard_transfer = ShardTransfer(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -29,7 +27,8 @@ from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Un
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.transport import curve
-from dips.wire.chunks import Piece, encode_ranges
+from dips.wire.chunks import Piece
+from dips.wire.frame import encode_ranges
 
 # ---- background transfer --------------------------------------------------------------------------------------------
 # A transfer in progress: this rank's thread, and the collective that decides whether all ranks are done
@@ -43,6 +42,37 @@ def do_nothing(*_: object) -> None:
     """Do nothing."""
 
 
+# Takes bytes moved and bytes in all, over all ranks as estimated by this one, and the seconds since this rank has moved
+# all of its own; returns why to give up, or "" to continue.
+ReportProgress = Callable[[int, int, float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRequest:
+    """A transfer as the agent ordered it."""
+
+    grant: Grant
+    base: TransferIdentity
+    report_progress: ReportProgress
+    accepted: int = 0  # seq of this incarnation's last accepted push: settles the error feedback
+
+
+class MovedBytes:
+    """An estimate of the bytes moved by all ranks, from this rank's own share."""
+
+    def __init__(self, total: int, own: int) -> None:
+        """Start with the expected bytes of all ranks and of this one; updates take fewer bytes than the parameters."""
+        self._total, self._own = total, max(1, own)
+        self._moved, self._whole = 0, self._own
+
+    def record_rate(self, rate: TransferRate) -> None:
+        self._moved, self._whole = rate.nbytes, rate.total
+
+    def of_all_ranks(self) -> tuple[int, int]:
+        """Return bytes moved and bytes in all, over all ranks."""
+        return self._moved * self._total // self._own, self._whole * self._total // self._own
+
+
 @dataclass(frozen=True, slots=True)
 class TransferResult:
     """The result agreed on by all ranks: every rank moved all its bytes, or the transfer failed."""
@@ -52,104 +82,6 @@ class TransferResult:
     nbytes: int  # over all ranks
     torn: bool = False  # the pull failed after its first fragment was merged
     diverged: bool = False  # the push was not begun: the model is not finite on some rank
-
-
-class BackgroundTransfer(ABC):
-    """A push or pull that was begun on all ranks."""
-
-    @abstractmethod
-    def wait(self, poll_s: float) -> TransferResult:
-        """Block until the transfer is over; the ranks meet in a collective at least every `poll_s`. Collective."""
-
-    @abstractmethod
-    def poll(self) -> TransferResult | None:
-        """Return the result, or None while the transfer moves; does not block on it. Collective."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """End the transfer on this rank, independently of the others."""
-
-    @property
-    def steps_until_due(self) -> int | None:
-        """Inner steps after which a poll has something to do; None: at no particular step."""
-        return None
-
-
-class EndedTransfer(BackgroundTransfer):
-    """A transfer that all ranks agreed not to begin."""
-
-    def __init__(self, result: TransferResult) -> None:
-        self._result = result
-
-    def wait(self, poll_s: float) -> TransferResult:
-        return self._result
-
-    def poll(self) -> TransferResult | None:
-        return self._result
-
-    def cancel(self) -> None:
-        pass  # nothing moves
-
-
-class ThreadedTransfer(BackgroundTransfer):
-    """A transfer that moves in its own thread."""
-
-    def __init__(
-        self,
-        thread: TransferThread,
-        seq: int,
-        total: Callable[[], int],
-        collectives: JobCollectives,
-        report_progress: Callable[[], str],
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        """Follow a thread that has begun to move.
-
-        total            returns the bytes over all ranks; called when the transfer is over
-        report_progress  returns why to give up, or ""
-        finish           remaining work, done in a thread once all ranks have moved all bytes; on all ranks or on none
-        """
-        self._thread, self._seq, self._total, self._collectives = thread, seq, total, collectives
-        self._report_progress, self._finish = report_progress, finish
-
-    def wait(self, poll_s: float) -> TransferResult:
-        while (result := self._agree_on_result(poll_s)) is None:
-            pass
-        return result
-
-    def poll(self) -> TransferResult | None:
-        return self._agree_on_result(0.0)
-
-    def cancel(self) -> None:
-        self._thread.cancel()
-
-    def _agree_on_result(self, wait_s: float) -> TransferResult | None:
-        """Agree with the other ranks whether the transfer is over; return its result, or None."""
-        thread = self._thread
-        thread.join(wait_s)
-        thread.mark_failed(self._report_progress())
-        # Same transfer on all ranks (the smallest seq is the largest), no rank failed, all ranks are done.
-        done = thread.done  # read before the error: a thread that fails in between does not count as done
-        own = [self._seq, -self._seq, int(thread.error is None), int(done), self._own_count()]
-        smallest_seq, minus_largest_seq, all_well, all_done, least_count = self._collectives.all_min(own)
-        if not all_well or smallest_seq != -minus_largest_seq:
-            self.cancel()
-            return TransferResult(False, thread.reason, self._total())
-        self._on_least_count(least_count)
-        if not all_done:
-            return None
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._thread = TransferThread(lambda _: finish())
-            return None
-        return TransferResult(True, "", self._total())
-
-    def _own_count(self) -> int:
-        """Return a count of this rank; the least count over all ranks is passed to `_on_least_count`."""
-        return 0
-
-    def _on_least_count(self, count: int) -> None:
-        """Process the least count over all ranks."""
 
 
 class TransferThread:
@@ -207,93 +139,120 @@ class TransferThread:
         self._ended_at = time.monotonic()
 
 
-# ---- staggered ------------------------------------------------------------------------------------------------------
-# A push or pull whose fragments move an interval of inner steps apart; for master and slaves it is one slow transfer.
-#
-#     push    every interval the next fragment is checked, frozen and offered to the slaves
-#     pull    every interval the next fragment is requested; fragments that have arrived on all ranks are merged
-#
-# While training is paused (`wait`) staggering has no benefit: the remaining fragments move at once. Ranks count the
-# same inner steps, so they agree on due fragments without a message.
-
-
 def open_freely(_: int) -> str:
     """Return "": nothing prevents the fragment from moving."""
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Stagger:
-    """The schedule of one transfer's fragments, and the callbacks for each fragment."""
+class BackgroundTransfer:
+    """A push or pull of n ≥ 1 fragments that was begun on all ranks; every method but `cancel` is collective.
 
-    gate: FragmentGate
-    interval: int  # inner steps between two fragments
-    count_steps: Callable[[], int]  # returns the inner steps taken
-    prepare_fragment: Callable[[int], str] = (
-        open_freely  # called before it moves; returns why to end the transfer, or ""
-    )
-    on_arrived: Callable[[int], Any] = do_nothing  # called with the number of first fragments on all ranks
-    is_torn: Callable[[], bool] = bool  # whether arrived fragments are already in the model
+    For master and slaves it is one transfer, a slow one if its fragments move an interval of inner steps apart:
 
+        push    every interval the next fragment is checked, frozen and offered to the slaves
+        pull    every interval the next fragment is requested; fragments that have arrived on all ranks are merged
 
-class StaggeredTransfer(ThreadedTransfer):
-    """A transfer that opens its fragments one after the other; every method but `cancel` is collective."""
+    While training is paused (`wait`) staggering has no benefit: the remaining fragments move at once. Ranks count the
+    same inner steps, so they agree on due fragments without a message.
+    """
 
-    def __init__(self, *args: Any, stagger: Stagger) -> None:
-        """Follow a thread as ThreadedTransfer does."""
-        super().__init__(*args)
-        self._stagger, self._began = stagger, stagger.count_steps()
+    def __init__(
+        self,
+        thread: TransferThread,
+        request: TransferRequest,
+        collectives: JobCollectives,
+        moved: MovedBytes,
+        gate: FragmentGate,
+        *,
+        count_steps: Callable[[], int] = int,
+        prepare_fragment: Callable[[int], str] = open_freely,
+        on_arrived: Callable[[int], object] = do_nothing,
+        is_torn: Callable[[], bool] = bool,
+        finish: Callable[[], None] | None = None,
+        result: TransferResult | None = None,
+    ) -> None:
+        """Follow a thread that has begun to move.
+
+        count_steps       returns the inner steps taken
+        prepare_fragment  called with a fragment's number before it moves; returns why to end the transfer, or ""
+        on_arrived        called with the number of first fragments that have arrived on all ranks
+        is_torn           returns whether arrived fragments are already in the model
+        finish            remaining work, done in a thread once all ranks have moved all bytes; on all ranks or on none
+        result            of a transfer that all ranks agreed not to begin
+        """
+        self._thread = self._mover = thread  # `finish` runs in another one
+        self._request, self._collectives = request, collectives
+        self._moved, self._gate, self._result = moved, gate, result
+        self._count_steps, self._began = count_steps, count_steps()
+        self._prepare_fragment, self._on_arrived = prepare_fragment, on_arrived
+        self._is_torn, self._finish = is_torn, finish
 
     def wait(self, poll_s: float) -> TransferResult:
-        gate, result = self._stagger.gate, None
-        while result is None and gate.open < gate.count:
+        """Block until the transfer is over; the ranks meet in a collective at least every `poll_s`."""
+        result = self._result
+        while result is None and self._gate.open < self._gate.count:
             result = self._open_next()
-        return result or super().wait(poll_s)
+        while result is None:
+            result = self._agree_on_result(poll_s)
+        return result
 
     def poll(self) -> TransferResult | None:
-        result = super().poll()
+        """Return the result, or None while the transfer moves; does not block on it."""
+        result = self._result or self._agree_on_result(0.0)
         while result is None and self.steps_until_due == 0:
             result = self._open_next()
         return result
 
+    def cancel(self) -> None:
+        """End the transfer on this rank, independently of the others."""
+        self._thread.cancel()
+
     @property
     def steps_until_due(self) -> int | None:
-        gate, taken = self._stagger.gate, self._stagger.count_steps() - self._began
-        return max(0, gate.open * self._stagger.interval - taken) if gate.open < gate.count else None
+        """Inner steps after which a poll has something to do; None: at no particular step."""
+        return self._gate.steps_until_due(self._count_steps() - self._began)
 
     def _open_next(self) -> TransferResult | None:
         """Let the next fragment move; return the transfer's result if it must end instead."""
-        stagger = self._stagger
-        if reason := stagger.prepare_fragment(stagger.gate.open):
+        if reason := self._prepare_fragment(self._gate.open):
             self.cancel()
-            return TransferResult(False, reason, self._total(), diverged=True)
-        stagger.gate.open_next()
+            return TransferResult(False, reason, self._total_bytes(), diverged=True)
+        self._gate.open_next()
         return None
 
-    def _own_count(self) -> int:
-        return self._stagger.gate.arrived
-
-    def _on_least_count(self, count: int) -> None:
-        self._stagger.on_arrived(count)
-
     def _agree_on_result(self, wait_s: float) -> TransferResult | None:
-        result = super()._agree_on_result(wait_s)
-        return result if result is None or result.ok else replace(result, torn=self._stagger.is_torn())
+        """Agree with the other ranks whether the transfer is over; return its result, or None."""
+        thread, seq = self._thread, self._request.base.seq
+        thread.join(wait_s)
+        thread.mark_failed(self._request.report_progress(*self._moved.of_all_ranks(), self._mover.idle_s))
+        # Same transfer on all ranks (the smallest seq is the largest), no rank failed, all ranks are done.
+        done = thread.done  # read before the error: a thread that fails in between does not count as done
+        own = [seq, -seq, int(thread.error is None), int(done), self._gate.arrived]
+        smallest_seq, minus_largest_seq, all_well, all_done, all_arrived = self._collectives.all_min(own)
+        if not all_well or smallest_seq != -minus_largest_seq:
+            self.cancel()
+            return TransferResult(False, thread.reason, self._total_bytes(), torn=self._is_torn())
+        self._on_arrived(all_arrived)
+        if not all_done:
+            return None
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._thread = TransferThread(lambda _: finish())
+            return None
+        return TransferResult(True, "", self._total_bytes())
+
+    def _total_bytes(self) -> int:
+        return self._moved.of_all_ranks()[1]
 
 
 @dataclass(slots=True)
-class StaggeredMerge:
+class FragmentMerge:
     """The state of a pull whose fragments are merged as they arrive."""
 
     version: VersionId
     gate: FragmentGate
     merged: int = 0  # fragments that are merged, or will be installed with all others
     finite: bool = True  # merging gives finite values; if False the version is installed instead
-
-    def open_all(self) -> None:
-        """Open all fragments, since training is useless until the whole version has arrived."""
-        while self.gate.open < self.gate.count:
-            self.gate.open_next()
 
 
 # ---- shard transfer -------------------------------------------------------------------------------------------------
@@ -304,37 +263,7 @@ class StaggeredMerge:
 # once and holds the frozen or the pulled parameters; nothing else is written into it while a transfer runs.
 
 
-# Takes bytes moved and bytes in all, over all ranks as estimated by this one, and the seconds since this rank has moved
-# all of its own; returns why to give up, or "" to continue.
-ReportProgress = Callable[[int, int, float], str]
-Move = Callable[..., TransferStats]
 ROUNDED = "rounded"  # name of the rounding errors in a checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class TransferRequest:
-    """A transfer as the agent ordered it."""
-
-    grant: Grant
-    base: TransferIdentity
-    report_progress: ReportProgress
-    accepted: int = 0  # seq of this incarnation's last accepted push: settles the error feedback
-
-
-class MovedBytes:
-    """An estimate of the bytes moved by all ranks, from this rank's own share."""
-
-    def __init__(self, total: int, own: int) -> None:
-        """Start with the expected bytes of all ranks and of this one; updates take fewer bytes than the parameters."""
-        self._total, self._own = total, own
-        self._moved, self._whole = 0, own
-
-    def record_rate(self, rate: TransferRate) -> None:
-        self._moved, self._whole = rate.nbytes, rate.total
-
-    def of_all_ranks(self) -> tuple[int, int]:
-        """Return bytes moved and bytes in all, over all ranks."""
-        return self._moved * self._total // self._own, self._whole * self._total // self._own
 
 
 class ShardTransfer:
@@ -363,7 +292,7 @@ class ShardTransfer:
         # One per fragment that is merged by itself, and the last for installs of the whole model.
         self._watches = [UndoWatch() for _ in range(fragments + 1 if fragments > 1 else 1)]
         self._inner_steps = 0
-        self._merge: StaggeredMerge | None = None  # merge of the last pull, if its fragments were staggered
+        self._merge: FragmentMerge | None = None  # merge of the last pull, if its fragments were staggered
         self._undo_watch, self._optimizer_steps = self._watches[-1], optimizer_steps
         self._collectives, self._stall_s = collectives, stall_s
         self._memory, self._replica_check = memory, ReplicaCheck(memory, collectives, warn)
@@ -396,22 +325,23 @@ class ShardTransfer:
         self._memory.finish_install()
         self._check_parameters()
         if reason := self._find_not_finite():
-            return EndedTransfer(TransferResult(False, reason, 0, diverged=True))
+            return self._move_nothing(request, result=TransferResult(False, reason, 0, diverged=True))
         self._replica_check.check_push()
         grant, feedback = request.grant, self._feedback
         if feedback is not None:
             feedback.settle_last_push(request.base.inc, request.accepted)
         if grant.codec.lossy and (feedback is None or not feedback.has_base(grant.base)):
-            return self._failed_transfer(
-                request, f"{grant.codec} was granted for differences to {grant.base}, not held here"
-            )
-        stagger = self._make_stagger(interval) if keep else None
-        self._freeze_layers(request, self._fragments[0] if stagger else None, keep)
+            why = f"{grant.codec} was granted for differences to {grant.base}, not held here"
+            return self._move_nothing(request, failure=why)
+        gate = self._make_gate(interval, staggered=keep)
+        self._freeze_layers(request, self._fragments[0] if gate.count > 1 else None, keep)
         encode = None if feedback is None else feedback.encode_chunk
-        total, move = self._total[grant.codec], partial(transfer.push_pieces, encode=encode)
-        if stagger is not None:
-            stagger = replace(stagger, prepare_fragment=partial(self._freeze_fragment, request))
-        return self._begin_move(move, self._memory.pieces, total, request, stagger=stagger)
+        moved = MovedBytes(self._total[grant.codec], _wire_bytes(grant.codec, self._memory.pieces))
+        thread = self._start_thread(partial(transfer.push_pieces, encode=encode), request, moved, gate)
+        return BackgroundTransfer(
+            thread, request, self._collectives, moved, gate,
+            count_steps=self._count_steps, prepare_fragment=partial(self._freeze_fragment, request),
+        )  # fmt: skip
 
     def _freeze_fragment(self, request: TransferRequest, number: int) -> str:
         """Freeze a later fragment of an open push; return where the model is not finite, "" if it is."""
@@ -428,11 +358,40 @@ class ShardTransfer:
         if self._feedback is not None:
             self._feedback.freeze_push(request.base.seq, request.grant.codec, self._memory.find_pieces(layers))
 
-    def _make_stagger(self, interval: int) -> Stagger | None:
-        """Return the schedule of a staggered transfer that begins now; None if all layers move at once."""
-        if len(self._fragments) == 1:
-            return None
-        return Stagger(FragmentGate(self._fragments, self._memory.pieces), interval, lambda: self._inner_steps)
+    def _make_gate(self, interval: int, staggered: bool) -> FragmentGate:
+        """Return the gate of a transfer that begins now: all layers are one fragment unless it is staggered."""
+        fragments = self._fragments if staggered else (tuple(self._memory.layers),)
+        return FragmentGate(fragments, self._memory.pieces, interval)
+
+    def _count_steps(self) -> int:
+        return self._inner_steps
+
+    def _start_thread(
+        self, move: Callable[..., TransferStats], request: TransferRequest, moved: MovedBytes, gate: FragmentGate
+    ) -> TransferThread:
+        """Start moving this rank's pieces; on a rank without pieces nothing moves."""
+        pieces, stall_s = self._memory.pieces, self._stall_s
+
+        def run_move(cancel: threading.Event) -> TransferStats:
+            return move(
+                request.grant, request.base, pieces,
+                stall_s=stall_s, cancel=cancel, progress=moved.record_rate, gate=gate,
+            )  # fmt: skip
+
+        return TransferThread(run_move if pieces else None)
+
+    def _move_nothing(
+        self, request: TransferRequest, failure: str = "", result: TransferResult | None = None
+    ) -> BackgroundTransfer:
+        """Return a transfer that moves nothing.
+
+        failure  it has failed on this rank for this reason, and will fail on the others when they meet
+        result   it is over on all ranks
+        """
+        thread, gate = TransferThread(None), self._make_gate(0, staggered=False)
+        thread.mark_failed(failure)
+        silent = replace(request, report_progress=lambda *_: "")
+        return BackgroundTransfer(thread, silent, self._collectives, MovedBytes(0, 0), gate, result=result)
 
     def check_finite(self, consequence: str) -> None:
         """Raise Diverged, the same on all ranks, if the model is not finite on one of them."""
@@ -458,12 +417,6 @@ class ShardTransfer:
                 "push or pull is not what is trained"
             )
 
-    def _failed_transfer(self, request: TransferRequest, reason: str) -> BackgroundTransfer:
-        """Return a transfer that has failed on this rank, and will fail on the others when they meet."""
-        thread = TransferThread(None)
-        thread.mark_failed(reason)
-        return ThreadedTransfer(thread, request.base.seq, lambda: 0, self._collectives, lambda: "")
-
     # ---- pull --------------------------------------------------------------------------------------------------------
 
     def begin_pull(self, request: TransferRequest, merge: bool = False, interval: int = 0) -> BackgroundTransfer:
@@ -480,17 +433,17 @@ class ShardTransfer:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
         held = self._feedback.restore_base() if self._feedback is not None and self._takes_updates else None
         move = partial(transfer.pull_pieces, held=held)
-        stagger = self._make_stagger(interval) if merge else None
-        self._merge = None
-        if stagger is not None:
-            merging = self._merge = StaggeredMerge(request.grant.version, stagger.gate)
-            on_arrived = partial(self._merge_arrived, merging)
-            stagger = replace(stagger, on_arrived=on_arrived, is_torn=lambda: merging.merged > 0)
-        finish = self._memory.subtract_in_place if merge and stagger is None else None
-        total = self._total[Codec.FP32]
-        return self._begin_move(move, self._memory.pieces, total, request, stagger=stagger, finish=finish)
+        gate = self._make_gate(interval, staggered=merge)
+        moved = MovedBytes(self._total[Codec.FP32], _wire_bytes(request.grant.codec, self._memory.pieces))
+        thread, self._merge = self._start_thread(move, request, moved, gate), None
+        begun = partial(BackgroundTransfer, thread, request, self._collectives, moved, gate)
+        if gate.count == 1:
+            return begun(finish=self._memory.subtract_in_place if merge else None)
+        merging = self._merge = FragmentMerge(request.grant.version, gate)
+        on_arrived = partial(self._merge_arrived, merging)
+        return begun(count_steps=self._count_steps, on_arrived=on_arrived, is_torn=lambda: merging.merged > 0)
 
-    def _merge_arrived(self, merging: StaggeredMerge, arrived: int) -> None:
+    def _merge_arrived(self, merging: FragmentMerge, arrived: int) -> None:
         """Merge the fragments that have arrived on all ranks since the last call.
 
         If one cannot be merged, the others are requested at once, and then the version is installed instead.
@@ -502,7 +455,7 @@ class ShardTransfer:
             if merging.finite:
                 watch.take_after(self._optimizer_steps())
             else:
-                merging.open_all()
+                merging.gate.open_all()  # training is useless until the whole version has arrived
             merging.merged = number + 1
         if not merging.finite and merging.merged == len(self._fragments):
             self._memory.install_shard()
@@ -596,38 +549,6 @@ class ShardTransfer:
         """Return the checksum of the parameters that all ranks would push now, the same in every layout. Collective."""
         self._check_parameters()
         return wrap_sum(self._collectives.all_sum([self._memory.sum_bits()])[0])
-
-    # ---- the transfer itself -----------------------------------------------------------------------------------------
-
-    def _begin_move(
-        self,
-        move: Move,
-        pieces: Sequence[Piece],
-        total: int,
-        request: TransferRequest,
-        finish: Callable[[], None] | None = None,
-        stagger: Stagger | None = None,
-    ) -> BackgroundTransfer:
-        """Start moving `pieces`, this rank's share of `total` bytes over all ranks.
-
-        finish  called in a thread once every rank has moved all bytes
-        """
-        grant, base = request.grant, request.base
-        moved = MovedBytes(total, max(1, _wire_bytes(grant.codec, pieces)))
-
-        options = {} if stagger is None else {"gate": stagger.gate}
-
-        def run_move(cancel: threading.Event) -> TransferStats:
-            return move(
-                grant, base, pieces, stall_s=self._stall_s, cancel=cancel, progress=moved.record_rate, **options
-            )
-
-        def report_progress() -> str:
-            return request.report_progress(*moved.of_all_ranks(), thread.idle_s)
-
-        thread = TransferThread(run_move if pieces else None)
-        made = thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, finish
-        return ThreadedTransfer(*made) if stagger is None else StaggeredTransfer(*made, stagger=stagger)
 
 
 def _wire_bytes(codec: Codec, pieces: Sequence[Piece]) -> int:

@@ -25,14 +25,31 @@ from dips.protocol.heartbeats import remaining_s
 from dips.protocol.order import slaves_for_worker
 from dips.transport.curve import KeyPair
 from dips.transport.intake import Intake, LinkRate, Rate, Transit
-from dips.transport.lane import Waker
+from dips.transport.lane import Stage, Waker, available_cores, spare_threads
 from dips.transport.memory import keep_message_memory
-from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.stream import Arrived, Stream
-from dips.wire import bodies, streams
-from dips.wire.chunks import Piece, Range, Share, check_piece, deal_pieces, encode_ranges, pulled_range_type, range_type
-from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack_header
-from dips.wire.streams import StreamName
+from dips.wire.chunks import Piece, Share, check_piece, deal_pieces, encode_body, put_pulled
+from dips.wire.frame import (
+    CODES,
+    BadFrame,
+    Buffer,
+    ErrorMessage,
+    Kind,
+    Range,
+    StreamName,
+    Welcome,
+    check_body,
+    decode_done,
+    decode_error,
+    decode_want,
+    decode_welcome,
+    encode_done,
+    encode_ranges,
+    encode_want,
+    pack_header,
+    pulled_range_type,
+    range_type,
+)
 
 __all__ = [
     "EncodeChunk",
@@ -96,19 +113,6 @@ class TransferStats:
     connections: int  # one per stream, and one per resume
 
 
-@dataclass(frozen=True, slots=True)
-class LayerOrder:
-    """The pieces to be moved, and how long to wait for a silent slave."""
-
-    grant: Grant
-    base: TransferIdentity
-    pieces: Sequence[Piece]
-    stall_s: float
-    clock: Callable[[], float]
-    held: VersionId | None = None  # pull: the version that the pieces hold, which updates may be added to
-    gate: FragmentGate | None = None  # opens the pieces' fragments one after the other; None: all may move at once
-
-
 # ---- lane parts -----------------------------------------------------------------------------------------------------
 # Assignment of a rank's pieces to the lanes of the slaves that hold their layers, one stream per lane. No torch.
 
@@ -130,50 +134,9 @@ class LanePart:
     done: bool = False
     ranges: type[Range] = Range  # pull: of its chunks, parameters or updates, as the slave said
 
-    def count_ready(self, gate: FragmentGate | None) -> int:
+    def count_ready(self, gate: FragmentGate) -> int:
         """Return the number of its ranges that may move now."""
-        return self.ends[-1] if gate is None else _count_open(self.ends, gate)
-
-
-def check_order(order: LayerOrder, name: str) -> None:
-    """Raise LocalProtocolError unless the grant has a slave for each piece, and this rank a key if lanes are
-    encrypted.
-    """
-    for piece in order.pieces:
-        check_piece(piece)
-    held = {layer for slave in order.grant.slaves for layer in slave.layers}
-    if order.base.keys is None and (asking := [slave.name for slave in order.grant.slaves if slave.key]):
-        raise LocalProtocolError(f"{name}: the lanes of {', '.join(asking)} are encrypted, and this rank has no key")
-    if strays := sorted({p.layer for p in order.pieces} - held):
-        raise LocalProtocolError(f"{name}: no slave of the grant holds layers {strays}")
-
-
-def open_parts(
-    order: LayerOrder, kind: str, codec: Codec, context: zmq.Context[zmq.Socket[bytes]]
-) -> Iterator[LanePart]:
-    """Open the streams of a transfer, in the order of the grant; a push has one to every lane, even without pieces."""
-    grant, base, rng = order.grant, order.base, random.Random()
-    version = str(grant.version) if kind == "pull" else ""
-    held = str(order.held or "")
-    for index in slaves_for_worker(grant.first + base.rank, len(grant.slaves)):
-        slave = grant.slaves[index]
-        held_here = [p for p in order.pieces if p.layer in slave.layers and p.length]
-        groups = [held_here] if order.gate is None else order.gate.group_pieces(held_here)
-        dealt = [deal_pieces(group, len(slave.lanes)) for group in groups]  # every lane has its part of each fragment
-        for lane in range(len(slave.lanes)):
-            share = Share([piece for hands in dealt for piece in hands[lane]])
-            ends = tuple(accumulate(len(hands[lane]) for hands in dealt))
-            name = StreamName(
-                base.run, kind, base.cluster, base.inc, base.seq, base.rank, slave.name, slave.sinc,
-                FIRST_EPOCH, version, lane, held,
-            )  # fmt: skip
-            keys = (base.keys, slave.key) if base.keys is not None and slave.key else None
-            ready = None if order.gate is None or kind == "pull" else partial(_count_open, ends, order.gate)
-            stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys, ready)
-            stream.waits = False
-            if share.nbytes or kind == "push":
-                nbytes = sum(piece.nbytes for piece in encode_ranges(codec.dtype, share.ranges))
-                yield LanePart(slave, share, nbytes, stream, ends)
+        return _count_open(self.ends, gate)
 
 
 def _count_open(ends: tuple[int, ...], gate: FragmentGate) -> int:
@@ -203,7 +166,7 @@ class StagedChunk:
     chunk: Range
     view: memoryview  # in the caller's array
     stream: int  # push: the stream, with its epoch, that asked for it
-    frame: Arrived | None = None  # pull: the frame that arrived: the frame that arrived
+    frame: Arrived | None = None  # pull: the frame that arrived
     body: Buffer = b""  # push: the encoded body, set by the stage
 
 
@@ -212,22 +175,80 @@ class TransferLoop(ABC):
 
     kind: str
 
-    def __init__(self, order: LayerOrder) -> None:
+    def __init__(
+        self,
+        grant: Grant,
+        base: TransferIdentity,
+        pieces: Sequence[Piece],
+        stall_s: float,
+        clock: Callable[[], float],
+        gate: FragmentGate | None = None,
+        *,
+        held: VersionId | None = None,
+        encode: EncodeChunk | None = None,
+    ) -> None:
+        """Make the streams of a transfer.
+
+        stall_s  how long to wait for a silent slave
+        gate     opens the pieces' fragments one after the other; None: all may move at once
+        held     pull: the version that the pieces hold, which updates may be added to
+        encode   push: makes the body of each chunk; None: the codec encodes
+        """
         keep_message_memory()
-        base = order.base
         self._name = f"{self.kind} {base.cluster}/{base.inc} {base.seq} of rank {base.rank}"
-        check_order(order, self._name)
-        self._order, self._grant, self._pieces, self._clock = order, order.grant, order.pieces, order.clock
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(order.grant))
+        self._grant, self._base, self._clock, self._stall_s, self._held = grant, base, clock, stall_s, held
+        self._check_pieces(pieces)
+        self._gate = gate or FragmentGate((tuple({piece.layer for piece in pieces}),), pieces)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(grant))
         self._waker = Waker()
-        self._codec = order.grant.codec if self.kind == "push" else Codec.FP32
+        self._codec = grant.codec if self.kind == "push" else Codec.FP32
+        self._encode = encode or self._encode_elements
+        self._pool, self._link = Transit(TRANSIT_BYTES), LinkRate()  # of what a pull asks for
         # The stage's results: a chunk, with its checksum (push) or 1 if it is intact, else 0 (pull).
         self._results: deque[tuple[StagedChunk, int]] = deque()
-        self._parts = list(open_parts(order, self.kind, self._codec, self._context))
+        self._parts = list(self._open_parts(pieces))
         self._total = sum(part.nbytes for part in self._parts)
         self._failure: Exception | None = None  # error of the stage's thread
         self._more = False  # a batch was full: more frames may be there without a poll
         self._in_place = False  # the calling thread also does the stage's work
+
+    def _check_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Raise LocalProtocolError unless the grant has a slave for each piece, and this rank a key if lanes are
+        encrypted.
+        """
+        for piece in pieces:
+            check_piece(piece)
+        slaves = self._grant.slaves
+        if self._base.keys is None and (asking := [slave.name for slave in slaves if slave.key]):
+            raise LocalProtocolError(
+                f"{self._name}: the lanes of {', '.join(asking)} are encrypted, and this rank has no key"
+            )
+        held = {layer for slave in slaves for layer in slave.layers}
+        if strays := sorted({p.layer for p in pieces} - held):
+            raise LocalProtocolError(f"{self._name}: no slave of the grant holds layers {strays}")
+
+    def _open_parts(self, pieces: Sequence[Piece]) -> Iterator[LanePart]:
+        """Open the streams, in the order of the grant; a push has one to every lane, even without pieces."""
+        grant, base, gate, rng, kind = self._grant, self._base, self._gate, random.Random(), self.kind
+        version, held = str(grant.version) if kind == "pull" else "", str(self._held or "")
+        for index in slaves_for_worker(grant.first + base.rank, len(grant.slaves)):
+            slave = grant.slaves[index]
+            groups = gate.group_pieces(p for p in pieces if p.layer in slave.layers and p.length)
+            dealt = [deal_pieces(group, len(slave.lanes)) for group in groups]  # each lane has a part of each fragment
+            for lane in range(len(slave.lanes)):
+                share = Share([piece for hands in dealt for piece in hands[lane]])
+                ends = tuple(accumulate(len(hands[lane]) for hands in dealt))
+                name = StreamName(
+                    base.run, kind, base.cluster, base.inc, base.seq, base.rank, slave.name, slave.sinc,
+                    FIRST_EPOCH, version, lane, held,
+                )  # fmt: skip
+                keys = (base.keys, slave.key) if base.keys is not None and slave.key else None
+                ready = partial(_count_open, ends, gate) if kind == "push" else None
+                stream = Stream(self._context, slave.lanes[lane], name, share.ranges, self._stall_s, rng, keys, ready)
+                stream.waits = False
+                if share.nbytes or kind == "push":
+                    nbytes = sum(piece.nbytes for piece in encode_ranges(self._codec.dtype, share.ranges))
+                    yield LanePart(slave, share, nbytes, stream, ends)
 
     def run(self, cancel: threading.Event, progress: Progress | None) -> TransferStats:
         """Move everything. Raises UnavailableSlave if a slave owes us something and nothing moves until the
@@ -235,9 +256,7 @@ class TransferLoop(ABC):
         """
         began, reported = self._clock(), -1
         rate, moved_at = Rate(began), began
-        stage = Stage(
-            f"{self.kind}-{self._order.base.rank}", DEPTH, self._process_chunk, spare_threads(available_cores())
-        )
+        stage = Stage(f"{self.kind}-{self._base.rank}", DEPTH, self._process_chunk, spare_threads(available_cores()))
         self._in_place = stage.in_place
         self._put = stage.put_item
         try:
@@ -303,20 +322,20 @@ class TransferLoop(ABC):
             match frame.header.kind:
                 case Kind.WELCOME:
                     part.stream.on_welcome()
-                    self.on_welcome(part, streams.decode_welcome(frame.body), now)
+                    self.on_welcome(part, decode_welcome(frame.body), now)
                 case Kind.WANT:
-                    self.on_want(part, streams.decode_want(frame.body))
+                    self.on_want(part, decode_want(frame.body))
                 case Kind.DONE:
-                    streams.decode_done(frame.body)
+                    decode_done(frame.body)
                     self.finish_part(part)
                 case Kind.ERROR:
-                    self._on_error(part, streams.decode_error(frame.body), now)
+                    self._on_error(part, decode_error(frame.body), now)
         except BadFrame as bad:
             part.stream.reconnect_later(f"slave {part.slave.name} sent a bad frame: {bad}", now)
             self.on_stream_lost(part)
 
-    def _on_error(self, part: LanePart, error: streams.ErrorMessage, now: float) -> None:
-        cls = streams.CODES[error.code]
+    def _on_error(self, part: LanePart, error: ErrorMessage, now: float) -> None:
+        cls = CODES[error.code]
         if cls is not None:
             raise cls(f"{self._name}: slave {part.slave.name} answered: {error.message}")
         part.stream.reconnect_later(error.message, now)
@@ -361,6 +380,9 @@ class TransferLoop(ABC):
             self._results.append((staged, value))
             self._waker.wake()
 
+    def _encode_elements(self, chunk: Range, view: memoryview) -> Buffer:
+        return encode_body(self._codec, np.frombuffer(view, np.float32))
+
     @abstractmethod
     def process_chunk(self, staged: StagedChunk) -> int:
         """Encode and checksum, or check and copy; runs on the stage's thread."""
@@ -378,7 +400,7 @@ class TransferLoop(ABC):
     def after_frames(self, now: float) -> None:
         """Do the work at the end of each pass of the loop."""
 
-    def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
+    def on_welcome(self, part: LanePart, welcome: Welcome, now: float) -> None:
         """Process the slave's acceptance of the stream."""
 
     def on_want(self, part: LanePart, chunks: tuple[Range, ...]) -> None:
@@ -434,8 +456,8 @@ def push_pieces(
             StalePush: the push is over. LocalProtocolError: all ranks together do not hold each element exactly once.
             TransferCancelled.
     """
-    order = LayerOrder(grant, base, pieces, stall_s, clock, gate=gate)
-    return PushTransfer(order, encode).run(cancel or threading.Event(), progress)
+    moving = PushTransfer(grant, base, pieces, stall_s, clock, gate, encode=encode)
+    return moving.run(cancel or threading.Event(), progress)
 
 
 def pull_pieces(
@@ -458,23 +480,14 @@ def pull_pieces(
     gate    opens the fragments to be requested, and counts arrivals; None: all at once
     Errors  as for push, and StaleVersion: the pull is open on another version.
     """
-    return PullTransfer(LayerOrder(grant, base, pieces, stall_s, clock, held, gate)).run(
-        cancel or threading.Event(), progress
-    )
+    moving = PullTransfer(grant, base, pieces, stall_s, clock, gate, held=held)
+    return moving.run(cancel or threading.Event(), progress)
 
 
 class PushTransfer(TransferLoop):
     """The push direction: sends the chunks that slaves ask for."""
 
     kind = "push"
-
-    def __init__(self, order: LayerOrder, encode: EncodeChunk | None) -> None:
-        super().__init__(order)
-        self._encode = encode or self._encode_elements
-        self._ranges = range_type(self._codec.dtype)
-
-    def _encode_elements(self, chunk: Range, view: memoryview) -> Buffer:
-        return bodies.encode(self._codec, np.frombuffer(view, np.float32))
 
     def on_want(self, part: LanePart, chunks: tuple[Range, ...]) -> None:
         for chunk in chunks:
@@ -491,7 +504,9 @@ class PushTransfer(TransferLoop):
     def on_processed(self, staged: StagedChunk, value: int) -> None:
         stream = staged.part.stream
         if staged.stream == stream.id and not staged.part.done:
-            stream.post_frame(pack_header(stream.chunk_header(self._ranges(*staged.chunk), value)), staged.body)
+            stream.post_frame(
+                pack_header(stream.chunk_header(range_type(self._codec.dtype)(*staged.chunk), value)), staged.body
+            )
             stream.flush_outbox()
             staged.part.posted += len(staged.body)
 
@@ -510,18 +525,13 @@ class PullTransfer(TransferLoop):
 
     kind = "pull"
 
-    def __init__(self, order: LayerOrder) -> None:
-        super().__init__(order)
-        self._pool = Transit(TRANSIT_BYTES)
-        self._link = LinkRate()
-
-    def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
+    def on_welcome(self, part: LanePart, welcome: Welcome, now: float) -> None:
         kind = pulled_range_type(welcome.dtype, welcome.depth)
-        if welcome.depth and self._order.held is None:
+        if welcome.depth and self._held is None:
             raise BadFrame("message", "updates are offered to a rank that holds no version")
         if part.intake is None:
             part.ranges, ranges = kind, tuple(kind(*piece) for piece in part.share.ranges)
-            ready = part.count_ready(self._order.gate)
+            ready = part.count_ready(self._gate)
             part.intake = Intake(ranges, welcome.chunk_bytes, self._pool, now, self._link, ready)
             self._total += part.intake.total - part.nbytes
             part.nbytes = part.intake.total
@@ -537,11 +547,11 @@ class PullTransfer(TransferLoop):
             intake = part.intake
             if part.done or intake is None or not part.stream.welcomed:
                 continue
-            intake.release_pieces(part.count_ready(self._order.gate))
+            intake.release_pieces(part.count_ready(self._gate))
             if asking < CONCURRENT_STREAMS and not intake.idle:
                 asking += not (intake.in_flight and now - intake.last_byte_at > SLOW_S)
                 for unit in intake.ask_chunks(now, self._total):
-                    part.stream.send_message(Kind.WANT, streams.encode_want(unit))
+                    part.stream.send_message(Kind.WANT, encode_want(unit))
             part.stream.waits = (
                 intake.in_flight > 0
             )  # also for a stream that is not asked any more, which then owes nothing
@@ -561,7 +571,7 @@ class PullTransfer(TransferLoop):
             check_body(staged.frame.header, staged.frame.body)
         except BadFrame:
             return 0
-        bodies.put_pulled(staged.chunk, staged.frame.body, np.frombuffer(staged.view, np.float32))
+        put_pulled(staged.chunk, staged.frame.body, np.frombuffer(staged.view, np.float32))
         return 1
 
     def on_processed(self, staged: StagedChunk, value: int) -> None:
@@ -571,10 +581,9 @@ class PullTransfer(TransferLoop):
             intake.mark_wrong(staged.chunk)
             return
         intake.mark_received(staged.chunk)
-        if self._order.gate is not None:
-            self._order.gate.record_arrived(staged.chunk.layer, staged.chunk.length)
+        self._gate.record_arrived(staged.chunk.layer, staged.chunk.length)
         if intake.complete:
-            staged.part.stream.send_message(Kind.DONE, streams.encode_done(intake.total))
+            staged.part.stream.send_message(Kind.DONE, encode_done(intake.total))
             staged.part.stream.flush_outbox()
             self.finish_part(staged.part)
 

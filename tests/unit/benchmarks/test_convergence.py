@@ -29,6 +29,7 @@ def made_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench("convergence", True, args, Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_the_quick_rows_say_what_holds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are held against synchronous DiLoCo's."""
     rows = {name: {**convergence_rows.QUICK[name], "seeds": [1, 2]} for name in QUICK}
@@ -41,6 +42,7 @@ def test_the_quick_rows_say_what_holds(bench: Bench, monkeypatch: pytest.MonkeyP
     assert (bench.args.output / "quick.csv").exists()
 
 
+@pytest.mark.slow
 def test_bad_data_is_told_by_gates_and_kind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its cost against the run in which the bad clusters were away, and who is blind."""
     chosen = ("dips: one of four, away", "dips: one of four, nan", "none: one of four, sign", "dips: all, lr_x100")

@@ -28,7 +28,7 @@ from dips.identity.names import PeerRole
 from dips.outer.pool import MemorySum
 from dips.printable import FAIL, NOTE, CheckFinding
 from dips.slave.machine import TRANSIT_BYTES
-from dips.wire import bodies
+from dips.wire.chunks import encode_body
 from tests.enrolled import Enrolled
 
 ROOT = Path(__file__).parents[3]
@@ -96,7 +96,7 @@ def test_what_agrees_is_well(files: FilesToCheck) -> None:
         (lambda f: f.cluster["shared"].update(run="june"), "run 'june' and run 'july'"),
         (lambda f: f.cluster["shared"].update(outer={"lr": 0.5}), "the run has 0.7, this file 0.5"),
         (lambda f: f.run.update(clusters=["east"]), "west is not in the run file's list"),
-        (lambda f: f.cluster.update(heartbeat_s=9.0), "a heartbeat each 9 s, and a lease of 10 s"),
+        (lambda f: f.cluster["shared"].update(heartbeat_s=9.0), "a heartbeat each 9 s, and a lease of 10 s"),
     ],
 )
 def test_what_would_be_refused_is_found(files: FilesToCheck, change: Any, said: str) -> None:
@@ -145,7 +145,7 @@ def test_check_and_config_show_say_json(files: FilesToCheck) -> None:
     files.cluster_file.write_text("cluster: west\n")
     assert not json.loads(type_words("check", *good, *bad, "--json", code=78))["ok"]
     assert "FAIL" in type_words("check", *bad, code=78)
-    assert json.loads(type_words("config", "show", good[1]))["master"]["timing"]["heartbeat_s"] == 2.0
+    assert json.loads(type_words("config", "show", good[1]))["shared"]["heartbeat_s"] == 2.0
 
 
 def test_peers_are_asked_for_a_cluster_file_by_itself(files: FilesToCheck) -> None:
@@ -195,7 +195,7 @@ def test_codecs_are_as_wide_as_planned(codec: Codec) -> None:
     """Of pushes; the link of a cluster of as many elements carries them."""
     import numpy as np
 
-    sent = len(bytes(bodies.encode(codec, np.ones(65536, np.float32))))
+    sent = len(bytes(encode_body(codec, np.ones(65536, np.float32))))
     assert planning.plan_cluster(65536, 2, codec, Codec.FP32).push_bytes == sent
 
 

@@ -74,10 +74,10 @@ def test_keys_of_sections_that_are_null_by_default_are_told() -> None:
 def test_a_key_that_no_template_shows_is_found() -> None:
     """The walk goes down: into sections, lists of them, and the options of the Coordinator."""
     run, shared = with_all_keys(RUN), with_all_keys(SHARED)
-    del run["master"]["timing"]["hang_s"], run["slaves"][0]["slots"]
+    del run["master"]["timing"]["window"], run["slaves"][0]["slots"]
     del shared["outer"]["clip"]["relative"]
     assert set(missing_keys(RunFile, run, "")) == {
-        "master.timing.hang_s", "slaves.slots",
+        "master.timing.window", "slaves.slots",
     }  # fmt: skip
     assert missing_keys(Shared, shared, "") == ["outer.clip.relative"]
 

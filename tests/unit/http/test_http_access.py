@@ -10,7 +10,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from dips.errors import ConfigError
-from dips.http.answers import LEAST_TOKEN, CachedView, Door, ReaderToken, is_local_name
+from dips.http.answers import (
+    CERTIFICATE,
+    LEAST_TOKEN,
+    CachedView,
+    Door,
+    ReaderToken,
+    RequestGate,
+    is_local_name,
+)
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
@@ -84,6 +92,18 @@ def test_the_token_opens_and_another_does_not(tls: TlsSource, tmp_path: Path) ->
             assert refusal is not None and refusal.status == 401
         refusal = door.check_request("/metrics", {}, None)
         assert refusal is not None and "the token of http_token" in refusal.reason
+
+
+def test_a_challenge_comes_with_401_only(enrolled: Enrolled, tls: TlsSource) -> None:
+    """Whoever shows nothing is told what to show; whoever may not read is not asked again."""
+    gate = RequestGate(None, Door(tls, None), lambda problem: None)
+    late = RequestGate(None, Door(tls, None, wall=lambda: utc_now() + timedelta(days=91)), lambda problem: None)
+    shown = der_of(enrolled.enroll("eve", PeerRole.VIEWER))
+    for checked, certificate, status in ((gate, None, 401), (late, shown, 403)):
+        scope = {"headers": [], "method": "GET", "path": "/metrics", CERTIFICATE: certificate}
+        answer = checked._refuse_request(scope)
+        assert answer is not None and answer.status_code == status
+        assert answer.headers.get("www-authenticate") == ('Bearer realm="dips"' if status == 401 else None)
 
 
 @pytest.mark.parametrize(

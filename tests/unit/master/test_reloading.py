@@ -9,7 +9,6 @@ import structlog
 
 from dips.master.reloading import MasterReload
 from dips.protocol.events import ClusterExpelled, Event
-from dips.transport.limits import MASTER_LIMITS, CallLimits
 from tests.guarded_master import GuardedMaster
 
 
@@ -25,11 +24,11 @@ class Inbox:
 
 async def test_whose_certificate_is_revoked_is_expelled_without_a_call_or_a_file_that_changes(tmp_path: Path) -> None:
     """It may be waiting for a pull: it asks nothing that could be refused."""
-    story, runtime, calls = GuardedMaster(tmp_path), Inbox(), CallLimits(MASTER_LIMITS, 0.0)
+    story, runtime = GuardedMaster(tmp_path), Inbox()
     story.join("west", story.context("west"))
     story.enrolled.authority.revoke("west.cluster")
     story.seconds = 2.0  # files are looked at once a second
-    reload = MasterReload(story.guard, calls, runtime, structlog.get_logger())
+    reload = MasterReload(story.guard, runtime, structlog.get_logger())
     looking = asyncio.create_task(reload.keep_expelling())
     try:
         event = await asyncio.wait_for(runtime.events.get(), 10)

@@ -9,7 +9,7 @@ import pytest
 from dips.errors import RemoteProtocolError
 from dips.ids import GENESIS, PullId, PushId
 from dips.protocol import events as ev
-from dips.protocol import pulls
+from dips.protocol import push_pull
 from dips.protocol.effects import Acknowledged, AdmitProbe, Commit, Failed, Grant, OpenPull, OpenPush, Pending, RankKeys
 from dips.protocol.rank_keys import KEY_CHARS, MOST_KEYS, find_wrong_keys, is_key
 from tests.unit.protocol.scripted_run import MANIFEST, ScriptedRun
@@ -123,7 +123,7 @@ def test_a_slave_with_half_a_key_is_refused() -> None:
 
 def test_pulls_that_an_order_has_no_room_for_are_asked_for(run: ScriptedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of many ranks: the flip opens as many pulls as fit, the other clusters hear of no pull, and ask."""
-    monkeypatch.setattr(pulls, "MOST_FLIP_KEYS", 3)
+    monkeypatch.setattr(push_pull, "MOST_FLIP_KEYS", 3)
     pushes = [open_push(run, name, key(f"{name}0"), key(f"{name}1")) for name in "ab"]
     for pushed in pushes:
         run.commit(pushed)

@@ -17,7 +17,7 @@ from dips.ids import GENESIS, VersionId
 from dips.master.ledger import MEMORY, Ledger
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Effect, Persist
+from dips.protocol.effects import Effect, Persist, Refused
 from dips.protocol.enums import RequeuePolicy
 from dips.protocol.options import DataOptions, Options
 from dips.protocol.records import Record, RunRow
@@ -176,3 +176,27 @@ def test_memory_is_what_the_ledger_says_after_each_rollback(seed: int, requeue: 
                 run.make_version(*draw.choice([("a",), ("b",), ("a", "b")]), finite=draw.random() > 0.1)
         assert describe(run.state) == describe(read_again(run)), f"seed {seed}"
     assert undone or seed != 0, "rollbacks are drawn"
+
+
+def test_an_operator_goes_back_after_the_initial_model_is_offered_no_more() -> None:
+    """Once versions are retired v0@r0 is refused, and the last version before the head is not."""
+    run = StoredRun()
+    run.train("a")
+    for _ in range(6):
+        run.make_version("a")
+    before = run.on_offer()[-2]
+    run.offer(*run.on_offer())
+    refused = run.ask(ev.RollbackAsked(0, GENESIS))
+    assert isinstance(refused, Refused) and "v0@r0 is on no disk any more" in refused.reason
+    assert run.head != before and not isinstance(run.ask(ev.RollbackAsked(0, before)), Refused)
+    assert run.head == before
+
+
+def test_an_operator_goes_back_to_the_initial_model() -> None:
+    """While no version that all slaves had is retired."""
+    run = StoredRun()
+    run.train("a")
+    run.make_version("a")
+    run.offer(*run.on_offer())
+    assert not isinstance(run.ask(ev.RollbackAsked(0, GENESIS)), Refused)
+    assert run.head == GENESIS

@@ -15,10 +15,8 @@ from dips.slave.ports import Say
 from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
 from dips.transport.intake import Transit
-from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Kind
-from dips.wire.streams import StreamName
+from dips.wire.chunks import LayerLayout
+from dips.wire.frame import BadFrame, Kind, Range, StreamName, decode_error
 
 V1 = VersionId(1, 1)
 WHOLE = (Range(0, 0, 0, 4),)
@@ -43,7 +41,7 @@ def answer(admission: Admission, name: StreamName, key: str = "") -> str:
     """WELCOME, or the code of the ERROR."""
     say = admission.on_hello(0, b"p", name.stream_id, name, WHOLE, 0.0, key=key)[0]
     assert isinstance(say, Say)
-    return streams.decode_error(say.body).code if say.kind is Kind.ERROR else say.kind.name
+    return decode_error(say.body).code if say.kind is Kind.ERROR else say.kind.name
 
 
 @pytest.mark.parametrize("name", [PUSHES, PULLS], ids=["push", "pull"])

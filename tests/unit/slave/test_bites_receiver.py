@@ -16,10 +16,8 @@ from dips.slave import receiver as receiver_module
 from dips.slave.ports import FrameRefused, Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
 from dips.transport.intake import Transit
-from dips.wire import bodies, streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Header, Kind
-from dips.wire.streams import StreamName
+from dips.wire.chunks import LayerLayout, encode_body
+from dips.wire.frame import BadFrame, Header, Kind, Range, StreamName, decode_error, decode_want
 
 PUSH, N, STALL_S, DEADLINE_S = PushId("a", 1, 1), 2048, 10.0, 60.0
 WHOLE = Range(0, 0, 0, N)
@@ -49,7 +47,7 @@ class OneRank:
 
     def wants(self, now: float = 0.0) -> list[Range]:
         says = [move for move in self.receiver.plan_wants(0, now) if isinstance(move, Say)]
-        return [chunk for say in says for chunk in streams.decode_want(say.body)]
+        return [chunk for say in says for chunk in decode_want(say.body)]
 
     def bring(
         self, chunk: Range, *, wrong: bool = False, dtype: Dtype = Codec.FP32.dtype, epoch: int = 1
@@ -102,11 +100,11 @@ def test_a_step_that_is_not_finite_ends_the_push(codec: Codec, step: float, at: 
     push = OneRank(codec)
     push.hello()
     first, *rest = push.wants()
-    body = bytearray(bodies.encode(codec, VALUES[first.offset : first.offset + first.length]))
+    body = bytearray(encode_body(codec, VALUES[first.offset : first.offset + first.length]))
     body[4 * at : 4 * at + 4] = np.float32(step).tobytes()
     moves = push.bring_body(first, body, codec.dtype)
     assert moves[0] == FrameRefused("step")
-    told = next(streams.decode_error(move.body) for move in moves if isinstance(move, Say))
+    told = next(decode_error(move.body) for move in moves if isinstance(move, Say))
     over = next(move for move in moves if isinstance(move, PushOver))
     assert told.code == "refused" and f"for block {at} of a chunk" in told.message and f"block {at}" in over.reason
     assert not push.buffer.any()
@@ -123,7 +121,7 @@ def test_large_steps_are_left_to_the_gate(codec: Codec) -> None:
     push.hello()
     values = np.full(N, 2.9e38, np.float32)
     for chunk in push.wants():
-        moves = push.bring_body(chunk, bytearray(bodies.encode(codec, values[: chunk.length])), codec.dtype)
+        moves = push.bring_body(chunk, bytearray(encode_body(codec, values[: chunk.length])), codec.dtype)
     assert any(isinstance(move, Staged) for move in moves)
     assert not reference.measure(np.zeros(N, np.float32), push.buffer)[0] < 1e76
 
@@ -134,7 +132,7 @@ def test_an_epoch_that_is_over_does_not_come_back(epoch: int) -> None:
     push = OneRank()
     push.hello(1)
     push.hello(2)
-    assert streams.decode_error(push.hello(epoch).body).code == "stale_push"
+    assert decode_error(push.hello(epoch).body).code == "stale_push"
     for chunk in push.wants():
         push.bring(chunk, epoch=2)
     assert np.array_equal(push.buffer, VALUES)

@@ -14,10 +14,8 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.ports import Say
 from dips.slave.sender import OutgoingPull, OutStream, PullSource, Sender
 from dips.transport.intake import MOST_BYTES, MOST_CHUNKS, Rate
-from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Kind
-from dips.wire.streams import StreamName
+from dips.wire.chunks import LayerLayout
+from dips.wire.frame import BadFrame, Kind, Range, StreamName, decode_error, decode_welcome
 
 PULL, V = PullId("a", 1, 1), VersionId(2, 2)
 ITEMS = 1 << 10
@@ -39,7 +37,7 @@ def answer(sender: Sender, who: StreamName) -> str:
     """WELCOME, or the code of the ERROR."""
     (say,) = sender.on_hello(0, b"p", who, (), 0.0)
     assert isinstance(say, Say)
-    return streams.decode_error(say.body).code if say.kind is Kind.ERROR else say.kind.name
+    return decode_error(say.body).code if say.kind is Kind.ERROR else say.kind.name
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
@@ -158,7 +156,7 @@ def test_updates_are_for_who_holds_where_they_begin(held: str, depth: int) -> No
     sender, who = offering(VersionId(0, 0), VersionId(1, 1)), replace(name(), held=held)
     (say,) = sender.on_hello(0, b"p", who, (Range(0, 0, 0, ITEMS),), 0.0)
     assert isinstance(say, Say)
-    welcome = streams.decode_welcome(say.body)
+    welcome = decode_welcome(say.body)
     assert welcome.depth == depth
     (job,) = sender.on_want(0, b"p", who.stream_id, (Range(0, 0, 3, 8),), 0.0)
     body = job.make_body()
@@ -173,6 +171,6 @@ def test_a_moved_reader_goes_on_with_its_updates() -> None:
     sender.move_pull(PULL, {0: np.ones(ITEMS, np.float32)})
     again = replace(who, epoch=2)
     (say,) = sender.on_hello(0, b"p", again, (), 0.0)
-    assert isinstance(say, Say) and streams.decode_welcome(say.body).depth == 1
+    assert isinstance(say, Say) and decode_welcome(say.body).depth == 1
     (job,) = sender.on_want(0, b"p", again.stream_id, (Range(0, 0, 0, 8),), 0.0)
     assert bytes(job.make_body())[4:] == b"\1" * 8

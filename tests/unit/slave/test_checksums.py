@@ -6,7 +6,7 @@ import xxhash
 
 from dips.ids import VersionId
 from dips.slave.sender import Checksums
-from dips.wire.chunks import Range
+from dips.wire.frame import Range
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 

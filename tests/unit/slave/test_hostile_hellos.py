@@ -19,10 +19,8 @@ from dips.slave.ports import Move, PushOver, Say
 from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
 from dips.transport.intake import Transit
-from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Kind
-from dips.wire.streams import StreamName
+from dips.wire.chunks import LayerLayout
+from dips.wire.frame import CODES, BadFrame, Kind, Range, StreamName, decode_error
 
 N, RANKS, LANES = 4096, 4, 2
 MANIFEST = Manifest((Layer("a", (Parameter("a.w", (N,)), Parameter("a.b", (7,)))),))
@@ -64,7 +62,7 @@ def refusal(moves: list[Move]) -> str:
     """The code of the one answer to a refused HELLO."""
     (say,) = moves
     assert isinstance(say, Say) and say.kind is Kind.ERROR, say
-    return streams.decode_error(say.body).code
+    return decode_error(say.body).code
 
 
 @pytest.mark.parametrize("name", [PUSH, PULL])
@@ -111,13 +109,13 @@ def test_a_push_that_never_finds_room_ends_its_job() -> None:
     with mock.patch.object(receiver, "MOST_RANGES", 10):
         door.hello(PUSH, SMALL)
         told = door.hello(replace(PUSH, rank=1), SMALL)
-        says = [streams.decode_error(m.body) for m in told if isinstance(m, Say)]
+        says = [decode_error(m.body) for m in told if isinstance(m, Say)]
         assert [say.code for say in says] == ["too_many", "too_many"]
         assert "2 of 8 streams name 12 pieces of parameters, expected at most 10 of all ranks" in says[0].message
         assert [m.push for m in told if isinstance(m, PushOver)] == [PushId("x", 1, 1)]
         assert refusal(door.hello(replace(PUSH, rank=2), SMALL[:1])) == "too_many"
         assert door.receiver._ranges == 0
-    assert streams.CODES["too_many"] is ConfigError
+    assert CODES["too_many"] is ConfigError
 
 
 def test_of_two_pushes_that_fit_alone_the_older_comes_to_its_end() -> None:

@@ -18,10 +18,22 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.ports import FrameRefused, Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
 from dips.transport.intake import Transit
-from dips.wire import bodies, streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import REASONS, BadFrame, Header, Kind, check_body, pack_header, run_id, unpack_header
-from dips.wire.streams import StreamName
+from dips.wire.chunks import LayerLayout, encode_body
+from dips.wire.frame import (
+    REASONS,
+    BadFrame,
+    Header,
+    Kind,
+    Range,
+    StreamName,
+    check_body,
+    decode_hello,
+    decode_want,
+    encode_hello,
+    pack_header,
+    run_id,
+    unpack_header,
+)
 
 PUSH = PushId("fast", 1, 1)
 RUN = run_id("demo")
@@ -64,7 +76,7 @@ class HostileWorld:
     def connect(self, rank: int) -> None:
         """The rank makes a new connection; frames of the old one may still arrive."""
         self.epochs[rank] += 1
-        body = streams.encode_hello(self.name(rank), PIECES[rank])
+        body = encode_hello(self.name(rank), PIECES[rank])
         self.up.append((self.peer(rank), self.frame(Kind.HELLO, self.name(rank).stream_id, body)))
 
     def frame(self, kind: Kind, stream: int, body: bytes, chunk: Range = Range(0, 0, 0, 0)) -> Frame:
@@ -90,7 +102,7 @@ class HostileWorld:
             check_body(header, frame[1])
             if header.kind is not Kind.HELLO:
                 raise BadFrame("kind", "a receiver takes HELLO and CHUNK")
-            name, pieces, _ = streams.decode_hello(frame[1])
+            name, pieces, _ = decode_hello(frame[1])
             if name.stream_id != header.stream:
                 raise BadFrame("message", "another stream's number")
             self.do(self.receiver.on_hello(0, peer, name, pieces, self.now))
@@ -108,13 +120,13 @@ class HostileWorld:
             if isinstance(move, Say) and move.kind is Kind.WANT:
                 for rank in (0, 1):
                     if move.peer == self.peer(rank):
-                        self.up += [(move.peer, self.chunk(rank, c)) for c in streams.decode_want(move.body)]
+                        self.up += [(move.peer, self.chunk(rank, c)) for c in decode_want(move.body)]
         assert 0 <= self.pool.used_bytes <= LIMIT
 
     def chunk(self, rank: int, chunk: Range) -> Frame:
         begin, end = self.layout.place_range(chunk)
         return self.frame(
-            Kind.CHUNK, self.name(rank).stream_id, bytes(bodies.encode(self.codec, VALUES[begin:end])), chunk
+            Kind.CHUNK, self.name(rank).stream_id, bytes(encode_body(self.codec, VALUES[begin:end])), chunk
         )
 
     @property

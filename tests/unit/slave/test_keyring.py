@@ -10,7 +10,7 @@ from dips.errors import RemoteProtocolError
 from dips.ids import PullId, PushId
 from dips.protocol.rank_keys import KEY_CHARS
 from dips.slave.admission import MOST_PROBES, PROBE_S, Keyring
-from dips.wire.streams import StreamName
+from dips.wire.frame import StreamName
 
 K0, K1, K2 = (name.ljust(KEY_CHARS, ".") for name in ("k0", "k1", "k2"))
 PUSH, PULL = PushId("west", 1, 4), PullId("west", 1, 4)

@@ -7,8 +7,7 @@ import pytest
 import zmq
 
 from dips.slave.flow import MOST_ANSWERS, Probes
-from dips.wire import streams
-from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Kind, unpack_header
+from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Kind, decode_probe, encode_done, encode_probe, unpack_header
 
 
 class Leaving(zmq.MessageTracker):
@@ -35,17 +34,15 @@ def test_answers_on_their_way_are_bounded() -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, MESSAGE_LIMIT])
 def test_an_answer_is_a_frame_of_the_run(nbytes: int) -> None:
     """It has the size that was asked for, and is believed by the other end."""
-    answer = Probes(run=5).make_answer(b"p", 7, streams.decode_probe(streams.encode_probe(nbytes, 10)))
+    answer = Probes(run=5).make_answer(b"p", 7, decode_probe(encode_probe(nbytes, 10)))
     header = unpack_header(answer.header, 5, len(answer.body), MESSAGE_LIMIT)
     assert (header.kind, header.stream, header.length) == (Kind.PROBE, 7, nbytes)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"\x93\x01\x02\x03", streams.encode_done(3), msgspec.msgpack.encode([1, "text"])]
-)
+@pytest.mark.parametrize("body", [b"", b"\x93\x01\x02\x03", encode_done(3), msgspec.msgpack.encode([1, "text"])])
 def test_what_is_no_probe_is_refused(body: bytes) -> None:
     """Another message, or one that wants more than a frame may hold."""
     with pytest.raises(BadFrame):
-        streams.decode_probe(body)
+        decode_probe(body)
     with pytest.raises(BadFrame):
-        streams.decode_probe(streams.encode_probe(MESSAGE_LIMIT + 1))
+        decode_probe(encode_probe(MESSAGE_LIMIT + 1))

@@ -13,10 +13,8 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.ports import Move, PushOver, Say, Staged, Wake
 from dips.slave.receiver import Receiver
 from dips.transport.intake import FLOOR_BYTES, Transit
-from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Header, Kind
-from dips.wire.streams import StreamName
+from dips.wire.chunks import LayerLayout
+from dips.wire.frame import BadFrame, Header, Kind, Range, StreamName, decode_error, decode_want
 
 PUSH = PushId("fast", 1, 1)
 N = 4096
@@ -46,7 +44,7 @@ class ReceiverStory:
     def wants(self, now: float = 0.0) -> list[tuple[bytes, Range]]:
         """Who is asked for what."""
         says = [m for m in self.receiver.plan_wants(0, now) if isinstance(m, Say)]
-        return [(say.peer, chunk) for say in says for chunk in streams.decode_want(say.body)]
+        return [(say.peer, chunk) for say in says for chunk in decode_want(say.body)]
 
     def bring(self, rank: int, chunk: Range, epoch: int = 1, values: np.ndarray = VALUES) -> list[Move]:
         body = values[chunk.offset : chunk.offset + chunk.length].tobytes()
@@ -144,7 +142,7 @@ def test_other_ranges_after_a_break_are_refused():
     story.hello(0)
     (answer,) = story.hello(0, (), epoch=2)
     assert isinstance(answer, Say)
-    assert streams.decode_error(answer.body).code == "invalid"
+    assert decode_error(answer.body).code == "invalid"
 
 
 def test_a_drop_between_claim_and_copy_writes_nothing():

@@ -11,10 +11,8 @@ from dips.ids import PullId, VersionId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.ports import Move, Released, Say, SourceMoved
 from dips.slave.sender import ChunkSend, Sender
-from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Kind, check_body, unpack_header
-from dips.wire.streams import StreamName
+from dips.wire.chunks import LayerLayout
+from dips.wire.frame import BadFrame, Kind, Range, StreamName, check_body, decode_error, unpack_header
 
 PULL, V = PullId("fast", 1, 1), VersionId(2, 2)
 MANIFEST = Manifest((Layer("a", (Parameter("a.w", (1000,)),)),))
@@ -42,7 +40,7 @@ def make() -> Sender:
 def code(moves: list[Move]) -> str:
     (move,) = moves
     assert isinstance(move, Say)
-    return streams.decode_error(move.body).code if move.kind is Kind.ERROR else move.kind.name
+    return decode_error(move.body).code if move.kind is Kind.ERROR else move.kind.name
 
 
 def asked(sender: Sender, peer: bytes = b"p", epoch: int = 1) -> ChunkSend:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dips.slave.ports import Staged, Wake
-from dips.wire.chunks import Range
-from dips.wire.frame import BadFrame
+from dips.wire.frame import BadFrame, Range
 from tests.unit.slave.test_receiver import PUSH, VALUES, N, ReceiverStory, kinds, name
 
 QUARTERS = [Range(0, 0, i * N // 4, N // 4) for i in range(4)]

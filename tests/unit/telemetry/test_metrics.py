@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 from prometheus_client import generate_latest
@@ -98,3 +99,19 @@ def test_disks_are_looked_at_beside_a_scrape() -> None:
     looks = metrics.DiskLooks(lambda: {"disks": 1})
     assert looks.read_newest() == {"disks": 1}
     looks.close()
+
+
+def test_disks_are_measured_when_somebody_asks_and_only_then() -> None:
+    """Each reading is one look at the disks: the thread does not go on looking by itself."""
+    looks = list[int]()
+
+    def look() -> dict[str, int]:
+        looks.append(len(looks))
+        return {"look": len(looks)}
+
+    disks = metrics.DiskLooks(look)
+    assert [disks.read_newest(), disks.read_newest()] == [{"look": 1}, {"look": 2}]
+    (thread,) = (t for t in threading.enumerate() if t.name == "disk looks")
+    disks.close()
+    thread.join(10.0)
+    assert not thread.is_alive() and len(looks) == 2

@@ -8,7 +8,7 @@ import zmq
 
 from dips.transport.backoff import Backoff
 from dips.transport.stream import FIRST_PAUSE_S, LONGEST_PAUSE_S, Stream
-from dips.wire.streams import StreamName
+from dips.wire.frame import StreamName
 
 
 class LongestPauses(Random):

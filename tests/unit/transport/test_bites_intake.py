@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dips.transport.intake import FLOOR_BYTES, Intake, Transit
-from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind
+from dips.wire.frame import Header, Kind, Range
 
 
 def test_tiny_chunks_are_as_many_as_the_queue_is_deep() -> None:

@@ -23,8 +23,7 @@ from dips.transport.intake import (
     LinkRate,
     Transit,
 )
-from dips.wire.chunks import Range, range_type
-from dips.wire.frame import Header, Kind
+from dips.wire.frame import Header, Kind, Range, range_type
 
 MIB = 1 << 20
 

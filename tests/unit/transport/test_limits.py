@@ -61,19 +61,6 @@ def test_all_together_are_bounded() -> None:
     assert sum(bool(text) for text in said) == 10 and "calls a second come in" in said[-1]
 
 
-def test_changed_rates_hold_for_those_that_are_known_too() -> None:
-    """An operator halves what a peer may do, and gives it back."""
-    calls = CallLimits(MASTER_LIMITS, now=0.0)
-    assert not calls.find_excess("west", 0.0)
-    calls.change_rates(20.0, 12_000.0)
-    passed = [not calls.find_excess(peer, 0.0) for peer in ("west", "east") for _ in range(200)]
-    assert sum(passed) == 2 * 100 and "more than 20 calls a second" in calls.find_excess("west", 0.0)
-    calls.change_rates(200.0, 12_000.0)
-    assert not any(calls.find_excess("west", 1.0) for _ in range(200))
-    calls.change_rates(20.0, 20.0)
-    assert "more than 20 calls a second come in" in [calls.find_excess(f"c{i}", 1.0) for i in range(100)][-1]
-
-
 @pytest.mark.parametrize("honest", [0, 3])
 def test_a_handshake_that_leads_to_no_call_is_counted(honest: int) -> None:
     now = [0.0]

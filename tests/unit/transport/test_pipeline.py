@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from dips.transport.pipeline import Stage
+from dips.transport.lane import Stage
 
 
 def test_items_are_worked_in_order_and_the_end_waits_for_all():

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.errors import LocalProtocolError
-from dips.wire.chunks import CUT_ITEMS, Piece, Range, Share, deal_pieces
+from dips.wire.chunks import CUT_ITEMS, Piece, Share, deal_pieces
+from dips.wire.frame import Range
 
 
 def piece(param: int, offset: int, length: int) -> Piece:

@@ -10,9 +10,8 @@ from dips.codecs import ITEM_BYTES, UPDATE_BLOCK
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.sender import cut_updates
 from dips.transport.intake import LEAST_CHUNK_BYTES, Intake, Transit
-from dips.wire import bodies
-from dips.wire.chunks import LayerLayout, Range, range_type
-from dips.wire.frame import Header, Kind
+from dips.wire.chunks import LayerLayout, put_pulled
+from dips.wire.frame import Header, Kind, Range, range_type
 from tests.unit.wire.test_updates import PULLS, Pull, chain_of
 
 MIB = 1 << 20
@@ -64,7 +63,7 @@ def test_any_cut_of_any_range_becomes_the_newer_version(
                 continue
             begin = chunk.offset - piece.offset
             body = cut_updates(LAYOUT, updates, chunk)
-            bodies.put_pulled(chunk, body, target[begin : begin + chunk.length])
+            put_pulled(chunk, body, target[begin : begin + chunk.length])
             intake.mark_received(chunk)
             arrived += len(body)
     assert target.tobytes() == after[cut].tobytes()

@@ -9,7 +9,7 @@ import pytest
 
 from dips.codecs import Codec
 from dips.quantisers import QUANTISERS
-from dips.wire.bodies import check_steps, decode, encode, put
+from dips.wire.chunks import check_steps, decode_body, encode_body, put_body
 from dips.wire.frame import BadFrame
 
 BLOCK, INT4_BLOCK = Codec.INT8.block, Codec.INT4.block
@@ -19,7 +19,7 @@ STEPPED = [codec for codec in Codec if codec.block]
 def there_and_back(codec: Codec, *values: float) -> list[float]:
     """What arrives of these numbers."""
     array = np.array(values, np.float32)
-    return [float(x) for x in decode(codec, encode(codec, array), array.size)]
+    return [float(x) for x in decode_body(codec, encode_body(codec, array), array.size)]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_block_too_small_for_a_step_arrives_as_zeros(size: int, codec: Codec) 
     for value in (2.0**-120, 2.0**-140):
         assert not any(there_and_back(codec, *([value] * size)))
     assert there_and_back(codec, *([codec.tiniest] * size)) == pytest.approx([codec.tiniest] * size, rel=1e-6)
-    body = np.frombuffer(encode(codec, np.full(size, codec.tiniest, np.float32)), np.uint8)
+    body = np.frombuffer(encode_body(codec, np.full(size, codec.tiniest, np.float32)), np.uint8)
     assert (body[: 4 * codec.count_blocks(size)].view(np.float32) >= np.finfo(np.float32).tiny).all()
     assert there_and_back(codec, *([2.0**-110] * size)) == pytest.approx([2.0**-110] * size, rel=1e-6)
 
@@ -68,8 +68,8 @@ def test_the_half_byte_that_nothing_needs_is_always_the_same() -> None:
     """An odd number of elements makes one body, whatever was encoded before it in the same memory."""
     bodies = set()
     for before in (-7.0, 7.0):
-        encode(Codec.INT4, np.full(64 * BLOCK, before, np.float32))
-        bodies.add(bytes(encode(Codec.INT4, np.array([7.0, 1.0, -7.0], np.float32))))
+        encode_body(Codec.INT4, np.full(64 * BLOCK, before, np.float32))
+        bodies.add(bytes(encode_body(Codec.INT4, np.array([7.0, 1.0, -7.0], np.float32))))
     assert {body[4:].hex() for body in bodies} == {"9f" + "81"} and len(bodies) == 1
 
 
@@ -81,7 +81,7 @@ def test_the_half_byte_that_nothing_needs_is_always_the_same() -> None:
 def test_a_hostile_step_arrives_not_finite_or_as_a_number(codec: Codec, elements: bytes, step: float) -> None:
     """A peer may send any step under a right checksum: it is refused, and if it were put, its block would show it."""
     target, body = np.ones(3, np.float32), np.float32(step).tobytes() + elements
-    put(codec, body, target)
+    put_body(codec, body, target)
     assert not np.isfinite(target).any()
     with pytest.raises(BadFrame, match="for block 0 of a chunk") as refused:
         check_steps(codec, body, 3)
@@ -92,7 +92,7 @@ def test_a_hostile_step_arrives_not_finite_or_as_a_number(codec: Codec, elements
 def test_elements_that_no_encoder_writes_stay_within_one_step_more(codec: Codec, elements: bytes) -> None:
     """-128 and -8 are no elements of ours; in a hostile body they are numbers, and nothing beside them changes."""
     target, most = np.zeros(4, np.float32), codec.largest + 1
-    put(codec, np.float32(0.5).tobytes() + elements, target[:3])
+    put_body(codec, np.float32(0.5).tobytes() + elements, target[:3])
     assert list(target) == [-most / 2, (most - 1) / 2, 0.0, 0.0]
 
 
@@ -140,11 +140,11 @@ def test_fp8_saturates_and_sends_no_nan() -> None:
     assert [*codes] == [0x7E] * 5 + [0xFE] * 2
     rng = np.random.default_rng(3)
     x = (rng.standard_normal(1 << 16) * np.exp2(rng.uniform(-60, 60, 1 << 16))).astype(np.float32)
-    body = np.frombuffer(encode(Codec.FP8, x), np.uint8)
+    body = np.frombuffer(encode_body(Codec.FP8, x), np.uint8)
     codes = body[4 * Codec.FP8.count_blocks(x.size) :]
     assert (codes & 0x7F).max() == 0x7E
     for bad in (np.nan, np.inf, -np.inf):
-        codes = np.frombuffer(encode(Codec.FP8, np.array([1.0, bad, -2.0], np.float32)), np.uint8)[4:]
+        codes = np.frombuffer(encode_body(Codec.FP8, np.array([1.0, bad, -2.0], np.float32)), np.uint8)[4:]
         assert ((codes & 0x7F) != 0x7F).all()
 
 
@@ -152,7 +152,7 @@ def test_fp8_saturates_and_sends_no_nan() -> None:
 def test_a_nan_that_a_hostile_peer_sends_in_fp8_is_one(code: int) -> None:
     """No encoder writes it: it is read as what it is, so that the gate sees it as it would in fp32 [invariant 8]."""
     target = np.ones(3, np.float32)
-    put(Codec.FP8, np.float32(0.5).tobytes() + bytes([0x38, code, 0xB8]), target)
+    put_body(Codec.FP8, np.float32(0.5).tobytes() + bytes([0x38, code, 0xB8]), target)
     assert (target[0], target[2]) == (1.5, 0.5) and np.isnan(target[1])
 
 
@@ -164,7 +164,7 @@ def test_fp8_is_finer_than_int8_below_a_sixteenth_of_the_largest_and_coarser_abo
 
     def median_error(codec: Codec, x: np.ndarray) -> float:
         """Over the element."""
-        brought = decode(codec, encode(codec, x), x.size)
+        brought = decode_body(codec, encode_body(codec, x), x.size)
         return float(np.median(np.abs(brought - x) / np.abs(x)))
 
     assert median_error(Codec.INT8, normal) < median_error(Codec.FP8, normal) < 1 / 16

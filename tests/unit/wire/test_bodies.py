@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dips.codecs import DTYPES, UPDATE_BLOCK, Codec, Dtype
-from dips.wire.bodies import decode, encode, put
-from dips.wire.chunks import Range, encode_ranges, range_type, split_chunks
-from dips.wire.frame import BadFrame, Header, Kind, pack_header, run_id, unpack_header
+from dips.wire.chunks import decode_body, encode_body, put_body, split_chunks
+from dips.wire.frame import BadFrame, Header, Kind, Range, encode_ranges, pack_header, range_type, run_id, unpack_header
 from tests.codec_bounds import error_bound
 
 BLOCK = UPDATE_BLOCK
@@ -34,7 +33,7 @@ def differences(draw: st.DrawFn) -> np.ndarray:
 @given(x=differences())
 def test_the_error_is_within_the_written_bound(codec: Codec, x: np.ndarray) -> None:
     """Of each element, whatever lies beside it in its block (tests/codec_bounds.py)."""
-    error = np.abs(decode(codec, encode(codec, x), x.size).astype(np.float64) - x)
+    error = np.abs(decode_body(codec, encode_body(codec, x), x.size).astype(np.float64) - x)
     assert (error <= error_bound(codec, x)).all()
 
 
@@ -43,9 +42,9 @@ def test_the_error_is_within_the_written_bound(codec: Codec, x: np.ndarray) -> N
 @given(x=differences())
 def test_bytes_are_those_that_were_counted_and_always_the_same(codec, x):
     """`range.nbytes` is the length of the body, so credit and progress count real bytes; encoding is a function."""
-    body = bytes(encode(codec, x))
+    body = bytes(encode_body(codec, x))
     assert len(body) == range_type(codec.dtype)(0, 0, 0, x.size).nbytes
-    assert bytes(encode(codec, x.copy())) == body
+    assert bytes(encode_body(codec, x.copy())) == body
 
 
 @pytest.mark.parametrize("codec", Codec)
@@ -53,9 +52,9 @@ def test_zeros_are_exact(codec):
     """An element, or a whole model, that did not change is not moved: not even by the sign of its zero."""
     x = np.zeros(3 * BLOCK + 7, np.float32)
     x[::3] = -0.0
-    assert (decode(codec, encode(codec, x), x.size) == 0).all()
+    assert (decode_body(codec, encode_body(codec, x), x.size) == 0).all()
     x[5] = 1.0  # zeros beside others are exact too
-    back = decode(codec, encode(codec, x), x.size)
+    back = decode_body(codec, encode_body(codec, x), x.size)
     assert (np.delete(back, 5) == 0).all() and back[5] == pytest.approx(1.0, rel=2**-8)
 
 
@@ -66,7 +65,7 @@ def test_what_is_not_finite_arrives_not_finite(codec, bits, at):
     """Every infinity and NaN reaches Measure as such, so that the gate sees it [invariant 8]; other blocks are well."""
     x = np.full(2 * BLOCK + 2, 0.25, np.float32)
     x.view(np.uint32)[at] = bits
-    back = decode(codec, encode(codec, x), x.size)
+    back = decode_body(codec, encode_body(codec, x), x.size)
     assert not np.isfinite(back[at])
     far = np.arange(x.size) // BLOCK != at // BLOCK
     assert np.allclose(back[far], 0.25, rtol=2**-8)
@@ -77,10 +76,10 @@ def test_what_is_put_is_added_to_the_base_also_from_an_odd_address(codec):
     """slot = θ_base + difference, in one fp32 addition; a body in a message begins anywhere."""
     rng = np.random.default_rng(1)
     base, x = (rng.standard_normal(70_000).astype(np.float32) for _ in range(2))
-    body = bytes(encode(codec, x))
+    body = bytes(encode_body(codec, x))
     slot = base.copy()
-    put(codec, memoryview(b"?" + body)[1:], slot)
-    assert np.array_equal(slot, base + decode(codec, body, x.size))
+    put_body(codec, memoryview(b"?" + body)[1:], slot)
+    assert np.array_equal(slot, base + decode_body(codec, body, x.size))
 
 
 def test_lossy_chunks_are_whole_blocks():

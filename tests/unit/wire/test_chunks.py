@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.wire.chunks import LayerLayout, Range, describe_uncovered, split_chunks
+from dips.wire.chunks import LayerLayout, describe_uncovered, split_chunks
+from dips.wire.frame import Range
 
 MANIFEST = Manifest(
     (

@@ -10,33 +10,49 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.errors import ConfigError, DipsError
-from dips.wire import streams
-from dips.wire.chunks import Range
-from dips.wire.frame import BadFrame
-from dips.wire.streams import CODES, ErrorMessage, StreamName, Welcome
+from dips.wire.frame import (
+    CODES,
+    BadFrame,
+    ErrorMessage,
+    Range,
+    StreamName,
+    Welcome,
+    decode_done,
+    decode_error,
+    decode_hello,
+    decode_ready,
+    decode_want,
+    decode_welcome,
+    encode_done,
+    encode_error,
+    encode_hello,
+    encode_ready,
+    encode_want,
+    encode_welcome,
+)
 
 NAME = StreamName("demo", "push", "fast", 2, 7, 1, "s0", 3, 1, "")
 RANGES = (Range(0, 1, 0, 10), Range(4, 0, 1 << 40, 3))
 READERS = (
-    streams.decode_hello,
-    streams.decode_welcome,
-    streams.decode_want,
-    streams.decode_ready,
-    streams.decode_done,
-    streams.decode_error,
+    decode_hello,
+    decode_welcome,
+    decode_want,
+    decode_ready,
+    decode_done,
+    decode_error,
 )
 
 
 def test_each_message_is_read_as_it_was_written():
     """HELLO, WELCOME, WANT, READY, DONE and ERROR survive the wire."""
-    assert streams.decode_hello(streams.encode_hello(NAME, RANGES)) == (NAME, RANGES, len(RANGES))
-    assert streams.decode_hello(streams.encode_hello(NAME, RANGES, 1)) == (NAME, RANGES, 1)
-    assert streams.decode_hello(streams.encode_hello(NAME, ())) == (NAME, (), 0)
-    assert streams.decode_ready(streams.encode_ready(7)) == 7
-    assert streams.decode_welcome(streams.encode_welcome(Welcome(5, 4096))) == Welcome(5, 4096)
-    assert streams.decode_want(streams.encode_want(RANGES)) == RANGES
-    assert streams.decode_done(streams.encode_done(1 << 50)) == 1 << 50
-    assert streams.decode_error(streams.encode_error("ranges", "a gap")) == ErrorMessage("ranges", "a gap")
+    assert decode_hello(encode_hello(NAME, RANGES)) == (NAME, RANGES, len(RANGES))
+    assert decode_hello(encode_hello(NAME, RANGES, 1)) == (NAME, RANGES, 1)
+    assert decode_hello(encode_hello(NAME, ())) == (NAME, (), 0)
+    assert decode_ready(encode_ready(7)) == 7
+    assert decode_welcome(encode_welcome(Welcome(5, 4096))) == Welcome(5, 4096)
+    assert decode_want(encode_want(RANGES)) == RANGES
+    assert decode_done(encode_done(1 << 50)) == 1 << 50
+    assert decode_error(encode_error("ranges", "a gap")) == ErrorMessage("ranges", "a gap")
 
 
 def verdict(read, body: bytes) -> str:
@@ -80,25 +96,25 @@ def test_arbitrary_msgpack_is_a_bad_frame_or_a_message(value):
 def test_ranges_are_whole_numbers_in_fours(body):
     """Negative, fractional, huge or missing numbers never become a range."""
     with pytest.raises(BadFrame):
-        streams.decode_want(msgspec.msgpack.encode(body))
+        decode_want(msgspec.msgpack.encode(body))
 
 
 def test_a_hello_names_a_push_or_a_pull():
     """Another kind of transfer is not known."""
     with pytest.raises(BadFrame, match="push or a pull"):
-        streams.decode_hello(streams.encode_hello(replace(NAME, kind="steal"), ()))
+        decode_hello(encode_hello(replace(NAME, kind="steal"), ()))
 
 
 def test_a_hello_has_no_more_ranges_ready_than_it_names():
     """A count beyond them is a bad frame."""
     with pytest.raises(BadFrame, match="at most 2 ranges that are ready, got 3"):
-        streams.decode_hello(streams.encode_hello(NAME, RANGES, 3))
+        decode_hello(encode_hello(NAME, RANGES, 3))
 
 
 def test_a_hello_that_does_not_fit_says_so_to_its_sender():
     """Too many ranges end its job, with what makes fewer."""
     with pytest.raises(ConfigError, match=r"holds 60000 pieces of .* lane of s.*more slaves, more lanes"):
-        streams.encode_hello(NAME, [Range(2**30, 2**30, 2**40, 2**40)] * 60_000)
+        encode_hello(NAME, [Range(2**30, 2**30, 2**40, 2**40)] * 60_000)
 
 
 def test_every_part_of_a_name_makes_another_stream():
@@ -117,4 +133,4 @@ def test_every_error_code_is_an_error_of_ours_or_a_retry():
 
 def test_an_unknown_error_code_is_a_refusal():
     """A later release may add codes."""
-    assert streams.decode_error(msgspec.msgpack.encode(["later", "x"])).code == "refused"
+    assert decode_error(msgspec.msgpack.encode(["later", "x"])).code == "refused"

@@ -13,9 +13,8 @@ from dips.outer.updates import Update
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.quantisers import QUANTISERS
 from dips.slave.sender import cut_updates
-from dips.wire import bodies
-from dips.wire.chunks import LayerLayout, Range, pulled_range_type, range_type
-from dips.wire.frame import BadFrame
+from dips.wire.chunks import LayerLayout, put_pulled
+from dips.wire.frame import BadFrame, Range, pulled_range_type, range_type
 
 SIZES = (2 * UPDATE_BLOCK + 70, 9, UPDATE_BLOCK)
 LAYOUT = LayerLayout(Manifest((Layer("a", tuple(Parameter(f"a.{i}", (n,)) for i, n in enumerate(SIZES))),)), (0,))
@@ -66,7 +65,7 @@ def test_any_range_becomes_the_newer_version(key: Pull, piece: Range) -> None:
     assert len(body) == chunk.nbytes
     cut = slice(*LAYOUT.place_range(piece))
     target = start[cut].copy()
-    bodies.put_pulled(chunk, memoryview(b"?" + body)[1:], target)
+    put_pulled(chunk, memoryview(b"?" + body)[1:], target)
     assert target.tobytes() == after[cut].tobytes()
 
 

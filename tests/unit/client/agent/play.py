@@ -6,10 +6,9 @@ from itertools import count
 from random import Random
 from typing import Any, TypeVar
 
-from dips.client.agent.account import NO_INCARNATION, PastIncarnation
+from dips.client.agent.account import NO_INCARNATION, Pace, PastIncarnation
 from dips.client.agent.core import AgentCore
 from dips.client.agent.membership import build_heartbeat
-from dips.client.agent.pace import Pace
 from dips.client.agent.state import (
     Actions,
     AgentSettings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,19 @@ def test_a_crash_is_told_once_and_as_what_it_was(monkeypatch: pytest.MonkeyPatch
     crashes = [line for line in told if "killed by SIGKILL" in line]
     assert len(crashes) == 2 and "crashing, 1 of 1" in crashes[0] and "crashed too often: 2 times" in crashes[1], told
     assert not any("row 7" in line for line in told), told
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "level"),
+    [
+        ("push_end", {"ok": True}, logging.DEBUG),
+        ("push_end", {"ok": False}, logging.INFO),
+        ("pull_begin", {}, logging.DEBUG),
+        ("joined", {"incarnation": 1}, logging.INFO),
+        ("remark", {"text": "half of the tokens"}, logging.WARNING),
+        ("inner", {"step": 7}, 0),
+    ],
+)
+def test_the_log_says_at_its_usual_level_what_is_not_routine(kind: str, fields: dict[str, Any], level: int) -> None:
+    """Each outer step's marks are there with `log_level: debug`, and those of a step that failed always."""
+    assert agent.mark_level(kind, fields) == level

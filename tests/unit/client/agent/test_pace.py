@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.pace import LOOK_S, MOST_TIMES, Pace
+from dips.client.agent.account import LOOK_S, MOST_TIMES, Pace
 from dips.protocol.heartbeats import OWN_PACE
 
 

@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from dips.client.agent import metrics
-from dips.client.agent.account import CAUSES, RATE_S, Tally
-from dips.client.agent.pace import Pace
+from dips.client.agent.account import CAUSES, RATE_S, Pace, Tally
 from dips.client.agent.state import STANDSTILL, AgentSettings, AgentState, ClusterIdentity, SyncPhase
 
 

@@ -21,7 +21,7 @@ from dips.client.parallel.plan import (
 from dips.client.parallel.rect import Rect, Slab, cut_slabs
 from dips.errors import ConfigError
 from dips.protocol.manifest import Manifest
-from dips.wire.chunks import Range
+from dips.wire.frame import Range
 
 
 def make_plain_plan(

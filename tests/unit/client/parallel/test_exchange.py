@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dips.client.parallel.devices import Device
-from dips.client.parallel.exchange import PartExchange
 from dips.client.parallel.plan import LocalRect, Redistribution
 from dips.client.parallel.rect import Rect
+from dips.client.parallel.shard_buffer import PartExchange
 
 
 class LargeJob:

@@ -148,5 +148,9 @@ def test_a_model_that_no_adapter_knows_is_refused_with_what_is_supported() -> No
     model.weight.ds_id = 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"ZeRO-3; use fully_shard.*supported: plain"):
         lay_out(model, JobCollectives())
+    model = nn.Linear(2, 2)
+    model.weight._hp_mapping = None  # type: ignore[assignment]  # of this rank's partition; the bias is another rank's
+    with pytest.raises(ConfigError, match=r"DeepSpeed ZeRO keeps fp32 masters.*use fully_shard"):
+        lay_out(model, JobCollectives())
     with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module or a list of them, got str"):
         lay_out(["model"], JobCollectives())  # type: ignore[list-item]

@@ -13,6 +13,7 @@ from torch import nn
 
 from dips.client.parallel import LazyMemory, lay_out, lazy
 from dips.client.parallel.adapter import find_read_groups
+from dips.client.parallel.layout import choose_adapter
 from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError, LocalProtocolError
 
@@ -315,6 +316,15 @@ def test_what_it_cannot_hook_into_is_refused(make: Any, why: str) -> None:
     """At the start, with what to write instead."""
     with pytest.raises(ConfigError, match=f"{why}.*: use install: whole"):
         laid(make())
+
+
+def test_fp32_masters_of_some_parameters_are_refused() -> None:
+    """One parameter in bf16 among those in fp32 is enough, for its optimizer keeps a master of it."""
+    model = LazyModel()
+    model.layers[1].to(torch.bfloat16)
+    adapter = choose_adapter(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ConfigError, match="does not write an optimizer's fp32 masters: use install: whole"):
+        adapter.read_groups()
 
 
 def test_a_module_compiled_in_place_is_refused() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from dips.client.agent.rank_server import Connection
 from dips.client.ipc import messages
 from dips.client.ipc.address import OnAnyHost, OnThisHost, find_address, over_network
-from dips.client.ipc.connection import ANSWER, GREETING, PROOF, TAG, Connection, Seal, TokenClient, TokenServer
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
+from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
 from dips.client.rank.agent_client import AgentClient, AgentConnection, JobCollectives
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable

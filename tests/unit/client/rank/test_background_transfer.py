@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from dips.client.rank.shard_transfer import ThreadedTransfer, TransferThread
-from dips.client.rank.transfer import TransferCancelled, TransferStats
+from dips.client.rank.fragments import FragmentGate
+from dips.client.rank.shard_transfer import BackgroundTransfer, MovedBytes, TransferRequest, TransferThread
+from dips.client.rank.transfer import TransferCancelled, TransferIdentity, TransferStats
 from dips.errors import ConfigError, UnavailableSlave
+from dips.ids import GENESIS
+from dips.protocol.effects import Grant
 
 SEQ = 5
 
@@ -24,8 +27,11 @@ class TwoRanks:
         return [min(pair) for pair in zip(numbers, self._other, strict=True)]
 
 
-def begin(ranks: TwoRanks, thread: TransferThread) -> ThreadedTransfer:
-    return ThreadedTransfer(thread, SEQ, lambda: 100, ranks, lambda: "")  # type: ignore[arg-type]
+def begin(ranks: TwoRanks, thread: TransferThread) -> BackgroundTransfer:
+    grant = Grant(GENESIS, (), 30.0)
+    request = TransferRequest(grant, TransferIdentity("r", "c", 1, SEQ, 0), lambda *_: "")
+    moved, gate = MovedBytes(100, 100), FragmentGate(((0,),), ())
+    return BackgroundTransfer(thread, request, ranks, moved, gate)  # type: ignore[arg-type]
 
 
 def moves_until_cancelled(cancel: threading.Event) -> TransferStats:
@@ -128,6 +134,5 @@ class FailsBetweenLooks(TransferThread):
 def test_a_thread_that_fails_while_it_is_looked_at_is_not_taken_for_done() -> None:
     """Its end is looked at before its error: what has ended had its error by then."""
     thread = FailsBetweenLooks()
-    transfer = ThreadedTransfer(thread, SEQ, lambda: 0, TwoRanks(), lambda: "")  # type: ignore[arg-type]
-    result = transfer._agree_on_result(0.0)
+    result = begin(TwoRanks(), thread)._agree_on_result(0.0)
     assert result is None or not result.ok

@@ -8,8 +8,8 @@ import pytest
 from dips.client.rank.feedback import Feedback
 from dips.codecs import Codec
 from dips.ids import GENESIS, VersionId
-from dips.wire import bodies
-from dips.wire.chunks import Piece, Range, encode_ranges, split_chunks
+from dips.wire.chunks import Piece, decode_body, encode_body, put_body, split_chunks
+from dips.wire.frame import Range, encode_ranges
 from tests.codec_bounds import error_bound
 
 SIZES = ((0, 0, 0, 3000), (0, 1, 512, 700), (3, 0, 0, 1))  # layer, param, offset, length
@@ -52,7 +52,7 @@ class FeedbackRank:
                 view = piece.array[at].view(np.uint8).data
                 body = bytes(self.feedback.encode_chunk(Range(*chunk), view))
                 assert body == bytes(self.feedback.encode_chunk(Range(*chunk), view)), "asked again it is the same"
-                bodies.put(codec, body, slot[at])
+                put_body(codec, body, slot[at])
         return slots
 
     def outcome(self, kind: str) -> None:
@@ -94,7 +94,7 @@ def test_what_is_lost_comes_back(codec):
         change = rank.train()
         for t, b, c in zip(true, bare, change, strict=True):
             t += c
-            b += bodies.decode(codec, bodies.encode(codec, c), c.size)
+            b += decode_body(codec, encode_body(codec, c), c.size)
         theta = rank.push()  # the only contribution, outer lr 1, no momentum: θ′ is what was pushed
         rank.outcome("accepted")
         version = VersionId(n, n)

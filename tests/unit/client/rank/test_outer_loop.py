@@ -17,7 +17,7 @@ from dips.client import OuterLoop
 from dips.client.ipc import messages
 from dips.client.ipc.messages import Answer, Attached, Noted, PullMoved, PullNow, PushWanted, Stepped, TrainOn
 from dips.client.rank import agent_client, transfer
-from dips.client.rank.shard_transfer import EndedTransfer, ShardTransfer, TransferResult
+from dips.client.rank.shard_transfer import BackgroundTransfer, ShardTransfer, TransferRequest, TransferResult
 from dips.client.rank.transfer import TransferStats
 from dips.dataclass import replace
 from dips.errors import ConfigError, LocalProtocolError
@@ -82,8 +82,8 @@ def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, mon
             piece.array[:] = float(grant.version.version)
         return TransferStats(0, 0.0, 1)
 
-    def tear(*_: Any) -> EndedTransfer:
-        return EndedTransfer(TransferResult(False, "ps1 is gone", 0, torn=True))
+    def tear(moving: ShardTransfer, request: TransferRequest, *_: Any) -> BackgroundTransfer:
+        return moving._move_nothing(request, result=TransferResult(False, "ps1 is gone", 0, torn=True))
 
     monkeypatch.setattr(transfer, "pull_pieces", pull)
     script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), pull_now(V2, 2), TrainOn("", 1, 0.25))

@@ -23,9 +23,8 @@ from dips.client.ipc.messages import (
     PushWanted,
     TrainOn,
 )
-from dips.client.rank.outer_state import OuterState
-from dips.client.rank.outer_steps import OuterSteps
 from dips.client.rank.shard_transfer import BackgroundTransfer, TransferResult
+from dips.client.rank.steps import OuterState, OuterSteps
 from dips.config import ClusterFile, Shared
 from dips.errors import LocalProtocolError
 from dips.ids import GENESIS, VersionId

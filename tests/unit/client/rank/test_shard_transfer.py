@@ -18,7 +18,7 @@ from dips.codecs import Codec
 from dips.errors import UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
-from dips.wire import bodies
+from dips.wire.chunks import decode_body
 
 
 class FakeSlaves:
@@ -34,7 +34,7 @@ class FakeSlaves:
 
     def _push(self, grant: Grant, base: Any, pieces: Any, *, encode: Any, **_: Any) -> TransferStats:
         sent = [(encode(piece.range, piece.array.view(np.uint8).data), piece.length) for piece in pieces]
-        self.pushed = [bodies.decode(Codec.INT8, body, length).copy() for body, length in sent]
+        self.pushed = [decode_body(Codec.INT8, body, length).copy() for body, length in sent]
         return TransferStats(0, 0.0, 1)
 
     def _pull(self, grant: Grant, base: Any, pieces: Any, held: Any = None, **_: Any) -> TransferStats:

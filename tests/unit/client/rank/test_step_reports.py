@@ -6,8 +6,7 @@ import pytest
 
 from dips.client.ipc.messages import Stepped
 from dips.client.rank import steps
-from dips.client.rank.outer_state import OuterState
-from dips.client.rank.steps import MOST_WAITING, StepReports
+from dips.client.rank.steps import MOST_WAITING, OuterState, StepReports
 
 
 class LateLoss:

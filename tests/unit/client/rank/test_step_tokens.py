@@ -12,8 +12,7 @@ import torch
 
 from dips.client.ipc.messages import TokensCounted
 from dips.client.rank import steps
-from dips.client.rank.outer_state import OuterState
-from dips.client.rank.steps import StepTokens
+from dips.client.rank.steps import OuterState, StepTokens
 from dips.errors import LocalProtocolError
 
 

@@ -18,9 +18,23 @@ from dips.client.rank.transfer import BATCH, FLUSH_MS, Piece, TransferIdentity, 
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.transport.stream import Stream
-from dips.wire import streams
-from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind, check_body, make_message, pack_header, run_id, unpack_header
+from dips.wire.frame import (
+    Header,
+    Kind,
+    Range,
+    Welcome,
+    check_body,
+    decode_hello,
+    decode_want,
+    encode_done,
+    encode_error,
+    encode_want,
+    encode_welcome,
+    make_message,
+    pack_header,
+    run_id,
+    unpack_header,
+)
 
 RUN, CHUNK_BYTES = "r", 4096
 ITEMS = CHUNK_BYTES // 4
@@ -65,19 +79,19 @@ class ScriptedLane:
 
         match header.kind:
             case Kind.HELLO:
-                name = streams.decode_hello(body).name
-                yield say(Kind.WELCOME, streams.encode_welcome(streams.Welcome(self.theta.nbytes, CHUNK_BYTES)))
+                name = decode_hello(body).name
+                yield say(Kind.WELCOME, encode_welcome(Welcome(self.theta.nbytes, CHUNK_BYTES)))
                 if name.kind == "push":
-                    yield say(Kind.WANT, streams.encode_want(CHUNKS))
+                    yield say(Kind.WANT, encode_want(CHUNKS))
             case Kind.WANT if self.interrupts:
                 yield say(*self.interrupts.pop())
             case Kind.WANT:
-                for chunk in streams.decode_want(body):
+                for chunk in decode_want(body):
                     yield self._chunk(header, chunk)
             case Kind.CHUNK:
                 self.received[header.offset : header.offset + header.length // 4] = np.frombuffer(body, np.float32)
                 if not np.isnan(self.received).any():
-                    yield say(Kind.DONE, streams.encode_done(self.theta.nbytes))
+                    yield say(Kind.DONE, encode_done(self.theta.nbytes))
 
     def _chunk(self, asked: Header, chunk: Range) -> tuple[bytes, bytes]:
         self.wanted[chunk] += 1
@@ -117,7 +131,7 @@ def test_a_corrupted_chunk_of_a_pull_is_refused_and_asked_for_again(lane: Script
 @pytest.mark.parametrize("lane", [set()], indirect=True)
 @pytest.mark.parametrize(
     "interrupt",
-    [(Kind.DONE, b"no such message"), (Kind.ERROR, streams.encode_error("unknown", "not open here yet"))],
+    [(Kind.DONE, b"no such message"), (Kind.ERROR, encode_error("unknown", "not open here yet"))],
     ids=["bad", "error"],
 )
 def test_what_was_in_flight_is_asked_again_on_the_next_connection(

@@ -1,29 +1,23 @@
-"""One connection of a rank, on the agent's side: whole messages in and out, sealed if it came from the network."""
+"""The seal of messages between agent and rank across hosts: both hold the job's token, which is never sent.
+
+Each end sends a nonce and proves the token over both nonces; then every message has a tag made with a key of this
+connection alone, its direction and its number, so that messages cannot be altered, dropped, repeated or inserted.
+Messages are signed but not encrypted: progress, addresses and public keys. Pure except for the nonces.
+
+    agent → rank   MAGIC, nonce              GREETING bytes
+    rank → agent   nonce, proof              ANSWER bytes
+    agent → rank   proof                     PROOF bytes
+    both           message, tag              TAG bytes after each message
+"""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import secrets
 import socket
 
-from dips.client.ipc import messages
-from dips.client.ipc.messages import Message
 from dips.errors import Denied, RemoteProtocolError
-
-# ---- seal -----------------------------------------------------------------------------------------------------------
-# Authentication of agent and rank across hosts: both hold the job's token, which is never sent.
-#
-# Each end sends a nonce and proves the token over both nonces; then every message has a tag made with a key of this
-# connection alone, its direction and its number, so that messages cannot be altered, dropped, repeated or inserted.
-# Messages are signed but not encrypted: progress, addresses and public keys. Pure except for the nonces; no socket.
-#
-#     agent → rank   MAGIC, nonce              GREETING bytes
-#     rank → agent   nonce, proof              ANSWER bytes
-#     agent → rank   proof                     PROOF bytes
-#     both           message, tag              TAG bytes after each message
-
 
 MAGIC = b"dips-agent/1"
 NONCE = 32
@@ -90,56 +84,6 @@ class TokenClient:
 def _compute_mac(key: bytes, *parts: bytes) -> bytes:
     """Return the HMAC over parts of fixed lengths, except for the last."""
     return hmac.digest(key, b"\0".join(parts), "sha256")
-
-
-# ---- connection -----------------------------------------------------------------------------------------------------
-# One connection of a rank, on the agent's side: whole messages in and out, sealed if it came from the network.
-
-
-ADMIT_S = 10.0  # time for a rank to prove that it knows the token
-
-
-class Connection:
-    """Reads and writes messages of messages.py."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seal: Seal | None = None) -> None:
-        self._reader, self._writer, self._seal = reader, writer, seal
-
-    @classmethod
-    async def admit_rank(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Connection:
-        """Admit a rank that proves the token. Raises Denied, TimeoutError, or the error of a broken connection."""
-        keep_alive(writer.get_extra_info("socket"))
-        host = TokenServer(token)
-        writer.write(host.greeting)
-        async with asyncio.timeout(ADMIT_S):
-            answer = await reader.readexactly(ANSWER)
-        proof, seal = host.admit_rank(answer)
-        writer.write(proof)
-        return cls(reader, writer, seal)
-
-    @property
-    def peer(self) -> str:
-        """The rank's host, for the log."""
-        name = self._writer.get_extra_info("peername")
-        return str(name[0]) if name else "this host"
-
-    async def read_message(self) -> Message:
-        """Return the next message. Raises IncompleteReadError at the end, RemoteProtocolError for an invalid
-        message.
-        """
-        head = await self._reader.readexactly(messages.LENGTH.size)
-        body = await self._reader.readexactly(messages.body_length(head))
-        if self._seal:
-            self._seal.check_frame(head + body, await self._reader.readexactly(TAG))
-        return messages.decode_message(body)
-
-    async def write_message(self, message: Message) -> None:
-        frame = messages.encode_message(message)
-        self._writer.write(frame + self._seal.tag_frame(frame) if self._seal else frame)
-        await self._writer.drain()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def keep_alive(connection: socket.socket) -> None:
