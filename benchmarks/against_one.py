@@ -160,7 +160,7 @@ def _module(name: str, *words: str) -> list[str]:
 
 
 def _run_file(shared: Mapping[str, Any], address: str, window_s: float) -> dict[str, Any]:
-    model = str(Path("master") / genesis.INITIAL_MODEL)
+    model = str(Path("master") / genesis.INITIAL)
     return {
         "shared": dict(shared),
         "master": {"listen": address, "directory": "master", "timing": {"window_s": window_s}},

@@ -158,8 +158,7 @@ def _write_run(directory: Path) -> RunFile:
         port = found.getsockname()[1]
     file = directory / "dips.yaml"
     slaves = [
-        {"name": name, "master": "127.0.0.1:1", "directory": name, "initial_model": "m/initial/model.safetensors"}
-        for name in SLAVES
+        {"name": name, "master": "127.0.0.1:1", "directory": name, "initial_model": "m/initial"} for name in SLAVES
     ]
     run = {
         "shared": {"run": "long"}, "tls": False, "slaves": slaves,

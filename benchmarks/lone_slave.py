@@ -35,12 +35,14 @@ from benchmarks.record import ROOT
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.runtime import SlaveLink
-from dips.outer.pool import BYTES, MemorySum
+from dips.outer.pool import MemorySum
 from dips.protocol import effects as e
 from dips.protocol.events import Answer, OrderAnswered, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.machine import TRANSIT_BYTES
+from dips.store.files import make_manifest, write_manifest
+from dips.store.version import LayerRecord, layer_file, layer_header
 from dips.transport import control
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceServicer, add_SlaveServiceServicer_to_server
 from dips.wire.messages import from_proto, to_proto
@@ -195,23 +197,24 @@ class LoneSlave:
 
     def _start(self, master: str) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        model = self._directory / "zeros.safetensors"
-        write_zeros(model, self.manifest)
+        model = self._directory / "zeros"
+        write_zeros(model / str(GENESIS), self.manifest)
         section = {
             "name": NAME, "master": master, "directory": str(self._directory / NAME), "initial_model": str(model),
             **self._options,
         }  # fmt: skip
         run = {
-            "shared": {"run": RUN, "chunk_bytes": self._chunk_bytes},
+            "shared": {"run": RUN},
             "master": {"listen": master, "directory": str(self._directory / "master")},
             "slaves": [section],
             "tls": False,
         }
         config = self._directory / "dips.yaml"
         config.write_text(yaml.safe_dump(run))
+        code = f"from dips.slave import app; app.CHUNK_BYTES = {self._chunk_bytes}; app.main()"
         with self.log.open("wb") as out:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "dips.slave.app", "--config", str(config), "--name", NAME],
+                [sys.executable, "-c", code, "--config", str(config), "--name", NAME],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )  # fmt: skip
@@ -247,17 +250,18 @@ class LoneSlave:
 
 
 def write_zeros(path: Path, manifest: Manifest) -> None:
-    """A safetensors file of zeros that takes no room on disk: its tail is a hole."""
-    header: dict[str, Any] = {}
-    at = 0
-    for parameter in (p for layer in manifest.layers for p in layer.parameters):
-        end = at + BYTES * parameter.numel
-        header[parameter.name] = {"dtype": "F32", "shape": list(parameter.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)
+    """v0@r0 of zeros that takes no room on disk: the tail of each layer's file is a hole."""
+    path.mkdir(parents=True, exist_ok=True)
+    zeros = {numel: _digest_of_zeros(numel) for numel in {layer.numel for layer in manifest.layers}}
+    records = []
+    for index, layer in enumerate(manifest.layers):
+        header = layer_header(RUN, GENESIS, layer, momentum=False)
+        size = len(header) + layer.nbytes
+        with (path / layer_file(index)).open("wb") as file:
+            file.write(header)
+            file.truncate(size)
+        records.append(LayerRecord(index, layer, zeros[layer.numel], "", size))
+    write_manifest(path, make_manifest((RUN, "", 0), GENESIS, manifest, records).to_json().encode())
 
 
 def _digest_of_zeros(numel: int) -> str:

@@ -33,8 +33,8 @@ from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import BYTES, Arrays, Pool
 from dips.outer_step import nesterov_step
 from dips.protocol.manifest import Manifest
-from dips.slave import tensorfile
 from dips.slave.snapshots import Snapshots
+from dips.store import tensorfile
 
 LAYERS = 16
 LEAST = 0.8
@@ -159,7 +159,7 @@ def _recovery(
 
 def _cold(work: Callable[[], object], folded: Path) -> float:
     """Seconds of `work` with the files out of the page cache."""
-    for path in (folded, *folded.parent.glob("ps0/*/model.safetensors")):
+    for path in (folded, *folded.parent.glob("ps0/*/*.safetensors")):
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)

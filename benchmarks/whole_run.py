@@ -171,7 +171,7 @@ class WholeRun:
 
     def _run_file(self) -> dict[str, Any]:
         slave = {
-            "initial_model": str(Path("master") / genesis.INITIAL_MODEL), "master": self._address,
+            "initial_model": str(Path("master") / genesis.INITIAL), "master": self._address,
             "listen": f"{self._site.ip}:0", "lanes": [f"{self._site.ip}:0"] * self._lanes, "slots": self._slots,
         }  # fmt: skip
         return {

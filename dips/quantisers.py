@@ -37,6 +37,7 @@ class Quantiser:
     codes: type[np.generic]  # type of one code, or of two codes of 4 bits
     round: Callable[[F32, Codes], None]  # elements → codes
     widen: Callable[[Codes, int], F32]  # codes, number of elements → a new array of elements
+    nan_code: int | None = None  # the code of a NaN without its sign, which no encoder of ours writes
 
 
 def quantise(codec: Codec, values: F32, steps: F32, codes: Codes) -> None:
@@ -197,5 +198,5 @@ QUANTISERS: Mapping[Codec, Quantiser] = {
     Codec.BF16: Quantiser(np.uint16, _round_bf16, _widen_bf16),
     Codec.INT8: Quantiser(np.int8, _round_int8, _widen_int8),
     Codec.INT4: Quantiser(np.uint8, _round_int4, _widen_int4),
-    Codec.FP8: Quantiser(np.uint8, _round_fp8, _widen_fp8),
+    Codec.FP8: Quantiser(np.uint8, _round_fp8, _widen_fp8, _NAN_E4M3),
 }

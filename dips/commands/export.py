@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -87,16 +86,15 @@ def _write_file(
 
 
 def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> VersionId:
-    from dips.master.genesis import INITIAL_MODEL
+    from dips.master.genesis import INITIAL
     from dips.slave.export import export_snapshot
 
     run_file = load_run(config)
     if wanted == GENESIS:  # slaves have no snapshot of it
-        initial = run_file.master.directory / INITIAL_MODEL
-        if not initial.exists():
+        initial = run_file.master.directory / INITIAL
+        if not (initial / str(GENESIS)).exists():
             raise ConfigError(f"{initial}: `dips seed` brought v0@r0 to the slaves alone: take it with --master")
-        shutil.copyfile(initial, output)
-        return GENESIS
+        return export_snapshot([initial], GENESIS, output)
     return export_snapshot([s.directory for s in run_file.slaves], wanted, output)
 
 

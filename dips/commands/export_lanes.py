@@ -11,7 +11,7 @@ from dips.errors import ConfigError
 from dips.files import sync_path, write_aside
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
-from dips.slave import tensorfile
+from dips.store import tensorfile
 from dips.transport.endpoints import Endpoint
 
 NAME = "export"  # cluster name of the puller; two pullers with one name would fence each other

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dips.errors import ConfigError
+from dips.store.files import read_parameters
 
 
 def load_tensors(
@@ -33,7 +34,7 @@ def check_source(model: Path | None, factory: str | None) -> None:
     """Raise ConfigError for problems that are known before the model is made: no file, no torch, no such function."""
     if model is None and factory is None:
         raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")
-    if model is not None and not model.is_file():
+    if model is not None and not model.exists():
         raise ConfigError(f"{model}: expected a safetensors file with fp32 parameters: there is no such file")
     if factory is not None:
         try:
@@ -71,9 +72,13 @@ def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple
 
 
 def _from_file(path: Path, made: dict[str, Any] | None, frozen: list[str]) -> dict[str, Any]:
-    """Read a safetensors file: the tensors that the factory's module trains, or all tensors without a factory."""
+    """Read a safetensors file, or a version's directory: the tensors that the factory's module trains, or all tensors
+    without a factory.
+    """
     from safetensors import SafetensorError, safe_open
 
+    if path.is_dir():
+        return dict(read_parameters(path))
     try:
         with safe_open(path, framework="np") as file:
             names = set(file.keys())

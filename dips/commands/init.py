@@ -39,8 +39,8 @@ def init(
     the factory's module, or those that --trainable names (LoRA adapters alone, say). With both --model and --factory
     the file gives the values, and may hold the frozen parameters too.
 
-    Slaves read the model from their key initial_model. On other machines copy <master.directory>/initial/
-    model.safetensors to that path, or send it by `dips seed`.
+    Slaves read the model from their key initial_model. On other machines copy the directory
+    <master.directory>/initial to that path, or send the model by `dips seed`.
 
     \b
     Example:
@@ -65,7 +65,7 @@ def init(
 
 def _used_directories(run_file: RunFile) -> list[Path]:
     """Return the slaves' directories on this machine that hold snapshots."""
-    from dips.slave.snapshot_files import version_of
+    from dips.store.version import version_of
 
     found = (s.directory for s in run_file.slaves if s.directory.is_dir())
     return [directory for directory in found if any(version_of(path) for path in directory.iterdir())]

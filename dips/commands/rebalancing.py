@@ -30,8 +30,16 @@ from dips.protocol.records import LedgerState
 from dips.protocol.run_state import OLD_LEDGER
 from dips.slave import rebalance as files
 from dips.slave.machine import memory_of
-from dips.slave.snapshot_files import read_manifest, read_through
-from dips.slave.snapshots import delete_snapshot, keep_snapshot, promote_snapshot, staged_path, staged_versions
+from dips.store.files import (
+    delete_version,
+    keep_version,
+    manifest_digest,
+    promote_version,
+    read_manifest,
+    read_through,
+    staged_path,
+    staged_versions,
+)
 
 MOST_MOVES = 40  # layers that the plan lists by name
 
@@ -63,7 +71,7 @@ def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> Non
     Raises ConfigError if a daemon runs or a file is not usable, CorruptSnapshot, FailedDisk: then nothing has changed.
     """
     sections = _sections(after, before)
-    discard = keep_snapshot if keep_old else delete_snapshot
+    discard = keep_version if keep_old else delete_version
     with _holding(after, sections) as ledger:
         _finish_last(ledger, sections, discard)
         work = _plan(after, before, ledger)
@@ -75,7 +83,7 @@ def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> Non
             placed = ", ".join(name for name, _ in work.plan.after)
             ledger.write_records([*work.plan.records(digests), make_local_row("rebalance", f"to {placed}")])
             for copy in work.copies:
-                promote_snapshot(copy.directory, version, discard)
+                promote_version(copy.directory, version, discard)
         in_use = {section.directory.resolve() for section in after.slaves}
         for section in sections:
             present = version if section.directory.resolve() in in_use else None
@@ -204,9 +212,9 @@ def _check_memory(plan: RebalancePlan, model: Manifest, after: RunFile) -> None:
 def _make_snapshots(work: Rebalancing) -> dict[str, str]:
     """Copy and verify all snapshots of the new placement; return their digests. On failure nothing is left behind."""
     version = work.plan.version
-    digests = {name: files.manifest_digest(path) for name, path in work.kept.items()}
+    digests = {name: manifest_digest(path) for name, path in work.kept.items()}
     kept = {name: read_manifest(path) for name, path in work.kept.items()}
-    total = 2 * sum(copy.nbytes for copy in work.copies) + sum(manifest.size for manifest in kept.values())
+    total = 2 * sum(copy.nbytes for copy in work.copies) + sum(manifest.nbytes for manifest in kept.values())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)

@@ -17,6 +17,7 @@ from dips.commands.first_model import check_source, load_tensors
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.config import load_run
 from dips.errors import ConfigError
+from dips.ids import GENESIS
 from dips.protocol.enums import LayerUnit
 from dips.protocol.events import RunProposed
 from dips.protocol.grouping import Grouping
@@ -32,7 +33,7 @@ def seed(
     master: MASTER = None,
     credentials: CREDENTIALS = None,
     model: Annotated[
-        Path | None, typer.Option(help="Read θ from this safetensors file, fp32; default: the file of `dips init`.")
+        Path | None, typer.Option(help="Read θ from this safetensors file, fp32; default: what `dips init` wrote.")
     ] = None,
     factory: Annotated[
         str | None,
@@ -79,9 +80,9 @@ def seed(
 
 
 def _model_of_init(config: Path) -> Path:
-    from dips.master.genesis import INITIAL_MODEL
+    from dips.master.genesis import INITIAL
 
-    path = load_run(config).master.directory / INITIAL_MODEL
+    path = load_run(config).master.directory / INITIAL / str(GENESIS)
     if not path.exists():
         raise ConfigError(f"nothing to bring: give --model FILE or --factory MODULE:FUNCTION; {path} is not here")
     return path

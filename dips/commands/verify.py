@@ -119,9 +119,9 @@ def _local_slaves(config: RunFile, only: str | None) -> list[SlaveSection]:
 
 
 def _read_snapshots(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Results:
-    from dips.slave import snapshot_files as reading
+    from dips.store import files as reading
 
-    found = {slave.name: reading.snapshot_sizes(slave.directory) for slave in slaves}
+    found = {slave.name: reading.version_sizes(slave.directory) for slave in slaves}
     results: dict[str, dict[VersionId, str]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -131,7 +131,7 @@ def _read_snapshots(config: RunFile, slaves: Sequence[SlaveSection], known: Know
             for version in found[slave.name]:
                 progress.update(task, description=f"{slave.name} {version}")
                 digest = known.digests.get((version.round, slave.name))
-                checked = reading.check_snapshot(
+                checked = reading.check_version(
                     slave.directory, config.shared.run, slave.name, version, digest, lambda n: progress.advance(task, n)
                 )
                 if checked is not None:

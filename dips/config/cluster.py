@@ -53,7 +53,6 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     # stop: the job ends.
     on_divergence: DivergencePolicy = DivergencePolicy.RESET
     collective_s: Annotated[float, Field(gt=0)] = 600.0  # a rank that misses a collective for this long ends the job
-    socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
     # host:port at which ranks of other hosts find the agent; `$MASTER_ADDR:29410` takes the host from that variable.
     # The variable DIPS_AGENT overrides it. null: ranks are on the agent's host, and no port is open. Messages there are
     # signed and contain neither parameters nor secrets, so the address need not be loopback.

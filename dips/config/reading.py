@@ -80,7 +80,6 @@ _PATH_KEYS = frozenset(
     {
         "directory",
         "initial_model",
-        "socket",
         "token",
         "http_token",
         "mirror",

@@ -17,7 +17,6 @@ from dips.identity.paths import TlsFiles
 # The base class and common types of all sections of the configuration files.
 
 
-MIB = 1 << 20
 STALL_HEARTBEATS = 15  # who owes bytes and is silent for so long has stalled, at both ends of a lane: 30 s by default
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from dips.codecs import Codec
-from dips.config.section import MIB, PullCodec, Section
+from dips.config.section import PullCodec, Section
 from dips.protocol.enums import LayerUnit
 from dips.protocol.grouping import Grouping
 from dips.protocol.options import DataOptions, OuterOptions, PenaltyOptions, StopOptions
@@ -47,7 +47,6 @@ class Shared(Section):
     heartbeat_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
         2.0  # of slaves and clusters; five missed end a lease
     )
-    chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
     codec: Codec = Codec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
     pull_codec: PullCodec = Codec.FP32  # of pulls; lossy ones round each θ as clusters pull it, and cost 8 B as above
     layers: LayerUnit = LayerUnit.BLOCK  # the unit of rules that weigh each layer separately, such as `merge: rda`

@@ -24,7 +24,7 @@ class SlaveSection(HttpKey):
     lanes: tuple[str, ...] | Annotated[int, Field(ge=0, le=MOST_LANES)] = 0
     advertise: str | None = None  # host by which master and clusters reach it; null: as in `listen` and `lanes`
     directory: Path  # snapshots; one slave each, locked as long as it runs
-    initial_model: Path | None = None  # safetensors of `dips init`, read for v0@r0; null: `dips seed` sends it
+    initial_model: Path | None = None  # `initial/` of `dips init`, read for v0@r0; null: `dips seed` sends it
     mirror: str | None = None  # URL to which snapshots are copied: another disk, NFS, s3://…; null: none
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
     pinned: Annotated[int, Field(ge=0)] = 1  # older versions kept in memory for slow readers

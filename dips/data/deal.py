@@ -91,8 +91,6 @@ def weigh_sources(shares: I64) -> Balance:
 
 
 # ---- deal -----------------------------------------------------------------------------------------------------------
-# Deals documents into ranges so that every range is a fair sample of every source (§4.2).
-#
 # Each source is shuffled and laid end to end; range i gets the documents whose middle lies in the i-th of `ranges`
 # equal parts. So a range's share of a source is off by at most one document, and documents that are longer than that
 # allows are cut. Inside a range all sources are shuffled together. Pure; memory: about 60 bytes for each document.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,6 @@ class DemoLayout:
     """The paths of all files of a demo."""
 
     directory: Path
-    sockets: Path  # a short path: a Unix socket's is limited to about a hundred bytes
 
     @property
     def run_file(self) -> Path:
@@ -55,7 +53,7 @@ class DemoLayout:
 
     @property
     def initial_model(self) -> Path:
-        return self.master_directory / "initial" / "model.safetensors"
+        return self.master_directory / "initial" / "v0@r0"
 
     @property
     def exported_file(self) -> Path:
@@ -91,7 +89,7 @@ def make_layout(out: Path | None) -> DemoLayout:
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"--out: {directory} is not empty: name a new directory")
     (directory / LOGS).mkdir(parents=True)
-    return DemoLayout(directory, Path(tempfile.mkdtemp(prefix="dips-")))
+    return DemoLayout(directory)
 
 
 def read_preset(path: Path | None) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def write_configs(
             "name": name,
             "master": address,
             "directory": name,
-            "initial_model": "master/initial/model.safetensors",
+            "initial_model": "master/initial",
         }
         for name in SLAVES
     ]
@@ -165,7 +163,6 @@ def write_configs(
             "master": address,
             "pace": {"aligned": INNER_STEPS if wall_s >= FULL_S else INNER_STEPS_AT_A_GLANCE},
             "directory": name,
-            "socket": str(layout.sockets / f"{name}.sock"),
             **spoken,
         }
         _dump_yaml(layout.cluster_file(name), cluster)

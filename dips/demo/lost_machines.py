@@ -21,7 +21,7 @@ from dips.local import run as local
 from dips.local.processes import LocalProcesses, ProcessEnded
 from dips.protocol.enums import SlaveCause, SlaveState
 from dips.protocol.view import RunView
-from dips.slave.snapshot_files import MANIFEST_FILE, MODEL_FILE
+from dips.store.version import MANIFEST_FILE
 from dips.transport.endpoints import Endpoint
 
 Way = Literal["kept", "mirrored", "unmirrored"]  # whether the killed slave's directory is kept, and is mirrored
@@ -108,8 +108,8 @@ def _keep_models(files: DemoLayout, lost: str, version: VersionId) -> tuple[Path
     kept = []
     for name in SLAVES:
         directory = files.slave_mirror(name) if name == lost else files.slave_directory(name)
-        copy = files.directory / f"left-of-{name}.safetensors"
-        shutil.copyfile(directory / str(version) / MODEL_FILE, copy)
+        copy = files.directory / f"left-of-{name}"
+        shutil.copytree(directory / str(version), copy)
         kept.append(copy)
     return tuple(kept)
 

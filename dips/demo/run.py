@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -71,8 +70,6 @@ def run_demo(
     except KeyboardInterrupt:
         console.print("stopped; every process of the demo has ended")
         return 130
-    finally:
-        shutil.rmtree(files.sockets, ignore_errors=True)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from dips.demo.model import build, loss_of, next_byte_loss
 from dips.ids import VersionId
 from dips.protocol.enums import SlaveState
 from dips.protocol.view import RunView
-from dips.slave.snapshot_files import MODEL_FILE, MOMENTUM, THETA
+from dips.store.version import MOMENTUM, THETA
 from dips.view.points import RoundHistory
 
 VALIDATION_ROWS, VALIDATION_LENGTH = 256, 256
@@ -76,10 +76,10 @@ def evaluate_losses(
     """Evaluate version 0, the head and the exported file.
 
     snapshots  directories of the head, one per slave
-    left       files of the version from which the run continued after a loss; empty: there was none
+    left       copies of the version from which the run continued after a loss; empty: there was none
     directory  of the head for transformers; None: there is none
     """
-    models = (load_file(initial), _join_files([path / MODEL_FILE for path in snapshots]), load_file(exported))
+    models = (_join_files([initial]), _join_files(snapshots), load_file(exported))
     first, head, plain = (validation_loss(model, sample) for model in models)
     before = validation_loss(_join_files(left), sample) if left else None
     pretrained = _pretrained_loss(directory, sample) if directory else None
@@ -87,8 +87,9 @@ def evaluate_losses(
 
 
 def _join_files(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """Return θ from the files of several snapshots, or from one exported file with the parameters' own names."""
-    tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    """Return θ from several versions' directories, or from one exported file with the parameters' own names."""
+    files = [file for path in paths for file in (path.glob("*.safetensors") if path.is_dir() else [path])]
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return {name.removeprefix(THETA): tensor for name, tensor in tensors.items() if not name.startswith(MOMENTUM)}
 
 

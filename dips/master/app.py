@@ -16,7 +16,7 @@ from grpc_health.v1 import health
 
 from dips import daemon
 from dips.config import RunFile, host_port, is_loopback, load_run
-from dips.errors import ConfigError, CorruptManifest
+from dips.errors import ConfigError
 from dips.files import keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import MASTER_NAME, PeerRole
@@ -283,18 +283,7 @@ def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
     row = ledger.run_row()
     genesis.check_is_of_run(config, row)
     genesis.check_placement(config, row)
-    _check_manifest(config, row)
     return row
-
-
-def _check_manifest(config: RunFile, row: RunRow) -> None:
-    listing = config.master.directory / genesis.INITIAL_MANIFEST
-    if not listing.exists():
-        return  # a copy for people and tools; the ledger's counts
-    there, ours = Manifest.from_json(listing.read_text()), Manifest.from_json(row.manifest)
-    if there.digest != ours.digest:
-        lines = "; ".join(ours.describe_differences(there))
-        raise CorruptManifest(f"{listing} is not the model of {genesis.ledger_path(config)}: {lines}")
 
 
 if __name__ == "__main__":

@@ -14,27 +14,27 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from safetensors.numpy import save_file
 
 from dips.config import RunFile
 from dips.differences import differing_options
 from dips.errors import ConfigError, FailedMirror
-from dips.files import make_directory, sync_path
+from dips.files import make_directory, sync_path, write_durably
 from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger, remove_beside
-from dips.mirror import PIECE_BYTES, SEEN, MirrorStore
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest, unmatched_patterns
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
+from dips.store.files import ASIDE, delete_version, write_version
+from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, list_versions
 
 Tensor = npt.NDArray[np.float32]
 
 LEDGER = "ledger.sqlite"
-INITIAL_MODEL = Path("initial") / "model.safetensors"
-INITIAL_MANIFEST = Path("initial") / "manifest.json"
-INITIAL_SHARED = Path("initial") / "shared.json"  # the ledger has only their digest; this file has the options
-INITIAL_FILES = (INITIAL_MODEL, INITIAL_MANIFEST, INITIAL_SHARED)
+INITIAL = Path("initial")  # the root of v0@r0, which a slave's initial_model names
+INITIAL_VERSION = INITIAL / str(GENESIS)
+INITIAL_SHARED = INITIAL / "shared.json"  # the ledger has only their digest; this file has the options
+MOST_SHARED_BYTES = 1 << 20
 
 
 def ledger_path(config: RunFile) -> Path:
@@ -127,30 +127,26 @@ def make_row(config: RunFile, manifest: Manifest, digests: tuple[str, ...], norm
     )
 
 
-def fetch_initial(store: MirrorStore, directory: Path) -> None:
-    """Restore missing files of the initial model from the mirror; v0@r0 is read from them."""
-    for name in INITIAL_FILES:
-        path, there = directory / name, store.file_size(str(name))
-        if path.exists() or there is None:
-            continue
-        make_directory(path.parent)
-        aside = path.with_suffix(".tmp")
-        with store.open_file(str(name)) as source, aside.open("wb") as target:
-            shutil.copyfileobj(source, target, PIECE_BYTES)
-        sync_path(aside)
-        aside.replace(path)
-        sync_path(path.parent)
+def fetch_initial(store: MirrorStore, run: str, directory: Path) -> None:
+    """Restore what is missing of the root of v0@r0 from the mirror."""
+    root, shared = directory / INITIAL, directory / INITIAL_SHARED
+    make_directory(root)
+    if not shared.exists() and (content := store.read_file(str(INITIAL_SHARED), MOST_SHARED_BYTES)) is not None:
+        write_durably(shared, content, shared.with_suffix(".tmp"))
+    initial = store.subfolder(str(INITIAL))
+    if not (directory / INITIAL_VERSION).exists() and GENESIS in list_versions(initial):
+        bring_back(initial, root, run, "", GENESIS)
 
 
 def mirror_initial(config: RunFile) -> None:
-    """Copy the initial files to the mirror, without a model that `dips seed` brings. Readers verify digests."""
+    """Copy the root of v0@r0 to the mirror; the model is not there if `dips seed` brings it."""
     if config.master.mirror is None:
         return
     directory = config.master.directory
     store = MirrorStore(config.master.mirror, config.shared.run, "master", of=directory)
-    for name in (name for name in INITIAL_FILES if (directory / name).exists()):
-        with (directory / name).open("rb") as source, store.create_file(str(name)) as target:
-            shutil.copyfileobj(source, target, PIECE_BYTES)
+    store.write_file(str(INITIAL_SHARED), (directory / INITIAL_SHARED).read_bytes())
+    if (directory / INITIAL_VERSION).exists():
+        copy_out(store.subfolder(str(INITIAL)), directory / INITIAL, GENESIS)
 
 
 def find_mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
@@ -230,42 +226,40 @@ def _throw_away(ledger: Path) -> None:
         with hold_ledger(ledger):
             ledger.unlink()
             remove_beside(ledger)
-    shutil.rmtree(ledger.parent / INITIAL_MODEL.parent, ignore_errors=True)
+    shutil.rmtree(ledger.parent / INITIAL, ignore_errors=True)
     (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is deleted, too
 
 
-def write_initial(config: RunFile, manifest: Manifest, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write version 0 and its listings, replacing existing files."""
-    model = directory / INITIAL_MODEL
-    make_directory(model.parent)
-    aside = model.with_suffix(".tmp")
-    metadata = {"format": "pt", "run": config.shared.run, "version": str(GENESIS)}  # as in files of `dips export`
-    # ascontiguousarray makes a scalar one-dimensional.
-    save_file({name: np.ascontiguousarray(t).reshape(t.shape) for name, t in tensors.items()}, aside, metadata)
-    sync_path(aside)
-    aside.replace(model)
-    write_listings(config, manifest, directory)
+def write_initial(config: RunFile, model: Manifest, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Write the root of version 0 with the run's options, replacing an existing one."""
+    root = directory / INITIAL
+    path, aside = root / str(GENESIS), root / f"{ASIDE}{GENESIS}"
+    make_directory(root)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    flat = (_flatten_layer(layer, tensors) for layer in model.layers)
+    layers = range(len(model.layers))
+    write_version(aside, (config.shared.run, "", 0), GENESIS, model, layers, flat, momentum=False)
+    if path.exists():
+        delete_version(path)
+    aside.rename(path)
+    sync_path(root)
+    write_shared(config, directory)
+
+
+def _flatten_layer(layer: Layer, tensors: Mapping[str, Tensor]) -> Tensor:
+    return np.concatenate([np.ascontiguousarray(tensors[p.name], np.float32).reshape(-1) for p in layer.parameters])
 
 
 def put_initial(aside: Path, directory: Path) -> None:
-    """Move version 0 and its listings from another directory of this disk to their place, durably."""
-    make_directory((directory / INITIAL_MODEL).parent)
-    for name in INITIAL_FILES:
-        (aside / name).replace(directory / name)
-    sync_path((directory / INITIAL_MODEL).parent)
+    """Move the root of version 0 from another directory of this disk to its place, durably."""
+    shutil.rmtree(directory / INITIAL, ignore_errors=True)
+    (aside / INITIAL).rename(directory / INITIAL)
+    sync_path(directory)
 
 
-def write_listings(config: RunFile, manifest: Manifest, directory: Path) -> None:
-    """Write the manifest and the shared options as files, for people and tools, and to name differences later."""
-    make_directory((directory / INITIAL_MANIFEST).parent)
-    for name, text in (
-        (INITIAL_MANIFEST, manifest.to_json()),
-        (INITIAL_SHARED, json.dumps(config.shared.agreed, indent=1)),
-    ):
-        listing = directory / name
-        aside = listing.with_suffix(".tmp")
-        aside.write_text(text)
-        sync_path(aside)
-        aside.replace(listing)
-    for folder in ((directory / INITIAL_MANIFEST).parent, directory):
-        sync_path(folder)
+def write_shared(config: RunFile, directory: Path) -> None:
+    """Write the shared options as a file, to name differences later."""
+    path = directory / INITIAL_SHARED
+    make_directory(path.parent)
+    write_durably(path, json.dumps(config.shared.agreed, indent=1).encode(), path.with_suffix(".tmp"))

@@ -21,9 +21,9 @@ from dips.dataclass import dataclass
 from dips.errors import DipsError, StaleTerm
 from dips.master import restore
 from dips.master.restore import MirroredTransaction
-from dips.mirror import MirrorStore
 from dips.protocol.records import Record
 from dips.protocol.view import LedgerMirrorView
+from dips.store.mirror import MirrorStore
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 

@@ -22,7 +22,6 @@ from dips.master import genesis, journal
 from dips.master.ledger import Ledger
 from dips.master.local_audit import make_local_row
 from dips.master.restore import SPARE
-from dips.mirror import MirrorStore
 from dips.outer_step import NO_STEP
 from dips.protocol.enums import Role, RoundResult
 from dips.protocol.records import (
@@ -36,6 +35,7 @@ from dips.protocol.records import (
     VersionCommitted,
     VersionRecovered,
 )
+from dips.store.mirror import MirrorStore
 
 REASON = "counters raised by dips-master recover"
 MANIFEST_FILE = "manifest.json"  # in each snapshot of a slave, and in each copy of one

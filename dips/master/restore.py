@@ -18,10 +18,10 @@ from dips.dataclass import dataclass
 from dips.errors import ConfigError, Corrupt, FailedMirror
 from dips.master import genesis
 from dips.master.ledger import Ledger, hold_ledger, put_in_place
-from dips.mirror import MirrorStore
 from dips.protocol import codec
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import LedgerRestored, LedgerState, Record, RoundEnded, RoundReserved
+from dips.store.mirror import MirrorStore
 from dips.telemetry.logs import Log
 
 # ---- ledger rebuild -------------------------------------------------------------------------------------------------
@@ -217,7 +217,9 @@ def restore_if_lost(config: RunFile, log: Log) -> None:
         found = read_newest(store, config.shared.run)
         if found is None:
             return  # a run that has not begun
-        genesis.fetch_initial(store, config.master.directory)  # first: a directory with a ledger is not restored
+        genesis.fetch_initial(
+            store, config.shared.run, config.master.directory
+        )  # first: a directory with a ledger is not restored
         state = build_file(found, path)
     log.warning(
         "ledger_restored", mirror=store.url, term=found.term, head=str(state.versions[-1].version),

@@ -84,8 +84,6 @@ class ManifestDesk:
 
 
 # ---- servicer -------------------------------------------------------------------------------------------------------
-# The master's gRPC services: each call is one question, heartbeat or event for the runtime.
-#
 # A question whose answer is Pending is kept open by the core (core.py). The Coordinator decides which question is legal
 # when.
 

@@ -77,7 +77,7 @@ def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float])
     with hold_ledger(path):
         if path.exists():
             raise ConfigError(f"{path}: a ledger is here already; a run begins once")
-        genesis.write_listings(config, manifest, config.master.directory)
+        genesis.write_shared(config, config.master.directory)
         genesis.mirror_initial(config)
         _write_ledger(config, row, wall)
     return row

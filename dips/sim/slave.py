@@ -105,8 +105,6 @@ def attempt_work(work: Callable[..., object], *details: object) -> object:
 
 
 # ---- slave ----------------------------------------------------------------------------------------------------------
-# A simulated slave: a process around the real core and Shard, on a machine (slave_machine.py).
-#
 # It is a shell of `dips.slave.core`: the work that the daemon does with a thread, gRPC and a clock (slave/runtime.py)
 # is done here in simulated time. Work on the shard takes time and has its effect at the end; a crash in between may
 # leave a torn snapshot.

@@ -13,24 +13,28 @@ import numpy as np
 
 from dips.errors import ConfigError
 from dips.files import write_aside
-from dips.ids import VersionId
-from dips.slave import tensorfile
-from dips.slave.ports import F32
-from dips.slave.snapshot_files import MODEL_FILE, LayerRecord, SnapshotManifest, find_whole, read_theta
-from dips.slave.tensorfile import Reader
+from dips.ids import GENESIS, VersionId
+from dips.store import tensorfile
+from dips.store.files import find_complete, read_layer, read_manifest
+from dips.store.tensorfile import F32
+from dips.store.version import LayerRecord, VersionManifest
 
-Place = tuple[Path, LayerRecord]  # a snapshot's directory and the record of a layer in it
+Place = tuple[Path, VersionManifest, LayerRecord]  # a version's directory, its manifest, and a layer in it
 
 
 def export_snapshot(directories: Sequence[Path], version: VersionId | None, output: Path) -> VersionId:
     """Write θ of `version`, or of the newest version complete in all `directories`, to `output`; return the version.
 
     Raises ConfigError if no (or not that) version is complete, or `output` cannot be written; CorruptSnapshot if bytes
-    do not have their digest. Uses the memory of one layer.
+    do not have their digest. Uses the memory of one layer. For v0@r0 `directories` is the root of the first model.
     """
-    chosen, manifests = _choose_version(directories, version)
+    if version == GENESIS:
+        manifests = {root / str(version): read_manifest(root / str(version)) for root in directories}
+        chosen = version
+    else:
+        chosen, manifests = _choose_version(directories, version)
     places = _order_layers(chosen, manifests)
-    shapes = [(p.name, p.shape) for _, record in places for p in record.layer.parameters]
+    shapes = [(p.name, p.shape) for *_, record in places for p in record.layer.parameters]
     first = next(iter(manifests.values()))
     metadata = {"format": "pt", "run": first.run, "version": str(chosen)}  # transformers requires `format`
     try:
@@ -43,11 +47,11 @@ def export_snapshot(directories: Sequence[Path], version: VersionId | None, outp
 
 def _choose_version(
     directories: Sequence[Path], version: VersionId | None
-) -> tuple[VersionId, dict[Path, SnapshotManifest]]:
+) -> tuple[VersionId, dict[Path, VersionManifest]]:
     """Choose the version; return it with each directory's snapshot of it."""
     if not directories:
         raise ConfigError("expected the snapshot directories of all slaves, got none")
-    offered = {directory: find_whole(directory) for directory in directories}
+    offered = {directory: find_complete(directory) for directory in directories}
     common = set.intersection(*(set(versions) for versions in offered.values()))
     if version is not None:
         common &= {version}
@@ -62,7 +66,7 @@ def _choose_version(
     return chosen, {directory / str(chosen): offered[directory][chosen] for directory in directories}
 
 
-def _order_layers(version: VersionId, manifests: dict[Path, SnapshotManifest]) -> list[Place]:
+def _order_layers(version: VersionId, manifests: dict[Path, VersionManifest]) -> list[Place]:
     """Return all layers in the model's order; raise ConfigError if one is missing, found twice, or of another run or
     model.
     """
@@ -75,7 +79,7 @@ def _order_layers(version: VersionId, manifests: dict[Path, SnapshotManifest]) -
         for record in manifest.layers:
             if record.index in found:
                 raise ConfigError(f"{version}: layer {record.layer.name} is in {found[record.index][0]} and in {path}")
-            found[record.index] = (path, record)
+            found[record.index] = (path, manifest, record)
     missing = [str(index) for index in range(layers) if index not in found]
     if missing:
         raise ConfigError(f"{version}: layers {', '.join(missing)} of {layers} are in none of the given directories")
@@ -83,8 +87,7 @@ def _order_layers(version: VersionId, manifests: dict[Path, SnapshotManifest]) -
 
 
 def _read_layers(places: Sequence[Place]) -> Iterator[F32]:
-    for path, record in places:
+    for path, manifest, record in places:
         theta = np.empty(record.layer.numel, np.float32)
-        with Reader(path / MODEL_FILE) as reader:
-            read_theta(reader, record, theta)
+        read_layer(path, manifest, record, theta, None)
         yield theta

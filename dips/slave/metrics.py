@@ -53,8 +53,6 @@ class DiskRoom:
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
-# The metrics that a slave exports about itself, dips_shard_…; the master exports dips_slave_… from all heartbeats.
-#
 # Labels are names of clusters whose push or pull the master opened here, kinds of orders and reasons of refusals, all
 # bounded by the run or by a table.
 

@@ -1,42 +1,40 @@
-"""Copies layers between the slaves' directories for `dips rebalance`, while no slave runs.
+"""Copies layers between the slaves' roots for `dips rebalance`, while no slave runs.
 
-A complete snapshot is made: its layers are read from their present places, verified, written, fsynced and staged beside
-existing snapshots (snapshots.py), then read back. Existing snapshots are not changed before the ledger has the
-row. Uses the memory of one layer's θ. It does not know the ledger: the caller names the sources, and when a snapshot
+A layer's file is copied as it is, from the root that holds it into a version aside in its new owner's, verified on the
+way; the version gets a manifest of its own, is staged beside existing ones, and read back. Existing versions are not
+changed before the ledger has the row. It does not know the ledger: the caller names the sources, and when a version
 becomes the slave's.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
-import xxhash
 
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot
-from dips.ids import VersionId
+from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
-from dips.slave import snapshots, tensorfile
-from dips.slave.ports import F32
-from dips.slave.snapshot_files import (
+from dips.store import files
+from dips.store.files import (
     ASIDE,
-    MANIFEST_FILE,
-    MODEL_FILE,
-    MOMENTUM,
-    THETA,
-    LayerRecord,
-    find_whole,
+    STAGED,
+    SyncQueue,
+    copy_layer,
+    delete_version,
+    find_complete,
+    make_manifest,
+    manifest_digest,
+    promote_version,
     read_manifest,
-    read_part,
     read_through,
-    version_of,
-    write_snapshot,
+    reserve_version,
+    staged_path,
+    staged_versions,
+    write_manifest,
 )
-from dips.slave.snapshots import LISTING_BYTES, STAGED, delete_snapshot, promote_snapshot, staged_path, staged_versions
-from dips.slave.tensorfile import Reader
+from dips.store.version import LayerRecord, VersionManifest, version_of
 
 Report = Callable[[int], None]  # called with the number of bytes that are done
 Digests = Mapping[tuple[int, str], str]  # (round, slave) → digest of the manifest, from the ledger
@@ -60,12 +58,6 @@ class SnapshotCopy:
         return 2 * sum(self.model.layers[layer].nbytes for layer in self.sources)
 
 
-def manifest_digest(path: Path) -> str:
-    """Return the digest that the ledger keeps of a snapshot; raise CorruptSnapshot if it is not complete."""
-    read_manifest(path)
-    return xxhash.xxh3_128_hexdigest((path / MANIFEST_FILE).read_bytes())
-
-
 def find_placed(
     directories: Sequence[Path], run: str, slave: str, layers: Sequence[int], digests: Digests
 ) -> dict[VersionId, Path]:
@@ -82,7 +74,7 @@ def find_placed(
         )
     found: dict[VersionId, Path] = {}
     for directory in here:
-        for version, manifest in find_whole(directory).items():
+        for version, manifest in find_complete(directory).items():
             path = directory / str(version)
             if manifest.run != run:
                 raise ConfigError(f"{path} is a snapshot of run {manifest.run!r}, expected run {run!r}")
@@ -97,7 +89,7 @@ def finish_staged(
     slave: str,
     digests: Digests,
     on_damaged: Callable[[CorruptSnapshot], None],
-    discard: Callable[[Path], None] = delete_snapshot,
+    discard: Callable[[Path], None] = delete_version,
 ) -> tuple[list[VersionId], list[VersionId]]:
     """Promote the staged snapshots that have a row; return (promoted, staged without a row).
 
@@ -111,7 +103,7 @@ def finish_staged(
             on_damaged(error)
             continue
         if digest == digests.get((version.round, slave)):
-            promote_snapshot(directory, version, discard)
+            promote_version(directory, version, discard)
             finished.append(version)
         else:
             without_row.append(version)
@@ -124,10 +116,8 @@ def reserve_room(copies: Sequence[SnapshotCopy]) -> None:
     """
     for copy in copies:
         if not is_staged(copy):
-            aside = _aside(copy)
-            aside.mkdir(exist_ok=True)
-            listed = sum(len(copy.model.layers[layer].parameters) for layer in copy.sources)
-            tensorfile.reserve_file(aside / MODEL_FILE, copy.nbytes + LISTING_BYTES * (1 + listed))
+            shutil.rmtree(_aside(copy), ignore_errors=True)  # of a try that was killed, perhaps with other layers
+            reserve_version(_aside(copy), copy.run, copy.version, copy.model, copy.sources)
 
 
 def is_staged(copy: SnapshotCopy) -> bool:
@@ -152,10 +142,8 @@ def stage_snapshot(copy: SnapshotCopy, report: Report) -> str:
     if is_staged(copy):
         report(copy.nbytes)
     else:
-        aside.mkdir(exist_ok=True)
-        owner = (copy.run, copy.slave, copy.sinc)
-        write_snapshot(aside, owner, copy.version, copy.model, copy.sources, _read_layers(copy, report))
-        snapshots.stage_snapshot(aside, copy.version)
+        _copy_layers(copy, aside, report)
+        files.stage_version(aside, copy.version)
     return manifest_digest(staged)
 
 
@@ -164,7 +152,7 @@ def check_staged(copy: SnapshotCopy, report: Report) -> None:
     path, sources = staged_path(copy.directory, copy.version), _source_records(copy)
     manifest = read_manifest(path)
     for record in manifest.layers:
-        source = sources[record.index]
+        _, source = sources[record.index]
         if source != record:
             raise CorruptSnapshot(
                 f"{path}: layer {record.layer.name}: expected the digests of {copy.sources[record.index]}, "
@@ -186,34 +174,37 @@ def clean_directory(directory: Path, run: str, present: VersionId | None, discar
     """
     for path in sorted(directory.glob("v*@r*")):
         version = version_of(path)
-        if version is not None and version != present and _is_of_run(path, run):
+        if version not in (None, GENESIS, present) and _is_of_run(path, run):
             discard(path)
     for path in [*directory.glob(f"{STAGED}*"), *directory.glob(f"{ASIDE}*")]:
-        delete_snapshot(path) if path.name.startswith(STAGED) else shutil.rmtree(path)
+        delete_version(path) if path.name.startswith(STAGED) else shutil.rmtree(path)
 
 
 def _aside(copy: SnapshotCopy) -> Path:
     return copy.directory / f"{ASIDE}{copy.version}"
 
 
-def _read_layers(copy: SnapshotCopy, report: Report) -> Iterator[F32]:
-    """Iterate over θ and m of each layer, verified, in one buffer that is refilled each time."""
-    records = _source_records(copy)
-    buffer = np.empty(max(record.layer.numel for record in records.values()), np.float32)
-    for layer, path in copy.sources.items():
-        record = records[layer]
-        flat = buffer[: record.layer.numel]
-        with Reader(path / MODEL_FILE) as reader:
-            for prefix, digest in ((THETA, record.theta), (MOMENTUM, record.momentum)):
-                read_part(reader, record, prefix, flat, digest)
-                yield flat
-                report(flat.nbytes)
+def _copy_layers(copy: SnapshotCopy, aside: Path, report: Report) -> None:
+    """Fill `aside` with a version of the layers' files, as they are in their sources."""
+    aside.mkdir(exist_ok=True)
+    records, queue = _source_records(copy), SyncQueue()
+    for layer, folder in copy.sources.items():
+        manifest, record = records[layer]
+        target = aside / record.file
+        with (folder / record.file).open("rb") as source, target.open("r+b" if target.exists() else "wb") as file:
+            copy_layer(source, file, manifest, record, str(folder / record.file), report)
+            file.truncate()
+        queue.add_file(target, record.size)
+    queue.sync_files()
+    layers = [records[layer][1] for layer in copy.sources]
+    manifest = make_manifest((copy.run, copy.slave, copy.sinc), copy.version, copy.model, layers)
+    write_manifest(aside, manifest.to_json().encode())
 
 
-def _source_records(copy: SnapshotCopy) -> dict[int, LayerRecord]:
-    """Return the records of the layers from the manifests of all sources."""
+def _source_records(copy: SnapshotCopy) -> dict[int, tuple[VersionManifest, LayerRecord]]:
+    """Return the records of the layers, each with its manifest, from all sources."""
     manifests = [read_manifest(path) for path in dict.fromkeys(copy.sources.values())]
-    return {r.index: r for manifest in manifests for r in manifest.layers if r.index in copy.sources}
+    return {r.index: (manifest, r) for manifest in manifests for r in manifest.layers if r.index in copy.sources}
 
 
 def _is_of_run(path: Path, run: str) -> bool:

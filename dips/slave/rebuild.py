@@ -21,15 +21,25 @@ from dips.config import RunFile, SlaveSection
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot, FailedDisk, FailedMirror
 from dips.ids import VersionId
-from dips.mirror import MirrorStore
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
 from dips.slave.ports import F32
 from dips.slave.rebalance import Digests, finish_staged
-from dips.slave.snapshot_files import read_manifest, split_layer
 from dips.slave.snapshot_mirror import SnapshotMirror
-from dips.slave.snapshots import Snapshots, promote_snapshot, staged_path
-from dips.slave.tensorfile import Reader
+from dips.slave.snapshots import Snapshots
+from dips.store.files import (
+    ASIDE,
+    manifest_digest,
+    promote_version,
+    read_layer,
+    read_manifest,
+    stage_version,
+    staged_path,
+    write_version,
+)
+from dips.store.mirror import MirrorStore
+from dips.store.tensorfile import Reader
+from dips.store.version import split_layer
 from dips.telemetry.logs import Log
 
 
@@ -97,7 +107,7 @@ class Rebuild:
         try:
             for one in found:
                 self._reserve_room(version, one, sinc)
-            return tuple((one.slave, self._stage_slave(version, one)) for one in found)
+            return tuple((one.slave, self._stage_slave(version, one, sinc)) for one in found)
         except BaseException as error:
             for one in found:
                 self._disks[one.slave].release_room(version)
@@ -109,7 +119,7 @@ class Rebuild:
     def place_version(self, version: VersionId) -> None:
         """Promote the staged snapshots of a version whose row is durable."""
         for section in self._sections.values():
-            promote_snapshot(section.directory, version)
+            promote_version(section.directory, version)
 
     def layer_names(self, layers: Sequence[int]) -> tuple[str, ...]:
         return tuple(self._manifest.layers[layer].name for layer in layers)
@@ -146,15 +156,24 @@ class Rebuild:
         disk.bind_layers(self._manifest, found.layers, [self._row.genesis[layer] for layer in found.layers], sinc)
         disk.reserve_room(version, 2 * sum(self._manifest.layers[layer].nbytes for layer in found.layers))
 
-    def _stage_slave(self, version: VersionId, found: SlaveFinding) -> str:
-        disk = self._disks[found.slave]
-        theta = {layer: np.empty(self._manifest.layers[layer].numel, np.float32) for layer in found.layers}
-        momentum = {layer: np.zeros_like(array) for layer, array in theta.items()}
-        if found.momentum_of is not None:
-            disk.read_snapshot(found.momentum_of, theta, momentum)
-        for layer, array in self._read_model(found.layers):
-            theta[layer][:] = array
-        return disk.stage_snapshot(version, theta, momentum)
+    def _stage_slave(self, version: VersionId, found: SlaveFinding, sinc: int) -> str:
+        directory = self._sections[found.slave].directory
+        aside, owner = directory / f"{ASIDE}{version}", (self._row.run, found.slave, sinc)
+        write_version(aside, owner, version, self._manifest, found.layers, self._merge_layers(directory, found))
+        stage_version(aside, version)
+        return manifest_digest(staged_path(directory, version))
+
+    def _merge_layers(self, directory: Path, found: SlaveFinding) -> Iterator[F32]:
+        """Iterate over θ of the file and m of the slave's newest snapshot, with the memory of one layer."""
+        folder = None if found.momentum_of is None else directory / str(found.momentum_of)
+        manifest = None if folder is None else read_manifest(folder)
+        records = {} if manifest is None else {record.index: record for record in manifest.layers}
+        for layer, theta in self._read_model(found.layers):
+            yield theta
+            momentum = np.zeros_like(theta)
+            if folder is not None and manifest is not None:
+                read_layer(folder, manifest, records[layer], None, momentum)
+            yield momentum
 
     def _check_model(self) -> None:
         """Check, before anything is written, that the file has every parameter, in fp32 and finite."""

@@ -83,8 +83,6 @@ class LastProcess:
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------
-# A slave's registration with its master until Hold, and the heartbeats that renew it.
-#
 # Pure: `now` is an argument, actions are returned (ports.py). A master that does not answer is asked again for ever,
 # with backoff. A slave that serves no version, or is asked for one, restores from its mirror before each Register. With
 # an empty disk and a failing mirror it does not register at all, since the run might begin anew for that. What must

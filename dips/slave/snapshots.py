@@ -1,10 +1,17 @@
-"""The snapshots of one slave on its disk: one directory for each version, `v12@r17/`, and those staged for it."""
+"""The snapshots of one slave on its disk: the versions of its root, those staged for it, and its first model.
+
+A snapshot is written aside, fsynced and renamed, so it is complete or it is not there, and it is used only after every
+digest agrees. Half-written, damaged and foreign ones are skipped with a log line, and left for a person. One process
+locks the directory as long as it runs. The master decides what is written and deleted; by itself a slave removes only
+what it had not finished writing.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
-from itertools import chain, count
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import xxhash
@@ -14,118 +21,142 @@ from dips.files import PidLock, make_directory, sync_path
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Manifest
-from dips.slave import tensorfile
-from dips.slave.initial_model import InitialModel
 from dips.slave.ports import Arrays
-from dips.slave.snapshot_files import (
+from dips.store.files import (
     ASIDE,
-    MANIFEST_FILE,
-    MODEL_FILE,
-    THETA,
-    SnapshotManifest,
-    digest_of,
-    map_layers,
+    manifest_digest,
+    map_version,
+    promote_if_ours,
     read_layer,
     read_manifest,
     read_through,
-    version_of,
-    write_snapshot,
+    reserve_version,
+    staged_path,
+    staged_versions,
+    write_version,
 )
-from dips.slave.tensorfile import Reader
+from dips.store.tensorfile import OnPiece
+from dips.store.version import OLD_LAYOUT, VersionManifest, digest_of, version_of
 from dips.telemetry.logs import Log
 
-# ---- staged snapshots -----------------------------------------------------------------------------------------------
-# Snapshots written by `dips rebalance` or `dips recover` that wait for a row in the ledger to become versions.
-#
-#     .rebalanced-v12@r17   complete; beside v12@r17, which holds the former layers, or without it
-#
-# A crash may follow the row, so the staged snapshots are promoted by the command when it is repeated, or by the slave
-# when the master names its layers. Before the row a rebalanced one is ignored: the layers that the master names are
-# still those of v12@r17. A recovered one is of a round that the ledger has reserved, so the master orders it deleted,
-# like the snapshots of a round that was skipped.
+_LOCK = ".lock"
+FilesState = tuple[tuple[str, int, int, int], ...]  # changes with the files of a version: name, inode, size, time
+
+# ---- first model ----------------------------------------------------------------------------------------------------
+# v0@r0 is the version that `dips seed` put into the slave's own root, or the one in the root that `initial_model`
+# names. Neither is used unless its layers have the digests of the ledger. It is never deleted, since a run may roll
+# back to v0@r0.
 
 
-STAGED = ".rebalanced-"
-KEPT = "old-"  # prefix with --keep-old; a person may delete these
+class InitialModel:
+    """The layers of v0@r0 of one slave; `bind_layers` sets which these are."""
+
+    def __init__(self, root: Path, run: str, given: Path | None, on_piece: OnPiece) -> None:
+        """`given` is the root that `dips init` wrote, with all layers of the model; None: the slave waits for `dips
+        seed`.
+        """
+        self.given, self._run, self._on_piece = given, run, on_piece
+        self._folders = [root / str(GENESIS) for root in (root, given) if root is not None]
+        self._model: Manifest | None = None
+        self._digests: Mapping[int, str] = {}
+        self._bad: dict[Path, tuple[FilesState, str]] = {}  # files of no use, and why
+
+    def bind_layers(self, model: Manifest, digests: Mapping[int, str]) -> None:
+        """Set the layers that are needed, and their digests."""
+        if digests != self._digests:
+            self._bad.clear()
+        self._model, self._digests = model, digests
+
+    def is_held(self) -> bool:
+        """Whether there is a version whose manifest has the right layers and digests; its bytes are compared when they
+        are read.
+
+        Does not raise. Before the layers are known, any v0@r0 counts.
+        """
+        return any(self._check_folder(folder) is not None for folder in self._folders)
+
+    def describe_unfit(self) -> str:
+        """Describe why what is here does not fit; "" if there is nothing, or one fits."""
+        if self.is_held():
+            return ""
+        found = [self._bad[folder][1] for folder in self._folders if folder in self._bad]
+        if self.given is not None and (self.given.is_file() or (self.given / OLD_LAYOUT).is_file()):
+            found.append(f"{self.given}: expected a directory with {GENESIS}/ of `dips init`: make the run anew")
+        return "; ".join(found)
+
+    def read_layers(self, theta: Arrays, momentum: Arrays) -> None:
+        """Fill θ, and m with 0; raise CorruptSnapshot for another model, FileNotFoundError if there is none."""
+        folder, manifest = self._choose_folder()
+        try:
+            for record in manifest.layers:
+                if record.index in self._digests:
+                    read_layer(folder, manifest, record, theta[record.index], momentum[record.index], self._on_piece)
+        except CorruptSnapshot as error:
+            self._bad[folder] = (files_state(folder), str(error))
+            raise
+
+    def map_layers(self) -> Arrays | None:
+        """Map θ; return None before the layers are known, or without a version."""
+        if self._model is None or not self.is_held():
+            return None
+        folder, manifest = self._choose_folder()
+        return map_version(folder, manifest, self._digests.keys())
+
+    def require_layers(self, folder: Path, manifest: VersionManifest) -> None:
+        """Raise CorruptSnapshot unless a version has the first model's layers, by its digests."""
+        assert self._model is not None, "the initial model was to be compared before this slave knew its layers"
+        records = {record.index: record for record in manifest.layers}
+        for index, expected in self._digests.items():
+            layer, record = self._model.layers[index], records.get(index)
+            if record is None or record.layer != layer:
+                found = f"has the layer {record.layer}" if record else "does not hold it"
+                raise CorruptSnapshot(f"{folder}: expected layer {layer.name} of this run's model, it {found}")
+            if record.theta != expected or record.momentum:
+                raise CorruptSnapshot(
+                    f"{folder}: layer {layer.name} is not this run's first model:"
+                    f" expected xxh3-128 {expected}, got {record.theta}"
+                )
+
+    def _choose_folder(self) -> tuple[Path, VersionManifest]:
+        if self._model is None:
+            raise LocalProtocolError("the initial model was to be read before this slave knew its layers")
+        for folder in self._folders:
+            if (manifest := self._check_folder(folder)) is not None:
+                return folder, manifest
+        unfit = self.describe_unfit()
+        lacking = f"what is there does not fit: {unfit}" if unfit else "there is none"
+        raise FileNotFoundError(
+            f"initial_model: expected the first model of this slave's layers in {self._folders[-1]}, {lacking}: "
+            "run `dips seed`, or copy <master.directory>/initial/ of this run's `dips init` to where "
+            "initial_model points"
+        )
+
+    def _check_folder(self, folder: Path) -> VersionManifest | None:
+        """Return the manifest of a v0@r0 that fits; None if there is none, or it was found unfit."""
+        if not folder.is_dir() or (folder in self._bad and self._bad[folder][0] == files_state(folder)):
+            return None
+        try:
+            manifest = read_manifest(folder)
+            if manifest.run != self._run:
+                raise CorruptSnapshot(f"{folder}: is of run {manifest.run}, expected run {self._run}")
+            if self._model is not None:
+                self.require_layers(folder, manifest)
+            return manifest
+        except (CorruptSnapshot, OSError) as error:
+            self._bad[folder] = (files_state(folder), str(error))
+            return None
 
 
-def staged_path(directory: Path, version: VersionId) -> Path:
-    return directory / f"{STAGED}{version}"
-
-
-def staged_versions(directory: Path) -> list[VersionId]:
-    """Return the versions with a staged snapshot here, ascending."""
-    names = (path.name.removeprefix(STAGED) for path in directory.glob(STAGED + "*"))
-    return sorted(version for name in names if (version := version_of(Path(name))) is not None)
-
-
-def stage_snapshot(aside: Path, version: VersionId) -> None:
-    """Rename a durable snapshot to its staged name, replacing another one of this version."""
-    staged = staged_path(aside.parent, version)
-    if staged.exists():
-        shutil.rmtree(staged)
-    aside.rename(staged)
-    sync_path(aside.parent)
-
-
-def promote_if_ours(directory: Path, version: VersionId, layers: Collection[int]) -> bool:
-    """Promote a staged snapshot if it holds just these layers and the present one does not; return whether it was."""
-    if _layers_of(staged_path(directory, version)) != set(layers) or _layers_of(directory / str(version)) == set(
-        layers
-    ):
-        return False
-    promote_snapshot(directory, version)
-    return True
-
-
-def promote_snapshot(directory: Path, version: VersionId, discard: Callable[[Path], None] | None = None) -> None:
-    """Rename a staged snapshot to its final name after `discard` of the present one. It has one of the two names at any
-    time.
-    """
-    path = directory / str(version)
-    if path.exists():
-        (discard or delete_snapshot)(path)
-    staged_path(directory, version).rename(path)
-    sync_path(directory)
-
-
-def delete_snapshot(path: Path) -> None:
-    """Remove a snapshot, renamed first, so that a half-removed one is never taken for a snapshot."""
-    aside = path.with_name(f"{ASIDE}old-{path.name}")
-    path.rename(aside)
-    sync_path(path.parent)
-    shutil.rmtree(aside)
-
-
-def keep_snapshot(path: Path) -> None:
-    """Rename a snapshot so that it is neither read nor deleted any more; earlier kept ones stay."""
-    names = (path.with_name(f"{KEPT}{path.name}{again}") for again in chain([""], (f"-{n}" for n in count(2))))
-    path.rename(next(name for name in names if not name.exists()))
-    sync_path(path.parent)
-
-
-def _layers_of(path: Path) -> set[int] | None:
-    """Return the layers in a snapshot's manifest; None if there is none."""
+def files_state(folder: Path) -> FilesState:
+    """Return a value that differs if the files of a version were replaced or changed."""
     try:
-        return {record.index for record in read_manifest(path).layers}
-    except CorruptSnapshot:
-        return None
+        found = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+    except OSError:
+        return ()
+    return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found))
 
 
 # ---- snapshots ------------------------------------------------------------------------------------------------------
-# The snapshots of one slave on its disk: one directory for each version, `v12@r17/`, of model.safetensors and
-# manifest.json.
-#
-# A snapshot is written aside, fsynced and renamed, so it is complete or it is not there, and it is used only after
-# every digest agrees. Half-written, damaged and foreign ones are skipped with a log line, and left for a person. One
-# process locks the directory as long as it runs. The master decides what is written and deleted; by itself a slave
-# removes only what it had not finished writing.
-#
-# v0@r0 has no snapshot: see initial_model.py.
-
-
-LISTING_BYTES = 4096  # for each parameter, in the header and manifest of a snapshot: name, shape, offsets, digests
-_LOCK = ".lock"
 
 
 class Snapshots:
@@ -147,7 +178,7 @@ class Snapshots:
         self._log = log
         self._said_missing = False
         self._whole: set[VersionId] = set()  # verified, or written by this process
-        self._bad: dict[VersionId, object] = {}  # skipped, with the state of their files then; logged once
+        self._bad: dict[VersionId, FilesState] = {}  # skipped, with the state of their files then; logged once
         self._manifest: Manifest | None = None
         self._genesis: dict[int, str] = {}
         self._sinc = 0
@@ -199,11 +230,11 @@ class Snapshots:
 
         One that was skipped is read again when its files have changed, since it may have been repaired.
         """
-        found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None}
+        found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None} - {GENESIS}
         if self._manifest is None:  # bind_layers may promote a staged snapshot
             found.update(staged_versions(self._directory))
         for version in sorted(found - self._whole):
-            if version in self._bad and self._bad[version] == self._state_of(version):
+            if version in self._bad and self._bad[version] == files_state(self._path_of(version)):
                 continue
             try:
                 self._verify_snapshot(version)
@@ -213,12 +244,13 @@ class Snapshots:
         return tuple(sorted(self._whole & found))
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
-        """Reserve space for `nbytes` of θ and m, in the file that `write_snapshot` fills; raise OSError if full."""
+        """Reserve space for `nbytes` of θ and m, in the files that `write_snapshot` fills; raise OSError if full."""
         self._require_directory()
-        aside = self._aside_path(version)
+        model, aside = self._require_model(f"room for {version}"), self._aside_path(version)
+        held = 2 * sum(model.layers[index].nbytes for index in self._genesis)
+        assert nbytes == held, f"room for {nbytes} bytes was to be reserved, the layers have {held}"
         try:
-            aside.mkdir(exist_ok=True)
-            tensorfile.reserve_file(aside / MODEL_FILE, nbytes + self._listing_bytes())
+            reserve_version(aside, self._run, version, model, self._genesis)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -233,29 +265,22 @@ class Snapshots:
         """Make a snapshot durable; return the digest of its manifest. A snapshot with other bytes is replaced."""
         if version in self._whole and (known := self._find_same(version, theta, momentum)):
             return known
-        digest = self._write_aside(version, theta, momentum, is_wanted, self._rename_snapshot)
+        digest = self._write_aside(version, theta, momentum, is_wanted)
         self._whole.add(version)
         self._bad.pop(version, None)
         return digest
 
-    def stage_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
-        """Write a snapshot of a version whose row is still to be written; it counts after `promote_snapshot`."""
-        return self._write_aside(version, theta, momentum, lambda: True, stage_snapshot)
-
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """Fill both and verify every digest; v0@r0 comes from the initial model, with momentum 0."""
         path = self._directory / str(version)
-        if version == GENESIS and not path.exists():
-            if self._manifest is None:
-                raise LocalProtocolError("the initial model was to be read before this slave knew its layers")
+        if version == GENESIS:
             self._initial.read_layers(theta, momentum)
             return
         try:
             manifest = self._checked_manifest(version)
             self._check_layers(manifest, path)
-            with Reader(path / MODEL_FILE, self._meter.add) as reader:
-                for record in manifest.layers:
-                    read_layer(reader, record, theta[record.index], momentum[record.index])
+            for record in manifest.layers:
+                read_layer(path, manifest, record, theta[record.index], momentum[record.index], self._meter.add)
         except (CorruptSnapshot, OSError) as error:
             self._pass_over(version, error)
             raise
@@ -273,21 +298,37 @@ class Snapshots:
         return held
 
     def keep_initial(self, theta: Arrays) -> None:
-        """Make v0@r0 durable; raise CorruptSnapshot if it is another model."""
+        """Make v0@r0 durable, read it back and compare digests, which detects a slot that was freed meanwhile and a
+        faulty disk; raise CorruptSnapshot, and keep nothing, if it is another model.
+        """
         self._require_directory()
-        self._initial.keep_layers(theta)
+        model, aside = self._require_model("the first model"), self._aside_path(GENESIS)
+        owner, path = (self._run, self._slave, self._sinc), self._directory / str(GENESIS)
+        try:
+            aside.mkdir(exist_ok=True)
+            arrays = (theta[index] for index in self._genesis)
+            write_version(aside, owner, GENESIS, model, self._genesis, arrays, self._meter.add, momentum=False)
+            manifest = read_manifest(aside)
+            self._initial.require_layers(aside, manifest)
+            read_through(aside, manifest, self._meter.add)
+            if path.exists():
+                self._remove_old(path, GENESIS)
+            aside.rename(path)
+            sync_path(self._directory)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
     def map_theta(self, version: VersionId) -> Arrays | None:
         """Map θ of a snapshot that this process wrote or verified; return None if there is none.
 
-        The file is not verified again, and this call returns at once: readers pay for its pages once. v0@r0 comes from
-        the initial model, if its layers have the same order in the file as in memory.
+        The files are not verified again, and this call returns at once: readers pay for their pages once. v0@r0 comes
+        from the initial model.
         """
         path = self._directory / str(version)
         try:
             if version in self._whole:
-                layers = {record.index: record.layer for record in self._checked_manifest(version).layers}
-                return map_layers(path / MODEL_FILE, layers, THETA)
+                manifest = self._checked_manifest(version)
+                return map_version(path, manifest, {record.index for record in manifest.layers})
             if version == GENESIS:
                 return self._initial.map_layers()
         except (CorruptSnapshot, OSError) as error:
@@ -301,6 +342,8 @@ class Snapshots:
         last map is gone. Each removal counts as progress.
         """
         for version in versions:
+            if version == GENESIS:
+                continue
             path, aside = self._directory / str(version), self._aside_path(version)
             if path.exists():
                 path.rename(aside)
@@ -317,26 +360,19 @@ class Snapshots:
     def _aside_path(self, version: VersionId) -> Path:
         return self._directory / f"{ASIDE}{version}"
 
-    def _listing_bytes(self) -> int:
-        """Return an upper bound of the bytes of header and manifest."""
-        listed = sum(len(self._manifest.layers[i].parameters) for i in self._genesis) if self._manifest else 0
-        return LISTING_BYTES * (1 + listed)
+    def _require_model(self, what: str) -> Manifest:
+        if self._manifest is None:
+            raise LocalProtocolError(f"{what} was ordered before this slave knew its layers")
+        return self._manifest
 
-    def _write_aside(
-        self,
-        version: VersionId,
-        theta: Arrays,
-        momentum: Arrays,
-        is_wanted: Callable[[], bool],
-        give_name: Callable[[Path, VersionId], None],
-    ) -> str:
-        """Write a snapshot under a temporary name, then call `give_name`; return the digest of its manifest."""
+    def _write_aside(self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]) -> str:
+        """Write a snapshot under a temporary name and rename it; return the digest of its manifest."""
         self._require_directory()
         aside = self._aside_path(version)
         try:
             aside.mkdir(exist_ok=True)
             manifest = self._write_into(aside, version, theta, momentum, is_wanted)
-            give_name(aside, version)
+            self._rename_snapshot(aside, version)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of incomplete snapshots
             raise
@@ -344,23 +380,20 @@ class Snapshots:
 
     def _find_same(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str | None:
         """Return the digest of an existing snapshot's manifest if it has these bytes, else None."""
-        path = self._directory / str(version) / MANIFEST_FILE
         try:
-            records = self._checked_manifest(version).layers
-            text = path.read_bytes()
+            manifest = self._checked_manifest(version)
         except (CorruptSnapshot, OSError) as error:
             self._pass_over(version, error)
             return None
         held = {i: (digest_of(theta[i]), digest_of(momentum[i])) for i in theta}
-        if held != {r.index: (r.theta, r.momentum) for r in records}:
+        if held != {r.index: (r.theta, r.momentum) for r in manifest.layers}:
             return None
-        return xxhash.xxh3_128_hexdigest(text)
+        return manifest_digest(self._directory / str(version))
 
     def _write_into(
         self, aside: Path, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]
     ) -> bytes:
-        if self._manifest is None:
-            raise LocalProtocolError(f"a snapshot of {version} was ordered before this slave knew its layers")
+        model = self._require_model(f"a snapshot of {version}")
         flat = chain.from_iterable((theta[index], momentum[index]) for index in theta)
 
         def on_piece(nbytes: int) -> None:
@@ -368,9 +401,7 @@ class Snapshots:
             if not is_wanted():
                 raise Stale(f"the snapshot of {version} is wanted no more")
 
-        return write_snapshot(
-            aside, (self._run, self._slave, self._sinc), version, self._manifest, theta, flat, on_piece
-        )
+        return write_version(aside, (self._run, self._slave, self._sinc), version, model, theta, flat, on_piece)
 
     def _rename_snapshot(self, aside: Path, version: VersionId) -> None:
         path = self._directory / str(version)
@@ -389,24 +420,15 @@ class Snapshots:
 
     def _pass_over(self, version: VersionId, error: Exception) -> None:
         self._whole.discard(version)
-        self._bad[version] = self._state_of(version)
+        self._bad[version] = files_state(self._path_of(version))
         path = self._directory / str(version)
         self._log.error("snapshot_passed_over", version=str(version), path=str(path), reason=str(error))
 
-    def _state_of(self, version: VersionId) -> tuple[tuple[int, int, int] | None, ...]:
-        """Return a value that differs if the files of a snapshot were replaced or changed."""
-        return tuple(_state_of_file(self._path_of(version) / name) for name in (MODEL_FILE, MANIFEST_FILE))
-
-    def _checked_manifest(self, version: VersionId) -> SnapshotManifest:
+    def _checked_manifest(self, version: VersionId) -> VersionManifest:
         """Read a snapshot's manifest; raise CorruptSnapshot if it is not this slave's or the file has another size."""
         path = self._path_of(version)
         manifest = read_manifest(path)
-        mine = (self._run, self._slave, version)
-        if (manifest.run, manifest.slave, manifest.version) != mine:
-            raise CorruptSnapshot(
-                f"{path}: expected {version} of slave {self._slave} in run {self._run},"
-                f" got {manifest.version} of slave {manifest.slave} in run {manifest.run}"
-            )
+        manifest.require_owner(self._run, self._slave, version, str(path))
         return manifest
 
     def _path_of(self, version: VersionId) -> Path:
@@ -417,7 +439,7 @@ class Snapshots:
         """Read the whole snapshot and compare every digest, with the memory of one layer."""
         read_through(self._path_of(version), self._checked_manifest(version), self._meter.add)
 
-    def _check_layers(self, manifest: SnapshotManifest, path: Path) -> None:
+    def _check_layers(self, manifest: VersionManifest, path: Path) -> None:
         if self._manifest is None:
             raise LocalProtocolError(f"{path} was to be read before this slave knew its layers")
         expected = {index: self._manifest.layers[index] for index in self._genesis}
@@ -427,11 +449,3 @@ class Snapshots:
                 f"{path}: expected the layers {sorted(expected)} of this run's model, got {sorted(found)}"
                 f"{' with other parameters' if found.keys() == expected.keys() else ''}"
             )
-
-
-def _state_of_file(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns

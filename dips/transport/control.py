@@ -86,8 +86,6 @@ class RenewingChannel:
 
 
 # ---- control --------------------------------------------------------------------------------------------------------
-# The control flow's sockets: gRPC servers and channels, with a deadline on every call and one mapping of errors.
-#
 # An error raised by a handler leaves as the gRPC status of its row in errors.TREATMENTS, with its class in the trailing
 # metadata `dips-error`; `call_method` raises that class again at the other end. A peer that does not answer is
 # Unavailable…, whether the link, the process or the deadline ended the wait. The meaning of messages is not known here.

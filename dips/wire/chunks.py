@@ -248,14 +248,18 @@ def decode_body(codec: Codec, body: Buffer, length: int) -> F32:
 
 
 def check_steps(codec: Codec, body: Buffer, length: int) -> None:
-    """Raise BadFrame if a step of a push's chunk of `length` elements could bring what is not finite."""
+    """Raise BadFrame if a step or a code of a push's chunk of `length` elements could bring what is not finite."""
     if not codec.block:
         return
-    steps, _ = _split_body(codec, np.frombuffer(body, np.uint8), length)
+    steps, codes = _split_body(codec, np.frombuffer(body, np.uint8), length)
     wrong = ~((steps >= 0) & (steps <= _LARGEST / (codec.largest + 1)))  # NaN compares false; −128 and −8 can be sent
     if wrong.any():
         first = int(wrong.argmax())
         raise BadFrame("step", f"expected finite steps from 0 on, got {steps[first]} for block {first} of a chunk")
+    nan = QUANTISERS[codec].nan_code
+    if nan is not None and ((codes & nan) == nan).any():
+        first = int(((codes & nan) == nan).argmax())
+        raise BadFrame("step", f"expected numbers, got the code of a NaN for element {first} of a chunk")
 
 
 def put_pulled(chunk: Range, body: Buffer, target: F32) -> None:

@@ -61,7 +61,7 @@ REASONS = (
     "message",  # the body is not the message that its kind says
     "stream",  # nobody said HELLO for it on this connection, or its epoch is over
     "unasked",  # never asked for, or asked for once and here already
-    "step",  # a block's step that is negative, or brings what is not finite
+    "step",  # a step of a block that is negative, or it or a code brings what is not finite
     "range",  # outside the layers that are held here
     "credit",  # asks for more than a stream may have in flight
     "hello",  # a HELLO that is answered with ERROR

@@ -44,7 +44,7 @@ from dips.view.points import RoundHistory
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
 from tests.chaos.certificates import OPERATOR, LineEnds, RunCertificates, is_secured
-from tests.chaos.train_chaos import SHAPES, START, H
+from tests.chaos.train_chaos import CHUNK_BYTES, SHAPES, START, H
 from tests.chaos.wires import CutLine, Loop, Wire
 from tests.forkserver.process import descendants
 from tests.integration.cluster_harness import Process, Run, free_port
@@ -58,7 +58,7 @@ LEASE_S = 5 * HEARTBEAT_S
 UNTOLD_S = 3.0  # an agent leaves behind what it knew before its last heartbeat; one that nobody answers takes a second
 SHARED = {
     "outer": {"lr": predict.LR, "momentum": predict.MOMENTUM, "step": "nesterov", "clip": {"norm": predict.CLIP}},
-    "penalty": {"gates": []}, "heartbeat_s": HEARTBEAT_S, "chunk_bytes": 4096, "data": {"ranges": 1_000_000},
+    "penalty": {"gates": []}, "heartbeat_s": HEARTBEAT_S, "data": {"ranges": 1_000_000},
 }  # fmt: skip
 ROLLS_BACK = {"most_rollback": 20}  # by itself: a round here takes 0.15 s, a mirror lags by some, and nobody is asked
 OUR_BUGS = ("Traceback (most recent call last)", "LocalProtocolError", "the coordinator failed")
@@ -124,6 +124,9 @@ class Deployment(Run):
             directory, tensors, shared={**SHARED, **(shared or {})}, timing={**TIMING, **(timing or {})},
             slaves=len(SLAVES), security=self.certificates.security if self.certificates else None,
         )  # fmt: skip
+        *python, code = self.commands["slave"]  # small chunks, so that each piece of this small model is several
+        small = f"from dips.slave import app; app.CHUNK_BYTES = {CHUNK_BYTES}"
+        self.commands["slave"] = [*python, f"{small}; {code}"]
         self._weave()
 
     # ---- lines -------------------------------------------------------------------------------------------------------

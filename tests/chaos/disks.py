@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dips.ids import VersionId
-from dips.slave.snapshot_files import MANIFEST_FILE, MODEL_FILE, MOMENTUM, THETA
-from tests.damage import flip_bit
+from dips.store.version import MANIFEST_FILE, MOMENTUM, THETA
+from tests.damage import flip_bit, layer_files
 
 FILLER = "filler"
 TAKE_S = 0.01
@@ -73,17 +73,17 @@ def versions(directory: Path) -> list[VersionId]:
 
 def rot_theta(directory: Path, version: VersionId) -> None:
     """One bit of the parameters."""
-    flip_bit(directory / str(version) / MODEL_FILE, THETA)
+    flip_bit(directory / str(version), THETA)
 
 
 def rot_momentum(directory: Path, version: VersionId) -> None:
     """One bit of the outer momentum, which nobody pulls: only its digest shows it."""
-    flip_bit(directory / str(version) / MODEL_FILE, MOMENTUM)
+    flip_bit(directory / str(version), MOMENTUM)
 
 
 def halve(directory: Path, version: VersionId) -> None:
     """Half-written, as a disk that lied about fsync leaves it."""
-    path = directory / str(version) / MODEL_FILE
+    path = layer_files(directory / str(version))[0]
     os.truncate(path, path.stat().st_size // 2)
 
 

@@ -19,9 +19,8 @@ from dips.client.ipc.messages import PullMoved, PullWanted, PushMoved, PushWante
 from dips.client.parallel import HostMemory
 from dips.client.rank import shard_transfer, transfer
 from dips.client.rank.agent_client import AgentClient, AgentConnection
-from tests.chaos.train_chaos import LAYERS, SHAPES
+from tests.chaos.train_chaos import CHUNK_BYTES, LAYERS, SHAPES
 
-CHUNK_BYTES = 4096
 CHUNKS = sum(-(-4 * torch.Size(shape).numel() // CHUNK_BYTES) for shape in SHAPES.values())
 TENTHS = [f"chunk {tenth * CHUNKS // 10} of {CHUNKS}" for tenth in range(1, 10)]
 

@@ -91,7 +91,7 @@ def test_row_8_a_snapshot_that_was_never_finished(deployment: Deployment) -> Non
     directory = deployment.directory / "ps1"
     deployment.process("ps1").kill()
     (directory / ".unfinished-v9999@r9999").mkdir()
-    (directory / ".unfinished-v9999@r9999" / "model.safetensors").write_bytes(bytes(1000))
+    (directory / ".unfinished-v9999@r9999" / "00000.safetensors").write_bytes(bytes(1000))
     deployment.start_slave("ps1")
     deployment.progress(2, by=deployment.clusters)
     assert not list(directory.glob(".unfinished-v9999*"))

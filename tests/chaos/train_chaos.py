@@ -30,6 +30,7 @@ LAYERS, WIDTH = 6, 48
 RESTARTS = 19  # torchrun --max-restarts; a start of torchrun itself takes many seconds where cores are busy
 H = 2  # inner steps between pushes
 START = 0.5  # every element of v0@r0
+CHUNK_BYTES = 4096  # of one message, so that a parameter of this small model is several
 SHAPES = {
     f"blocks.{i}.{name}": shape for i in range(LAYERS) for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (5,)))
 }

@@ -208,7 +208,7 @@ class Run:
         return process
 
     def _run_file(self, timing: Mapping[str, Any]) -> dict[str, Any]:
-        model = str(Path("master") / genesis.INITIAL_MODEL)
+        model = str(Path("master") / genesis.INITIAL)
         small = {"initial_model": model, "master": self.address, **self._slave}
         return {
             "shared": self.shared,

@@ -11,14 +11,14 @@ import os
 import time
 
 from dips.slave import app
-from dips.slave.snapshot_files import MODEL_FILE
+from dips.store.version import MANIFEST_FILE
 
 
 def main() -> None:
     seconds, sync = float(os.environ["SLOW_FSYNC_S"]), os.fsync
 
     def sync_slowly(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{MODEL_FILE}"):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{MANIFEST_FILE}"):
             time.sleep(seconds)
         sync(descriptor)
 

@@ -12,7 +12,7 @@ import pytest
 from dips.config import load_run
 from dips.protocol.records import FoldRow, VersionCommitted
 from dips.sim.arrivals import read_arrivals
-from dips.slave.snapshot_files import MANIFEST_FILE, SnapshotManifest
+from dips.store.version import MANIFEST_FILE, VersionManifest
 from dips.study.arrivals import emulate_arrivals
 from dips.study.fleet import Fleet, FleetCluster
 from dips.study.task import make_model
@@ -81,7 +81,7 @@ def _read_snapshots(run: harness.Run, version: str) -> Mapping[int, tuple[str, s
     found: dict[int, tuple[str, str]] = {}
     for name in run.slaves:
         (file,) = (run.directory / name).glob(f"**/{version}/{MANIFEST_FILE}")
-        for record in SnapshotManifest.from_json(file.read_text(), str(file)).layers:
+        for record in VersionManifest.from_json(file.read_text(), str(file)).layers:
             found[record.index] = record.theta, record.momentum
     return found
 

@@ -113,7 +113,7 @@ def test_a_run_file_that_was_changed(run: Any) -> None:
 @pytest.mark.timeout(120)
 def test_a_slave_without_the_initial_model(run: Any, tmp_path: Path) -> None:
     """It says to copy the file, naming the key, and asks again."""
-    model = tmp_path / "master" / "initial" / "model.safetensors"
+    model = tmp_path / "master" / "initial"
     model.rename(tmp_path / "elsewhere")
     run.start_master()
     slave = run.start_slave(run.slaves[0])

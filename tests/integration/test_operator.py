@@ -18,7 +18,7 @@ import pytest
 from dips.master import journal
 from dips.master.journal import replay_journal
 from dips.master.ledger import Ledger
-from dips.slave.snapshot_files import THETA
+from dips.store.version import THETA
 from tests.damage import flip_bit
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
@@ -85,7 +85,7 @@ def test_snapshots_are_verified(run: Any, tmp_path: Path) -> None:
     said = say("dips", *words)
     newest = max(path.name for path in (tmp_path / "ps0").glob("v12@*"))
     assert f"the newest durable version {newest} is intact on all slaves" in said
-    flip_bit(tmp_path / "ps1" / newest / "model.safetensors", THETA)
+    flip_bit(tmp_path / "ps1" / newest, THETA)
     said = " ".join(say("dips", *words, code=65).split())
     before = max(path.name for path in (tmp_path / "ps0").glob("v11@*"))
     assert f"the newest durable version {newest} is not intact (ps1: " in said

@@ -18,7 +18,6 @@ import pytest
 import structlog
 import torch
 import xxhash
-from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from dips.ids import GENESIS, PushId, VersionId
@@ -48,6 +47,7 @@ from dips.slave.export import export_snapshot
 from dips.slave.ports import Arrays, FlowEvent, SlaveIdentity, Staged
 from dips.slave.shard import Followed, Shard
 from dips.slave.snapshots import Snapshots
+from dips.store.files import write_version
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import carry_out
 
@@ -109,8 +109,12 @@ class SlaveSet:
         self.disks = []
         self.shards = []
         self.number = 0
-        initial = directory / "initial.safetensors"
-        save_file(named(theta), initial)
+        initial = directory / "initial"
+        if not initial.exists():
+            (initial / str(GENESIS)).mkdir(parents=True)
+            layers = range(len(MANIFEST.layers))
+            flat = (theta[layer] for layer in layers)
+            write_version(initial / str(GENESIS), ("run", "", 0), GENESIS, MANIFEST, layers, flat, momentum=False)
         for i, (name, layers) in enumerate(place_layers(MANIFEST, [f"s{i}" for i in range(count)])):
             disk = Snapshots(self.directories[i], "run", name, initial, structlog.get_logger())
             genesis = tuple(xxhash.xxh3_128_hexdigest(theta[layer].tobytes()) for layer in layers)

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from dips import cli
+from tests.damage import load_parameters
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, reference
@@ -43,7 +44,7 @@ def momenta(run: harness.Run) -> dict[str, bytes]:
         head = ledger.read_state().versions[-1].version
     found = {}
     for name in run.slaves:
-        tensors = load_file(run.directory / name / str(head) / "model.safetensors")
+        tensors = load_parameters(run.directory / name / str(head))
         found |= {key: tensor.tobytes() for key, tensor in tensors.items() if key.startswith("momentum.")}
     return found
 

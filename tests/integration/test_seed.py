@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from dips.cli import cli
 from dips.errors import ConfigError, Denied, DipsError
 from dips.identity.names import PeerRole
+from dips.store.files import read_parameters
 from tests.enrolled import enroll_all
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
@@ -80,7 +81,7 @@ def test_a_run_begins_without_a_shared_disk(run: harness.Run, tmp_path: Path) ->
         process.terminate()
     with run.ledger() as ledger:
         assert ledger.read_state().versions[-1].version.version == VERSIONS
-    brought = {k: t for s in run.slaves for k, t in load_file(tmp_path / s / "initial.safetensors").items()}
+    brought = {k: t for s in run.slaves for k, t in read_parameters(tmp_path / s / "v0@r0").items()}
     assert brought.keys() == model_of(1).keys()
     assert all(np.array_equal(brought[name], tensor) for name, tensor in model_of(1).items())
 
@@ -99,13 +100,13 @@ def test_what_crashes_on_the_way_is_nothing_or_whole(run: harness.Run, tmp_path:
     assert "every slave has the first model" in dips_word(*seed)
 
     slaves[0].kill()
-    kept = (tmp_path / "ps1" / "initial.safetensors").stat().st_mtime_ns
+    kept = (tmp_path / "ps1" / "v0@r0").stat().st_mtime_ns
     shutil.rmtree(tmp_path / "ps0")
     run.start_slave("ps0")
     run.until(lambda: states_of(run)["ps0"] == "restoring", 30, "it waits for the model again")
     assert "every slave has the first model" in dips_word(*seed)
     run.until(lambda: states_of(run)["ps0"] == states_of(run)["ps1"] == "ready", 30, "the slaves serve it")
-    assert (tmp_path / "ps1" / "initial.safetensors").stat().st_mtime_ns == kept, "what is there is not brought again"
+    assert (tmp_path / "ps1" / "v0@r0").stat().st_mtime_ns == kept, "what is there is not brought again"
 
 
 PEERS = (

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dips.slave.snapshot_files import MODEL_FILE, THETA
+from dips.store.version import THETA
 from dips.study.task import make_model
 from tests.integration import cluster_harness as harness
 from tests.integration import train_study as script
@@ -75,7 +75,7 @@ def train_ours(directory: Path) -> dict[str, np.ndarray]:
         assert all(len(each.folds) == len(CLUSTERS) for each in rounds), "not synchronous"
         found: dict[str, np.ndarray] = {}
         for slave in run.slaves:
-            for file in (run.directory / slave).glob(f"**/{MODEL_FILE}"):
+            for file in (run.directory / slave).glob("v*@r*/*.safetensors"):
                 version = file.parent.name.partition("@")[0].removeprefix("v")
                 whole = load_file(file).items()
                 found |= {f"{n.removeprefix(THETA)}@{version}": a for n, a in whole if n.startswith(THETA)}

@@ -21,6 +21,7 @@ from dips.master.genesis import LEDGER
 from dips.master.ledger import Ledger
 from dips.telemetry import timeline
 from dips.view.points import RoundHistory
+from tests.damage import load_parameters
 from tests.integration.cluster_harness import ROOT, Process
 from tests.integration.machines import MOST_CAPTURED, Machines, missing
 
@@ -262,15 +263,15 @@ def parameter_bytes(run: GuidedRun) -> list[bytes]:
     """Pieces of what the slaves hold: of each tensor of each snapshot its first, middle and last bytes."""
     found = []
     for slave in ("slave-0", "slave-1"):
-        for file in run.machines.of(slave).glob("*/v*@r*/model.safetensors"):
+        for file in run.machines.of(slave).glob("*/v*@r*/*.safetensors"):
             for name, tensor in load_file(file).items():
                 raw = tensor.tobytes()
                 assert name.startswith(("theta.", "momentum."))
                 if name.startswith("theta."):
                     found += [raw[at : at + NEEDLE] for at in (0, len(raw) // 8 * 4, len(raw) - NEEDLE)]
     assert len(found) >= 3 * 16, "snapshots of both slaves are there"
-    seeded = [run.machines.of(slave) / slave / "initial.safetensors" for slave in ("slave-0", "slave-1")]
-    first = [tensor for file in seeded for tensor in load_file(file).values()]  # all clusters have pulled it
+    seeded = [run.machines.of(slave) / slave / "v0@r0" for slave in ("slave-0", "slave-1")]
+    first = [tensor for version in seeded for tensor in load_parameters(version).values()]
     return [tensor.tobytes()[:NEEDLE] for tensor in first] + found[:: len(found) // MOST_NEEDLES + 1]
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from dips import __version__, cli
 from dips.errors import ConfigError, DipsError, UnavailableMaster, treatment_of
+from dips.store.files import read_parameters
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "torch_model_of_the_test:build"
@@ -38,7 +39,7 @@ def nothing():
 @pytest.fixture(name="run_file")
 def made_run_file(tmp_path: Path) -> Path:
     """A run file of two slaves."""
-    slave = {"master": "127.0.0.1:1", "initial_model": "m/initial/model.safetensors"}
+    slave = {"master": "127.0.0.1:1", "initial_model": "m/initial"}
     content = {
         "shared": {"run": "r"},
         "master": {"listen": "127.0.0.1:1", "directory": "m"},
@@ -118,14 +119,14 @@ def test_init_by_factory(run_file: Path, factory: str) -> None:
     assert "s0: " in text
     assert "19 parameters" not in text  # six tensors of 19 elements
     assert "6 parameters" in text
-    path = run_file.parent / "m/initial/model.safetensors"
-    first = load_file(path)
+    path = run_file.parent / "m/initial/v0@r0"
+    first = read_parameters(path)
     assert (run_file.parent / "m/ledger.sqlite").exists()
     init(run_file, "--factory", factory, "--seed", "5", "--force")
-    again = load_file(path)
+    again = read_parameters(path)
     assert all(np.array_equal(first[name], again[name]) for name in first)
     init(run_file, "--factory", factory, "--seed", "6", "--force")
-    assert any(not np.array_equal(first[name], tensor) for name, tensor in load_file(path).items())
+    assert any(not np.array_equal(first[name], tensor) for name, tensor in read_parameters(path).items())
 
 
 def test_init_by_file(run_file: Path, factory: str) -> None:
@@ -134,9 +135,9 @@ def test_init_by_file(run_file: Path, factory: str) -> None:
     path = run_file.parent / "start.safetensors"
     save_file({name: np.full(shape, 2.0, np.float32) for name, shape in shapes.items()}, path)
     init(run_file, "--model", str(path), "--factory", factory)
-    manifest = json.loads((run_file.parent / "m/initial/manifest.json").read_text())
+    manifest = json.loads((run_file.parent / "m/initial/v0@r0/manifest.json").read_text())
     assert [p[0] for layer in manifest["layers"] for p in layer["parameters"]] == sorted(shapes)
-    assert all((t == 2.0).all() for t in load_file(run_file.parent / "m/initial/model.safetensors").values())
+    assert all((t == 2.0).all() for t in read_parameters(run_file.parent / "m/initial/v0@r0").values())
     init(run_file, "--model", str(path), "--force")
 
 
@@ -171,15 +172,15 @@ def test_init_file_and_factory_must_agree(run_file: Path, factory: str) -> None:
 
 def test_frozen_parameters_are_not_part_of_the_run(run_file: Path, factory: str) -> None:
     """requires_grad of the factory's module tells, also which part of a file is meant; without one, patterns do."""
-    path, made = run_file.parent / "start.safetensors", run_file.parent / "m/initial/model.safetensors"
+    path, made = run_file.parent / "start.safetensors", run_file.parent / "m/initial/v0@r0"
     shapes = {"0.weight": (3, 2), "0.bias": (3,), "1.weight": (3,), "1.bias": (3,), "2.weight": (1, 3), "2.bias": (1,)}
     save_file({name: np.full(shape, 2.0, np.float32) for name, shape in shapes.items()}, path)
     init(run_file, "--factory", "torch_model_of_the_test:frozen")
-    assert sorted(load_file(made)) == ["1.bias", "1.weight", "2.bias", "2.weight"]
+    assert sorted(read_parameters(made)) == ["1.bias", "1.weight", "2.bias", "2.weight"]
     init(run_file, "--factory", "torch_model_of_the_test:frozen", "--model", str(path), "--force")
-    assert {name: float(t.min()) for name, t in load_file(made).items()} == dict.fromkeys(list(shapes)[2:], 2.0)
+    assert {name: float(t.min()) for name, t in read_parameters(made).items()} == dict.fromkeys(list(shapes)[2:], 2.0)
     init(run_file, "--model", str(path), "--trainable", "0.*", "--trainable", "*.bias", "--force")
-    assert sorted(load_file(made)) == ["0.bias", "0.weight", "1.bias", "2.bias"]
+    assert sorted(read_parameters(made)) == ["0.bias", "0.weight", "1.bias", "2.bias"]
     error = refused("init", "--config", str(run_file), "--model", str(path), "--trainable", "lora*", "--force")
     assert "--trainable: no parameter's name matches lora*" in str(error)
 
@@ -207,7 +208,7 @@ def test_export_of_version_zero(run_file: Path, factory: str) -> None:
     out = run_file.parent / "out.safetensors"
     words = ("export", "--config", str(run_file), "--output", str(out))
     assert said(*words).startswith("wrote v0@r0")
-    initial = load_file(run_file.parent / "m/initial/model.safetensors")
+    initial = read_parameters(run_file.parent / "m/initial/v0@r0")
     assert all(np.array_equal(initial[name], tensor) for name, tensor in load_file(out).items())
     assert "snapshot" in str(refused(*words, "--version", "v1@r1"))
     assert "a version name like v12@r17, got '12'" in str(refused(*words, "--version", "12"))

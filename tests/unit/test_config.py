@@ -145,7 +145,6 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
         ),
         ("shared.penalty.gates", ["loss", "loss"], "penalty.gates: expected each gate once"),
         ("shared.penalty.warmup_rounds", 0, "penalty.warmup_rounds: expected a number from 1"),
-        ("shared.chunk_bytes", 1 << 21, "shared.chunk_bytes"),
         ("shared.codec", "fp16", "shared.codec"),
         ("shared.run", "Not A Name", "run name 'Not A Name' is not usable"),
         ("slaves", [], "slaves"),

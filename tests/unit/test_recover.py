@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import structlog
 import yaml
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from dips.cli import cli
@@ -25,17 +25,18 @@ from dips.ids import GENESIS, VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from dips.master.restore import SPARE
-from dips.mirror import MirrorStore
 from dips.outer_step import nesterov_step
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect, Exit
 from dips.protocol.events import SlaveRegistered
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
-from dips.slave import snapshot_mirror, tensorfile
-from dips.slave.rebalance import manifest_digest
 from dips.slave.rebuild import Rebuild
 from dips.slave.snapshots import Snapshots
+from dips.store import tensorfile
+from dips.store.files import manifest_digest
+from dips.store.mirror import MirrorStore, copy_out
+from tests.damage import load_parameters
 from tests.guillotine import Guillotine, Killed
 from tests.power_cut import PowerCut
 
@@ -50,10 +51,7 @@ def tensors(value: float) -> dict[str, np.ndarray]:
 @pytest.fixture
 def config(tmp_path: Path) -> RunFile:
     """A run of two slaves at v1@r1: θ is 1 and m is 5 everywhere, both lie on both disks."""
-    slaves = [
-        {"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial/model.safetensors"}
-        for n in ("s0", "s1")
-    ]
+    slaves = [{"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial"} for n in ("s0", "s1")]
     content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "tls": False}
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     config = load_run(tmp_path / "dips.yaml")
@@ -87,7 +85,7 @@ def recover(tmp_path: Path, *words: str) -> Any:
 
 def content(config: RunFile, version: VersionId) -> Mapping[str, np.ndarray]:
     """All parameters and momentum of a version, by the names of the slaves' files."""
-    files = [load_file(s.directory / str(version) / "model.safetensors") for s in config.slaves]
+    files = [load_parameters(s.directory / str(version)) for s in config.slaves]
     return {name: array for file in files for name, array in file.items()}
 
 
@@ -142,7 +140,7 @@ def test_a_lost_ledger_reads_the_model_once(config: RunFile, tmp_path: Path, mon
     done = recover(tmp_path)
     assert done.exit_code == 0, done.output
     assert len(files) == 1
-    assert all((config.master.directory / name).exists() for name in genesis.INITIAL_FILES)
+    assert all((config.master.directory / name).exists() for name in (genesis.INITIAL_SHARED, genesis.INITIAL_VERSION))
     assert not (config.master.directory / recovering.ASIDE).exists()
 
 
@@ -153,7 +151,7 @@ def mirrored(config: RunFile, tmp_path: Path, *names: str) -> RunFile:
     for slave in (slave for slave in raw["slaves"] if slave["name"] in names):
         slave["mirror"] = "mirror"
         store = MirrorStore(str(tmp_path / "mirror"), "r", slave["name"])
-        snapshot_mirror.copy_out(store, tmp_path / slave["name"], V1, lambda _: None)
+        copy_out(store, tmp_path / slave["name"], V1, lambda _: None)
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(raw))
     return load_run(tmp_path / "dips.yaml")
 
@@ -324,7 +322,7 @@ def test_what_it_wrote_outlives_a_power_cut(
         assert cut.find_lost(slave.directory / str(head)) == []
         assert not cut.would_return(slave.directory / f".rebalanced-{head}")
     if ledger_lost:
-        for name in (genesis.LEDGER, *genesis.INITIAL_FILES):
+        for name in (genesis.LEDGER, genesis.INITIAL_SHARED, genesis.INITIAL_VERSION):
             assert cut.find_lost(config.master.directory / name) == []
     cut.close()
 

@@ -35,8 +35,6 @@ from dips.protocol.events import ClusterJoined, ClusterLeft, ManifestOffered
 from dips.protocol.heartbeats import REMARK_CHARS, ClusterHeartbeat, ClusterHeartbeatAnswer
 
 # ---- membership -----------------------------------------------------------------------------------------------------
-# The cluster's incarnation at the master: joined with a nonce, kept by heartbeats, ended when its lease runs out.
-#
 # Must stay true: messages of an older term or incarnation change nothing; work of a former incarnation is settled or
 # lost there, and a trainer that continues from it pulls before any of its further work counts.
 

@@ -15,7 +15,7 @@ from typing import Any
 from dips.client.agent.core import AgentCore
 from dips.client.agent.state import Actions
 from dips.client.ipc import messages
-from dips.client.ipc.address import AGENT, TOKEN, over_network, socket_path, token_of
+from dips.client.ipc.address import AGENT, TOKEN, over_network, reach_socket, socket_path, token_of
 from dips.client.ipc.messages import Answer, AskAgain, Attached, Detach, ErrorReply, Message, Noted, PullNow, PushNow
 from dips.client.ipc.seal import ANSWER, TAG, Seal, TokenServer, keep_alive
 from dips.config import ClusterFile
@@ -119,31 +119,32 @@ AGAIN_S = 1.0
 async def listen_for_ranks(config: ClusterFile, ranks: RankServer, log: Log) -> AsyncIterator[dict[str, str]]:
     """Serve ranks; yields the environment variables through which a rank finds the agent."""
     path, remote = socket_path(config), over_network(config)
-    servers = [await _on_this_host(path, ranks)]
-    environment = {AGENT: f"unix:{path}"}
-    try:
-        if remote is not None:
-            token = token_of(config) or secrets.token_hex(32).encode()
-            server, host = await _on_any_host(remote, ranks, token)
-            servers.append(server)
-            address, port = server.sockets[0].getsockname()[:2]
-            environment = {AGENT: f"tcp://{host}:{port}", TOKEN: token.decode()}
-            log.info("agent_line", address=f"{host}:{port}", bound=address)
-        yield environment
-    finally:
-        for server in servers:
-            server.close()
-        path.unlink(missing_ok=True)
+    with reach_socket(path) as near:
+        servers = [await _on_this_host(path, near, ranks)]
+        environment = {AGENT: f"unix:{path}"}
+        try:
+            if remote is not None:
+                token = token_of(config) or secrets.token_hex(32).encode()
+                server, host = await _on_any_host(remote, ranks, token)
+                servers.append(server)
+                address, port = server.sockets[0].getsockname()[:2]
+                environment = {AGENT: f"tcp://{host}:{port}", TOKEN: token.decode()}
+                log.info("agent_line", address=f"{host}:{port}", bound=address)
+            yield environment
+        finally:
+            for server in servers:
+                server.close()
+            path.unlink(missing_ok=True)
 
 
-async def _on_this_host(path: Path, ranks: RankServer) -> asyncio.Server:
-    """Listen on the Unix socket for rank 0, which only this user can open."""
+async def _on_this_host(path: Path, near: str, ranks: RankServer) -> asyncio.Server:
+    """Listen on the Unix socket for rank 0, which only this user can open. The kernel is given `near` for `path`."""
     path.unlink(missing_ok=True)  # left by an agent that was killed; the pid file's lock shows that none runs
     mask = os.umask(0o177)
     try:
-        return await asyncio.start_unix_server(ranks.serve_local, path)
+        return await asyncio.start_unix_server(ranks.serve_local, near)
     except OSError as error:
-        raise ConfigError(f"socket: cannot listen on {path}: {error.strerror or error}") from error
+        raise ConfigError(f"directory: cannot listen on {path}: {error.strerror or error}") from error
     finally:
         os.umask(mask)
 

@@ -121,7 +121,7 @@ def name_cause(s: AgentState) -> str:
 # Remarks on training without effect: no steps, no tokens, no accepted push. Each remark names its remedy.
 
 
-NO_STEP_S = 120.0  # without an inner step, as `hang_s`: building and compiling a model may take as long
+NO_STEP_S = 120.0  # without an inner step, as at the master: building and compiling a model may take as long
 
 CALL_STEP = "call outer.step(local_tokens=…) after each optimizer step"
 COUNT_TOKENS = (

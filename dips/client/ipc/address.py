@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from dips.config import ClusterFile, host_port
@@ -88,7 +89,9 @@ def find_address(config: ClusterFile, environment: Mapping[str, str] = os.enviro
             )
         return OnAnyHost(remote[0], remote[1], token, remote[2])
     named = environment.get(AGENT, "")
-    return OnThisHost(Path(named.removeprefix("unix:")), AGENT) if named else OnThisHost(socket_path(config), "socket")
+    return (
+        OnThisHost(Path(named.removeprefix("unix:")), AGENT) if named else OnThisHost(socket_path(config), "directory")
+    )
 
 
 def over_network(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> tuple[str, int, str] | None:
@@ -127,11 +130,21 @@ def token_of(config: ClusterFile, environment: Mapping[str, str] = os.environ) -
 
 
 def socket_path(config: ClusterFile) -> Path:
-    """Return the path of the Unix socket. Raises ConfigError if it is too long for the kernel."""
-    path = (config.socket or config.directory / "agent.sock").absolute()
-    if len(str(path).encode()) > MOST_PATH:
-        raise ConfigError(f"socket: {path} is longer than {MOST_PATH} bytes: name a shorter one under the key `socket`")
-    return path
+    """Return the path of the Unix socket."""
+    return (config.directory / "agent.sock").absolute()
+
+
+@contextmanager
+def reach_socket(path: Path) -> Iterator[str]:
+    """Yield a name of the socket that the kernel accepts: the path, or a short one by its open directory."""
+    if len(str(path).encode()) <= MOST_PATH:
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
 
 
 def _filled_in(config: ClusterFile, environment: Mapping[str, str]) -> str:

@@ -10,8 +10,6 @@ from math import prod
 from dips.errors import ConfigError
 
 # ---- rect -----------------------------------------------------------------------------------------------------------
-# Rectangles of a full parameter's flattened elements: the place of a piece in the parameter.
-#
 # A full parameter is one row of elements in memory order. A rank's part of it is a few rectangles: `rows` runs of
 # `cols` elements, `width` apart. A shard along the first dim is one run; a shard along another dim has as many runs as
 # rows. Pure: no torch.

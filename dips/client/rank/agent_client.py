@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dips.client.ipc import messages
-from dips.client.ipc.address import AGENT, Address, OnThisHost
+from dips.client.ipc.address import AGENT, Address, OnThisHost, reach_socket
 from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Noted, Notice, Question, Stepped, TransferProgress
 from dips.client.ipc.seal import GREETING, PROOF, TAG, Seal, TokenClient, keep_alive
 from dips.dataclass import replace
@@ -145,7 +145,8 @@ def _open_socket(address: Address) -> socket.socket:
     unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     unix.settimeout(CONNECT_S)
     try:
-        unix.connect(str(address.path))
+        with reach_socket(address.path) as near:
+            unix.connect(near)
     except OSError:
         unix.close()
         raise

@@ -41,7 +41,6 @@ def restore_feedback(feedback: Feedback, version: VersionId, saved: Mapping[str,
 
 
 # ---- outer checkpoint -----------------------------------------------------------------------------------------------
-# The outer loop's part of a cluster's checkpoint, as a state_dict. No agent, no collectives.
 
 
 STATE_FORMAT = 1  # format of the state_dict; any other is refused

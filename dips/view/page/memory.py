@@ -202,8 +202,6 @@ class SpanBook:
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
-# The page's memory of what the Coordinator did: bounded, in memory, for showing, never for deciding.
-#
 # `watch_step` sees each event and its effects; the times are the wall clock's, given by the caller. What lay before
 # this master's start comes from the ledger, by `recall_round`.
 

@@ -21,7 +21,7 @@ from dips.errors import ConfigError, CorruptSnapshot, DipsError
 from dips.ids import VersionId
 from dips.master.genesis import make_run
 from dips.protocol.manifest import Manifest
-from dips.slave.snapshot_files import write_snapshot
+from dips.store.files import write_version
 
 TOKENS = torch.arange(12).view(1, 12)
 V3 = VersionId(3, 4)
@@ -76,7 +76,7 @@ class Exported:
             path.mkdir(parents=True)
             theta = [np.concatenate([tensors[p.name].ravel() for p in manifest.layers[i].parameters]) for i in layers]
             flat = [array for t in theta for array in (t, np.zeros_like(t))]
-            write_snapshot(path, ("r", name, 1), V3, manifest, layers, flat)
+            write_version(path, ("r", name, 1), V3, manifest, layers, flat)
 
     def export(self, output: Path, *words: str) -> str:
         line = ["export", "--config", str(self.file), "--output", str(output), "--version", str(V3), *words]

@@ -28,8 +28,9 @@ from dips.protocol.enums import Role
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import IncarnationGiven, RoundReserved, ScoreHistory, VersionCommitted
 from dips.slave import rebalance as files
-from dips.slave import tensorfile
-from dips.slave.snapshots import Snapshots, staged_path
+from dips.slave.snapshots import Snapshots
+from dips.store import tensorfile
+from dips.store.files import staged_path
 from tests.damage import flip_bit
 from tests.guillotine import Guillotine, Killed
 from tests.power_cut import PowerCut
@@ -65,7 +66,7 @@ class StoppedRun:
 
     def write_file(self, name: str, slaves: int, run: str = "r", **options: Any) -> Path:
         """A run file of `slaves` slaves; `options` are keys of each."""
-        one = {"master": "127.0.0.1:1", "initial_model": "m/initial/model.safetensors", **options}
+        one = {"master": "127.0.0.1:1", "initial_model": "m/initial", **options}
         content = {
             "shared": {"run": run},
             "master": {"listen": "127.0.0.1:1", "directory": "m"},
@@ -116,9 +117,7 @@ class StoppedRun:
 
     def slave(self, name: str) -> Snapshots:
         """A slave's process, as it stands when the master has told it its layers."""
-        snapshots = Snapshots(
-            self.path / name, "r", name, self.path / "m" / genesis.INITIAL_MODEL, structlog.get_logger()
-        )
+        snapshots = Snapshots(self.path / name, "r", name, self.path / "m" / genesis.INITIAL, structlog.get_logger())
         self.offered = snapshots.complete_versions()
         with closing(self.ledger(readonly=True)) as ledger:
             row = ledger.run_row()
@@ -364,7 +363,7 @@ def remove_slave_directory(run: StoppedRun) -> None:
 
 
 def damage_model(run: StoppedRun) -> None:
-    flip_bit(run.path / "s1" / str(V2) / "model.safetensors", "momentum.")
+    flip_bit(run.path / "s1" / str(V2), "momentum.")
 
 
 def lose_head(run: StoppedRun) -> None:
@@ -414,7 +413,7 @@ def old_ledger(run: StoppedRun) -> None:
     ("spoil", "error", "told"),
     [
         (remove_slave_directory, ConfigError, r"slaves\.s1\.directory: .*s1 is not here: mount it, or make it"),
-        (damage_model, CorruptSnapshot, r"s1/v2@r3/model.safetensors: .*expected xxh3-128"),
+        (damage_model, CorruptSnapshot, r"s1/v2@r3/\d+\.safetensors: .*expected xxh3-128"),
         (lose_head, ConfigError, r"v2@r3, the newest durable version, is not .*: s1 holds v1@r1; restore it"),
         (forget_new_directory, ConfigError, r"slaves\.s2\.directory: .*s2 is not here"),
         (take_two_directories_for_one, ConfigError, r"s1 is said to be of s1 and of s2"),
@@ -466,11 +465,11 @@ def test_a_copy_is_read_back_before_the_row(run: StoppedRun, monkeypatch: pytest
 
     def rots(copy: files.SnapshotCopy, report: Any) -> str:
         digest = real(copy, report)
-        flip_bit(staged_path(copy.directory, copy.version) / "model.safetensors", "theta.")
+        flip_bit(staged_path(copy.directory, copy.version), "theta.")
         return digest
 
     monkeypatch.setattr(files, "stage_snapshot", rots)
-    with pytest.raises(CorruptSnapshot, match=r"\.rebalanced-v2@r3/model.safetensors: theta\."):
+    with pytest.raises(CorruptSnapshot, match=r"\.rebalanced-v2@r3/\d+\.safetensors: theta\."):
         run.rebalance("three.yaml")
     assert entries(run.path / "s2") == []
     run.assert_intact()
@@ -483,7 +482,7 @@ def test_what_stays_where_it_is_is_read_as_well(run: StoppedRun) -> None:
     (run.path / "elsewhere").mkdir()
     (run.path / "moved.yaml").write_text(yaml.safe_dump(moved))
     damage_model(run)
-    with pytest.raises(CorruptSnapshot, match=r"s1/v2@r3/model.safetensors: momentum\."):
+    with pytest.raises(CorruptSnapshot, match=r"s1/v2@r3/\d+\.safetensors: momentum\."):
         run.rebalance("moved.yaml", "--old", str(run.path / "two.yaml"))
     assert entries(run.path / "s0") == entries(run.path / "s1") == [str(V1), str(V2)]
 

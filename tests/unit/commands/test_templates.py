@@ -94,7 +94,7 @@ def test_templates_load_as_they_stand(tmp_path: Path) -> None:
     assert run.shared.digest == cluster.shared.digest == Shared(run="my-run").digest
     assert (run.make_options().outer, run.make_options().penalty) == (Options().outer, Options().penalty)
     assert cluster.pace.aligned == 64 and cluster.master == run.master.listen
-    assert run.slaves[0].initial_model == run.master.directory / "initial/model.safetensors"
+    assert run.slaves[0].initial_model == run.master.directory / "initial"
 
 
 def test_commented_keys_show_defaults(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dips.errors import ConfigError, CorruptManifest, RemoteProtocolError, UnavailableMaster
-from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
+from dips.master.genesis import INITIAL_SHARED, INITIAL_VERSION, ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.waiting import ASIDE, ModelAwaiting, begin_run, check_repeated, propose_run
 from dips.protocol.grouping import PLAIN_GROUPING
@@ -31,7 +31,7 @@ def test_the_run_is_the_one_that_dips_init_makes(tmp_path: Path) -> None:
     ledger = Ledger.open(ledger_path(config), readonly=True)
     assert ledger.run_row() == made
     ledger.close()
-    assert (tmp_path / "seed" / INITIAL_MANIFEST).exists() and not (tmp_path / "seed" / INITIAL_MODEL).exists()
+    assert (tmp_path / "seed" / INITIAL_SHARED).exists() and not (tmp_path / "seed" / INITIAL_VERSION).exists()
     assert not (tmp_path / "seed" / ASIDE).exists()
 
 

@@ -16,10 +16,10 @@ from dips.master import ledger as ledger_module
 from dips.master import restore, waiting
 from dips.master.ledger import Ledger
 from dips.master.restore import MirroredLedger, MirroredTransaction
-from dips.mirror import MirrorStore
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, RunRow
+from dips.store.mirror import MirrorStore
 from tests.disk_calls import DiskCalls
 
 MANIFEST = Manifest.from_shapes([("a.w", (4,))])
@@ -74,7 +74,7 @@ def test_a_ledger_that_begins_with_dips_seed_is_whole_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no WAL lies beside it that SQLite would play into it."""
-    slaves = [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/initial/model.safetensors"}]
+    slaves = [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/initial"}]
     content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "tls": False}
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     (tmp_path / "m").mkdir()
@@ -139,10 +139,10 @@ def test_a_file_that_is_mirrored_piece_by_piece_has_its_name_on_the_disk(
     (tmp_path / "mirror").mkdir()
     store = MirrorStore(str(tmp_path / "mirror"), "r", "master")
     disk = DiskCalls(tmp_path / "mirror", monkeypatch)
-    with store.create_file("initial/model.safetensors") as file:
+    with store.create_file("initial/v0@r0/00000.safetensors") as file:
         file.write(b"content")
-    folder = "r/master/initial"
-    assert disk.calls[-2:] == [f"fsync {folder}/model.safetensors", f"fsync {folder}"]
+    folder = "r/master/initial/v0@r0"
+    assert disk.calls[-2:] == [f"fsync {folder}/00000.safetensors", f"fsync {folder}"]
 
 
 def test_a_master_does_not_write_over_its_successor(tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from safetensors.numpy import load_file
 
 from dips.config import MasterSection, RunFile, Shared, SlaveSection
 from dips.errors import ConfigError
-from dips.master import genesis
-from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
+from dips.master.genesis import INITIAL, INITIAL_VERSION, ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
-from dips.slave.initial_model import InitialModel
+from dips.slave.snapshots import InitialModel
+from dips.store.files import read_parameters
+from tests.disk_calls import DiskCalls
 
 
 def run_file(directory: Path, slaves: int = 2, share_buffers: tuple[str, ...] = ()) -> RunFile:
@@ -56,7 +56,7 @@ def test_a_parameter_of_no_dimensions_stays_one(tmp_path: Path) -> None:
     """A learned temperature: the file has the manifest's shape, or the slave would refuse it for ever."""
     tensors, config = {**model(), "head.scale": np.array(1.5, np.float32)}, run_file(tmp_path)
     row = make_run(config, tensors)
-    held = InitialModel(tmp_path / "s0", "toy", tmp_path / INITIAL_MODEL, lambda nbytes: None)
+    held = InitialModel(tmp_path / "s0", "toy", tmp_path / INITIAL, lambda nbytes: None)
     held.bind_layers(Manifest.from_json(row.manifest), dict(enumerate(row.genesis)))
     assert held.is_held(), held.describe_unfit()
 
@@ -65,9 +65,9 @@ def test_version_0_is_what_was_given(tmp_path: Path) -> None:
     """The files hold the model, the ledger its manifest, placement, digests and norms, all in the order of names."""
     tensors, config = model(), run_file(tmp_path)
     row = make_run(config, tensors)
-    manifest = Manifest.from_json((tmp_path / INITIAL_MANIFEST).read_text())
+    manifest = Manifest.from_json(row.manifest)
     assert [layer.name for layer in manifest.layers] == ["embed", "head", "layers.0", "layers.1"]
-    stored = load_file(tmp_path / INITIAL_MODEL)
+    stored = read_parameters(tmp_path / INITIAL_VERSION)
     assert all(np.array_equal(stored[name], t) for name, t in tensors.items()) and len(stored) == len(tensors)
     flat = np.concatenate([tensors["layers.0.b"].ravel(), tensors["layers.0.w"].ravel()])
     assert row.genesis[2] == xxhash.xxh3_128_hexdigest(flat.tobytes())
@@ -142,27 +142,17 @@ def test_a_model_without_parameters(tmp_path: Path) -> None:
 
 
 def test_version_0_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model and manifest are synced before their renames, and their directories after: a crash leaves both or none."""
-    calls: list[str] = []
-    sync, replace = genesis.sync_path, Path.replace
-
-    def recorded_sync(path: Path) -> None:
-        calls.append(f"sync {path.name}")
-        sync(path)
-
-    def recorded_replace(path: Path, target: Path) -> Path:
-        calls.append(f"rename {path.name}")
-        return replace(path, target)
-
-    monkeypatch.setattr(genesis, "sync_path", recorded_sync)
-    monkeypatch.setattr(Path, "replace", recorded_replace)
-    make_run(run_file(tmp_path), model())
-    model_aside, manifest_aside = (f.with_suffix(".tmp").name for f in (INITIAL_MODEL, INITIAL_MANIFEST))
-    assert calls[:4] == [
-        f"sync {model_aside}", f"rename {model_aside}", f"sync {manifest_aside}", f"rename {manifest_aside}",
+    """Layers and manifest are synced before the rename, and its directory after: a crash leaves all or nothing."""
+    config = run_file(tmp_path)
+    calls = DiskCalls(tmp_path, monkeypatch)
+    make_run(config, model())
+    aside = f"{INITIAL}/.unfinished-v0@r0"
+    layers = [f"fsync {aside}/{index:05d}.safetensors" for index in range(4)]
+    begin = calls.calls.index(layers[0])
+    assert calls.calls[begin:][: len(layers) + 4] == [
+        *layers, f"fsync {aside}/manifest.json", f"fsync {aside}", f"rename {aside} {INITIAL_VERSION}",
+        f"fsync {INITIAL}",
     ]  # fmt: skip
-    assert calls[4:6] == ["sync shared.tmp", "rename shared.tmp"]
-    assert calls[6:8] == [f"sync {INITIAL_MODEL.parent.name}", f"sync {tmp_path.name}"]
 
 
 def test_a_manifest_that_no_message_could_carry_is_refused(tmp_path: Path) -> None:

@@ -26,12 +26,13 @@ from dips.master import genesis, recover, restore
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
 from dips.master.restore import SPARE, MirroredLedger
-from dips.mirror import MirrorStore
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import IncarnationGiven, LedgerState, RangesLeased, Record, RoundEnded, RoundReserved
 from dips.protocol.view import LedgerMirrorView
+from dips.store.mirror import MirrorStore
 from tests.power_cut import PowerCut, fell_behind
 
+INITIAL = (genesis.INITIAL_SHARED, genesis.INITIAL_VERSION)
 LOG = structlog.get_logger()
 TENSORS = {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)}
 
@@ -40,10 +41,7 @@ TENSORS = {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)}
 def config(tmp_path: Path) -> RunFile:
     """A run of two slaves whose ledger is mirrored to another directory."""
     (tmp_path / "mirror").mkdir()
-    slaves = [
-        {"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial/model.safetensors"}
-        for n in ("s0", "s1")
-    ]
+    slaves = [{"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial"} for n in ("s0", "s1")]
     content = {
         "shared": {"run": "r"}, "master": {"directory": "m", "mirror": "mirror"}, "slaves": slaves, "tls": False,
     }  # fmt: skip
@@ -134,7 +132,7 @@ def test_a_lost_ledger_comes_back_with_everything_that_was_told(config: RunFile)
     assert state.unknown_rounds == ((knew.next_round, knew.next_round + SPARE),)
     assert state.next_round == knew.next_round + SPARE + 1
     assert state.incarnations_above == 5 + SPARE
-    assert (config.master.directory / genesis.INITIAL_MODEL).exists()
+    assert (config.master.directory / genesis.INITIAL).exists()
     assert [p.name for p in config.master.directory.iterdir() if p.name.startswith(".")] == []
     again = Term(config)  # and from what this one mirrors, another one
     assert again.kept_up
@@ -313,7 +311,7 @@ def test_an_interrupted_restore_is_finished_by_the_next_start(config: RunFile, m
     assert not genesis.ledger_path(config).exists()
     monkeypatch.undo()
     assert restored(config).term > SPARE
-    assert all((config.master.directory / name).exists() for name in genesis.INITIAL_FILES)
+    assert all((config.master.directory / name).exists() for name in INITIAL)
 
 
 def test_a_restore_that_is_killed_anywhere_is_whole_or_not_there(
@@ -330,13 +328,16 @@ def test_a_restore_that_is_killed_anywhere_is_whole_or_not_there(
             cut = PowerCut(tmp_path, patch)
             fell = fell_behind(at, patch, lambda: restore.restore_if_lost(config, LOG))
             assert cut.early == []
-            for file in (path, *(config.master.directory / name for name in genesis.INITIAL_FILES)):
+            for file in (
+                path,
+                *(config.master.directory / name for name in INITIAL),
+            ):
                 if file.exists():
                     assert not [lost for lost in cut.find_lost(file) if lost.startswith("content")]
                     assert fell or cut.find_lost(file) == []
             cut.close()
         assert restored(config).next_round == 1 + SPARE + 2
-        assert all((config.master.directory / name).exists() for name in genesis.INITIAL_FILES)
+        assert all((config.master.directory / name).exists() for name in INITIAL)
         if not fell:
             break
     else:

@@ -39,7 +39,7 @@ from dips.protocol.records import (
     VersionResult,
     VersionsRetired,
 )
-from dips.slave.snapshot_files import write_snapshot
+from dips.store.files import write_version
 from dips.telemetry import logs
 
 RESULT_S = 30.0  # a process that hangs must have been killed before
@@ -99,7 +99,7 @@ class Place:
             path = self.directory / "s" / str(version)
             path.mkdir(parents=True)
             flat = [np.full(3, version.version, np.float32), np.zeros(3, np.float32)]
-            write_snapshot(path, ("r", "s", 1), version, self.manifest, [0], flat)
+            write_version(path, ("r", "s", 1), version, self.manifest, [0], flat)
         self.head = version
         return version
 

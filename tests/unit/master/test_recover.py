@@ -24,10 +24,7 @@ from dips.protocol.records import IncarnationGiven, RoundReserved
 @pytest.fixture
 def config(tmp_path: Path) -> RunFile:
     """A run of two slaves whose ledger has seen term 2, round 5, one cluster and one incarnation of each slave."""
-    slaves = [
-        {"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial/model.safetensors"}
-        for n in ("s0", "s1")
-    ]
+    slaves = [{"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial"} for n in ("s0", "s1")]
     content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "tls": False}
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     config = load_run(tmp_path / "dips.yaml")

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import structlog
 import xxhash
-from safetensors.numpy import save_file
 
 from dips.errors import CorruptSnapshot
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
-from dips.slave.snapshot_files import MOMENTUM, THETA
 from dips.slave.snapshots import Snapshots
+from dips.store.version import MOMENTUM, THETA
 from tests.damage import flip_bit
 from tests.disk_calls import DiskCalls
 
@@ -27,8 +26,7 @@ Arrays = dict[int, np.ndarray]
 def opened(path: Path) -> Snapshots:
     """A slave's directory, bound to one layer of four zeros."""
     zeros = np.zeros(4, np.float32)
-    save_file({"a.w": zeros}, path.parent / "initial.safetensors")
-    snapshots = Snapshots(path, "r", "s", path.parent / "initial.safetensors", structlog.get_logger())
+    snapshots = Snapshots(path, "r", "s", None, structlog.get_logger())
     snapshots.bind_layers(MANIFEST, (0,), [xxhash.xxh3_128_hexdigest(zeros.tobytes())], sinc=1)
     return snapshots
 
@@ -43,7 +41,7 @@ def test_a_snapshot_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatc
     journal = DiskCalls(tmp_path / "d", monkeypatch)
     snapshots.write_snapshot(V1, filled(1.0), filled(2.0))
     assert journal.calls == [
-        "fsync .unfinished-v1@r1/model.safetensors",
+        "fsync .unfinished-v1@r1/00000.safetensors",
         "fsync .unfinished-v1@r1/manifest.json",
         "fsync .unfinished-v1@r1",
         "rename .unfinished-v1@r1 v1@r1",
@@ -70,7 +68,7 @@ def test_one_wrong_bit_of_either_is_found(tmp_path: Path, part: str, how: str) -
     """θ and m have digests of their own, and a Load compares both, as does whoever lists what is whole."""
     snapshots = opened(tmp_path / "d")
     snapshots.write_snapshot(V1, filled(1.0), filled(2.0))
-    flip_bit(tmp_path / "d" / str(V1) / "model.safetensors", part)
+    flip_bit(tmp_path / "d" / str(V1), part)
     if how == "complete":
         snapshots.close()
         snapshots = opened(tmp_path / "d")
@@ -84,7 +82,7 @@ def test_one_wrong_bit_of_either_is_found(tmp_path: Path, part: str, how: str) -
 @pytest.mark.parametrize("name", ["t", "s"])
 def test_a_snapshot_of_another_slave_is_not_loaded(tmp_path: Path, name: str) -> None:
     """Copied into this directory by mistake, it has the right version, run and layers, and another slave's name."""
-    other = Snapshots(tmp_path / "o", "r", name, tmp_path / "initial.safetensors", structlog.get_logger())
+    other = Snapshots(tmp_path / "o", "r", name, None, structlog.get_logger())
     other.bind_layers(MANIFEST, (0,), [""], sinc=1)
     other.write_snapshot(V1, filled(1.0), filled(2.0))
     other.close()

@@ -17,12 +17,13 @@ from structlog.testing import capture_logs
 
 from dips.errors import ConfigError, CorruptSnapshot, FailedMirror
 from dips.ids import VersionId
-from dips.mirror import MirrorStore
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.events import MirrorReport
 from dips.slave import snapshot_mirror
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
+from dips.store import mirror as mirror_store
+from dips.store.mirror import MirrorStore, bring_back, copy_out
 from dips.transport.backoff import Backoff
 from tests.damage import flip_bit
 from tests.unit.slave.test_snapshots import arrays, opened, read, same
@@ -153,11 +154,11 @@ def test_a_copy_comes_back_bit_for_bit(url: str, tmp_path: Path) -> None:
     store = MirrorStore(url, "r", "s")
     assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == ()
     for version in (V2, V1):
-        snapshot_mirror.copy_out(store, tmp_path / "s", version, nothing)
+        copy_out(store, tmp_path / "s", version, nothing)
     assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == (V1, V2)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").mkdir()
-    snapshot_mirror.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
+    bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
     snapshots = opened(tmp_path / "s")
     assert snapshots.complete_versions() == (V2,)
     theta, momentum = read(snapshots, V2)
@@ -172,21 +173,21 @@ def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
     """A snapshot that rotted is not copied, a copy that rotted is not restored; both say which digest differs."""
     written(tmp_path / "s", V1, V2)
     store = MirrorStore(url, "r", "s")
-    flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "momentum.")
-    with pytest.raises(CorruptSnapshot, match=r"momentum of layer .* expected xxh3-128"):
-        snapshot_mirror.copy_out(store, tmp_path / "s", V1, nothing)
+    flip_bit(tmp_path / "s" / str(V1), "momentum.")
+    with pytest.raises(CorruptSnapshot, match=r"momentum\.a\.0: expected xxh3-128"):
+        copy_out(store, tmp_path / "s", V1, nothing)
     with capture_logs() as logs:
         assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == ()
     assert "no manifest" in logs[0]["reason"]
-    snapshot_mirror.copy_out(store, tmp_path / "s", V2, nothing)
-    name = f"{V2}/model.safetensors"
+    copy_out(store, tmp_path / "s", V2, nothing)
+    name = f"{V2}/00000.safetensors"
     with store.open_file(name) as file:
         content = bytearray(file.read())
     content[-1] ^= 1
     store.write_file(name, bytes(content))
     shutil.rmtree(tmp_path / "s" / str(V2))
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
-        snapshot_mirror.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
+        bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
     assert not list((tmp_path / "s").glob("*v2*")), "nothing half-restored is left"
 
 
@@ -195,10 +196,10 @@ def test_what_is_not_whole_or_of_another_run_is_passed_over(url: str, tmp_path: 
     written(tmp_path / "s", V1, V2)
     store = MirrorStore(url, "r", "s")
     for version in (V1, V2):
-        snapshot_mirror.copy_out(store, tmp_path / "s", version, nothing)
-    with store.open_file(f"{V1}/model.safetensors") as file:
+        copy_out(store, tmp_path / "s", version, nothing)
+    with store.open_file(f"{V1}/00000.safetensors") as file:
         content = file.read()
-    store.write_file(f"{V1}/model.safetensors", content[:-1])
+    store.write_file(f"{V1}/00000.safetensors", content[:-1])
     store.write_file("notes/readme.txt", b"not a version")
     with capture_logs() as logs:
         assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == (V2,)
@@ -208,31 +209,31 @@ def test_what_is_not_whole_or_of_another_run_is_passed_over(url: str, tmp_path: 
     assert "in run other, got v2@r5 of slave s in run r" in logs[-1]["reason"]
 
 
-def test_a_header_of_another_length_is_refused_before_a_byte_is_copied(url: str, tmp_path: Path) -> None:
-    """It has no digest: what it says of its length must make the file's, in either direction."""
+def test_another_header_is_refused_before_a_byte_is_copied(url: str, tmp_path: Path) -> None:
+    """The manifest determines it, so it needs no digest: every bit of it is compared, in either direction."""
     written(tmp_path / "s", V1)
     store = MirrorStore(url, "r", "s")
-    snapshot_mirror.copy_out(store, tmp_path / "s", V1, nothing)
-    name, moved = f"{V1}/model.safetensors", list[int]()
+    copy_out(store, tmp_path / "s", V1, nothing)
+    name, moved = f"{V1}/00000.safetensors", list[int]()
     with store.open_file(name) as file:
         content = bytearray(file.read())
-    content[0] ^= 8
-    store.write_file(name, bytes(content))
-    (tmp_path / "s" / name).write_bytes(content)
-    for move in (
-        lambda: snapshot_mirror.copy_out(store, tmp_path / "s", V1, moved.append),
-        lambda: snapshot_mirror.bring_back(store, tmp_path / "t", "r", "s", V1, moved.append),
-    ):
-        (tmp_path / "t").mkdir(exist_ok=True)
-        with pytest.raises(CorruptSnapshot, match=r"a header of \d+ bytes and \d+ parameters are not \d+ bytes"):
-            move()
+    said = r"00000.safetensors: its header is not that of layer a.0 in v1@r1"
+    for at in (0, 20):
+        content[at] ^= 8
         store.write_file(name, bytes(content))
-        store.write_file(f"{V1}/manifest.json", (tmp_path / "s" / str(V1) / "manifest.json").read_bytes())
+        (tmp_path / "t").mkdir(exist_ok=True)
+        with pytest.raises(CorruptSnapshot, match=said):
+            bring_back(store, tmp_path / "t", "r", "s", V1, moved.append)
+        content[at] ^= 8
+    content[20] ^= 8
+    (tmp_path / "s" / name).write_bytes(content)
+    with pytest.raises(CorruptSnapshot, match=said):
+        copy_out(store, tmp_path / "s", V1, moved.append)
     assert moved == []
 
 
 def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
-    """Its file is open: a mirror slower than rounds still gets the newest whole."""
+    """Its files are linked: a mirror slower than rounds still gets the newest whole."""
     (tmp_path / "mirror").mkdir()
     written(tmp_path / "s", V1)
     store = MirrorStore(str(tmp_path / "mirror"), "r", "s")
@@ -240,7 +241,7 @@ def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
     def retire(_: int) -> None:
         shutil.rmtree(tmp_path / "s" / str(V1), ignore_errors=True)
 
-    snapshot_mirror.copy_out(store, tmp_path / "s", V1, retire)
+    copy_out(store, tmp_path / "s", V1, retire)
     assert not (tmp_path / "s" / str(V1)).exists()
     assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == (V1,)
 
@@ -368,8 +369,8 @@ def test_the_thread_copies_what_is_wanted_and_a_new_machine_restores_it(url: str
 def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str, tmp_path: Path) -> None:
     """What lies in a version's place and is not whole stays, for a person."""
     written(tmp_path / "s", V1)
-    snapshot_mirror.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
-    flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "theta.")
+    copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    flip_bit(tmp_path / "s" / str(V1), "theta.")
     snapshots = opened(tmp_path / "s")
     assert snapshots.complete_versions() == ()
     assert snapshots.complete_versions() == (), "it was read through, and is not again"
@@ -382,7 +383,7 @@ def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str
 def test_what_is_damaged_twice_is_kept_once(url: str, tmp_path: Path) -> None:
     """The newest damaged one of a version; the one before makes room."""
     written(tmp_path / "s", V1)
-    snapshot_mirror.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
     for mark in ("first", "second"):
         (tmp_path / "s" / str(V1) / "mark").write_text(mark)
         assert kept(tmp_path, url).restore(()).versions == (V1,)
@@ -392,7 +393,7 @@ def test_what_is_damaged_twice_is_kept_once(url: str, tmp_path: Path) -> None:
 def test_what_is_older_than_the_newest_on_the_disk_stays_in_the_mirror(url: str, tmp_path: Path) -> None:
     """Also where the disk holds something older still."""
     written(tmp_path / "s", V1, V2, V3)
-    snapshot_mirror.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V2, nothing)
+    copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V2, nothing)
     shutil.rmtree(tmp_path / "s" / str(V2))
     assert kept(tmp_path, url).restore((V1, V3)) == Restored(())
 
@@ -409,7 +410,7 @@ def test_the_thread_ends_with_its_slave(url: str, tmp_path: Path) -> None:
 
 def rot(store: MirrorStore, version: VersionId) -> None:
     """Flip the last bit of a copy."""
-    name = f"{version}/model.safetensors"
+    name = f"{version}/00000.safetensors"
     with store.open_file(name) as file:
         content = bytearray(file.read())
     content[-1] ^= 1
@@ -420,16 +421,21 @@ def test_a_rotten_copy_is_read_once_and_replaced(url: str, tmp_path: Path, monke
     """Not before each Register of a slave that waits; the master is not told that it is there, and has it replaced."""
     written(tmp_path / "s", V1)
     store, read, meter = MirrorStore(url, "r", "s"), [0], WorkMeter()
-    snapshot_mirror.copy_out(store, tmp_path / "s", V1, nothing)
+    copy_out(store, tmp_path / "s", V1, nothing)
     rot(store, V1)
     shutil.move(tmp_path / "s" / str(V1), tmp_path / "kept")
-    passed = snapshot_mirror._pass
+    copy_one = mirror_store.copy_layer
 
-    def count(source: Any, target: Any, nbytes: int, where: str, moved: snapshot_mirror.Moved) -> str:
-        read[0] += nbytes
-        return passed(source, target, nbytes, where, moved)
+    def count(
+        source: Any, target: Any, manifest: Any, record: Any, where: str, on_piece: Callable[[int], None]
+    ) -> None:
+        def counted(nbytes: int) -> None:
+            read[0] += nbytes
+            on_piece(nbytes)
 
-    monkeypatch.setattr(snapshot_mirror, "_pass", count)
+        copy_one(source, target, manifest, record, where, counted)
+
+    monkeypatch.setattr(mirror_store, "copy_layer", count)
     mirror = SnapshotMirror(store, tmp_path / "s", "r", "s", LOG, time.monotonic, meter)
     first = mirror.restore(())
     assert mirror.report() == MirrorReport(()), "the next Register does not tell it"
@@ -454,7 +460,7 @@ def test_a_version_below_a_newer_one_is_brought_back_when_the_master_asks(url: s
     written(tmp_path / "s", V1, V2, V3)
     store = MirrorStore(url, "r", "s")
     for version in (V1, V2):
-        snapshot_mirror.copy_out(store, tmp_path / "s", version, nothing)
+        copy_out(store, tmp_path / "s", version, nothing)
         shutil.rmtree(tmp_path / "s" / str(version))
     assert kept(tmp_path, url).restore((V3,)).versions == ()
     assert kept(tmp_path, url).restore((V3,), (V2,)).versions == (V2,)
@@ -495,7 +501,7 @@ def test_a_copy_of_other_layers_is_replaced_and_not_restored(tmp_path: Path) -> 
     written(tmp_path / "s", V1, V2)
     store = MirrorStore(url, "r", "s")
     for version in (V1, V2):
-        snapshot_mirror.copy_out(store, tmp_path / "s", version, nothing)
+        copy_out(store, tmp_path / "s", version, nothing)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").mkdir()
     mirror = kept(tmp_path, url)
@@ -517,7 +523,7 @@ def test_a_copy_of_other_layers_is_replaced_and_not_restored(tmp_path: Path) -> 
 def test_layers_that_are_learned_are_listed_anew(url: str, tmp_path: Path) -> None:
     """The master has told them to a process that had listed already: its thread looks at once, not in an hour."""
     written(tmp_path / "s", V1)
-    snapshot_mirror.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
     mirror = kept(tmp_path, url)
     mirror.start()
     until(lambda: mirror.report().held == (V1,))

@@ -16,13 +16,20 @@ import pytest
 from dips.config import load_run
 from dips.errors import CorruptSnapshot
 from dips.files import sync_path, write_aside
-from dips.ids import VersionId
+from dips.ids import GENESIS, VersionId
 from dips.master import genesis
-from dips.mirror import MARKER, SEEN, MirrorStore
 from dips.slave import rebalance, snapshot_mirror
-from dips.slave.initial_model import OWN_FILE
 from dips.slave.snapshot_mirror import SnapshotMirror
-from dips.slave.snapshots import keep_snapshot, promote_if_ours, promote_snapshot, staged_path
+from dips.store.files import (
+    keep_version,
+    manifest_digest,
+    promote_if_ours,
+    promote_version,
+    stage_version,
+    staged_path,
+    write_version,
+)
+from dips.store.mirror import MARKER, SEEN, MirrorStore, bring_back, copy_out
 from tests.damage import flip_bit
 from tests.power_cut import PowerCut, fell_behind
 from tests.unit.slave.test_mirror import LAYERS, LOG, V1, V2, nothing, written
@@ -56,6 +63,15 @@ def store_of(tmp_path: Path) -> MirrorStore:
     return MirrorStore(str(tmp_path / "mirror"), "r", "s", of=tmp_path / "s")
 
 
+def stage(disk: Path, version: VersionId, seed: int) -> None:
+    """A version that waits for its row, as `dips recover` writes it."""
+    aside = disk / f".unfinished-{version}"
+    aside.mkdir()
+    flat = (part[index] for index in LAYERS for part in (arrays(LAYERS, seed), arrays(LAYERS, 6)))
+    write_version(aside, ("r", "s", 4), version, MANIFEST, LAYERS, flat)
+    stage_version(aside, version)
+
+
 def test_the_recorder_finds_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that no fsync followed, a buffer that was not flushed, a name after its directory's, an early rename."""
     (tmp_path / "old").write_text("before")
@@ -81,22 +97,22 @@ def test_a_snapshot(disk: Path, tmp_path: Path, record: list[PowerCut], monkeypa
     """Written, in the place of a damaged one, staged, and given its name."""
     v3, v4 = VersionId(3, 6), VersionId(4, 7)
     snapshots = opened(disk)
-    flip_bit(disk / str(V2) / "model.safetensors", "theta.")
+    flip_bit(disk / str(V2), "theta.")
     cut = recorded(record, tmp_path, monkeypatch)
     for version in (v3, V2):
         snapshots.write_snapshot(version, arrays(LAYERS, 3), arrays(LAYERS, 4))
         assert cut.find_lost(disk / str(version)) == []
     for seed in (1, 5):  # another try's goes
-        snapshots.stage_snapshot(v4, arrays(LAYERS, seed), arrays(LAYERS, 6))
+        stage(disk, v4, seed)
     assert cut.find_lost(staged_path(disk, v4)) == []
-    promote_snapshot(disk, v4)
+    promote_version(disk, v4)
     assert cut.find_lost(disk / str(v4)) == [] and not cut.would_return(staged_path(disk, v4))
-    snapshots.stage_snapshot(v4, arrays(LAYERS, 7), arrays(LAYERS, 8))
-    promote_snapshot(disk, v4)
+    stage(disk, v4, 7)
+    promote_version(disk, v4)
     assert not list(disk.glob(".unfinished*")), "what was there before takes no room"
     snapshots.delete_snapshots((V1,))
     assert not cut.would_return(disk / str(V1))
-    keep_snapshot(disk / str(V2))
+    keep_version(disk / str(V2))
     assert not cut.would_return(disk / str(V2)) and cut.find_lost(disk / f"old-{V2}") == []
     snapshots.close()
 
@@ -114,7 +130,7 @@ def test_an_initial_model(disk: Path, tmp_path: Path, record: list[PowerCut], mo
     snapshots = opened(disk)
     cut = recorded(record, tmp_path, monkeypatch)
     snapshots.keep_initial(arrays(LAYERS, 0))
-    assert cut.find_lost(disk / OWN_FILE) == []
+    assert cut.find_lost(disk / str(GENESIS)) == []
     snapshots.close()
 
 
@@ -128,18 +144,18 @@ def test_a_copy_in_the_mirror(
     write_file = store.write_file
 
     def seen(name: str, content: bytes) -> None:
-        at_manifest.append(cut.find_lost(tmp_path / "mirror/r/s" / name.rpartition("/")[0] / "model.safetensors"))
+        at_manifest.append(cut.find_lost(tmp_path / "mirror/r/s" / name.rpartition("/")[0] / "00000.safetensors"))
         write_file(name, content)
 
     monkeypatch.setattr(store, "write_file", seen)
     for _ in range(2):
-        snapshot_mirror.copy_out(store, disk, V1, nothing)
+        copy_out(store, disk, V1, nothing)
         assert cut.find_lost(tmp_path / "mirror/r/s" / str(V1)) == []
     assert all("content" not in lost for at in at_manifest for lost in at) and len(at_manifest) == 2
     assert cut.find_lost(tmp_path / "mirror/r/s" / MARKER) == cut.find_lost(disk / SEEN) == []
-    flip_bit(disk / str(V1) / "model.safetensors", "momentum.")
+    flip_bit(disk / str(V1), "momentum.")
     with pytest.raises(CorruptSnapshot):
-        snapshot_mirror.copy_out(store, disk, V1, nothing)
+        copy_out(store, disk, V1, nothing)
     assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == ()
     assert not (tmp_path / "mirror/r/s" / str(V1) / "manifest.json").exists()
 
@@ -150,9 +166,9 @@ def test_what_comes_back_from_a_mirror(
     """A snapshot on a new machine, and one in the place of a damaged one, which stays beside it."""
     store = store_of(tmp_path)
     for version in (V1, V2):
-        snapshot_mirror.copy_out(store, disk, version, nothing)
+        copy_out(store, disk, version, nothing)
     shutil.rmtree(disk / str(V1))
-    flip_bit(disk / str(V2) / "model.safetensors", "theta.")
+    flip_bit(disk / str(V2), "theta.")
     cut = recorded(record, tmp_path, monkeypatch)
     mirror = SnapshotMirror(store_of(tmp_path), disk, "r", "s", LOG, time.monotonic)
     assert mirror.restore(()).versions == (V2, V1)
@@ -160,14 +176,14 @@ def test_what_comes_back_from_a_mirror(
         assert cut.find_lost(disk / str(name)) == []
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("file", ["00000.safetensors", "manifest.json"])
 def test_a_restore_that_is_cut_off_leaves_nothing_that_is_believed(
     disk: Path, tmp_path: Path, record: list[PowerCut], monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     """Killed behind each fsync, of the files, of the directory, of the name: whole under its name, or not there; and
     the next start brings it back."""
     store = store_of(tmp_path)
-    snapshot_mirror.copy_out(store, disk, V2, nothing)
+    copy_out(store, disk, V2, nothing)
     text = (disk / str(V2) / file).read_bytes()
     calls = list[int]()
     for at in range(1, 20):
@@ -175,7 +191,7 @@ def test_a_restore_that_is_cut_off_leaves_nothing_that_is_believed(
         disk.mkdir()
         with monkeypatch.context() as patch:
             cut = PowerCut(tmp_path, patch)
-            fell = fell_behind(at, patch, lambda: snapshot_mirror.bring_back(store, disk, "r", "s", V2, nothing))
+            fell = fell_behind(at, patch, lambda: bring_back(store, disk, "r", "s", V2, nothing))
             assert cut.early == []
             named = disk / str(V2)
             assert not named.exists() or cut._find_lost_below(named) == []
@@ -189,7 +205,7 @@ def test_a_restore_that_is_cut_off_leaves_nothing_that_is_believed(
             assert again.restore(held).versions == ((V2,) if not held else ())
             assert snapshots.complete_versions() == (V2,)
         assert (disk / str(V2) / file).read_bytes() == text
-    assert len(calls) == 3 + 5, "the mirror's note; then model, manifest, their names, the rename, its directory"
+    assert len(calls) == 3 + len(LAYERS) + 4, "the mirror's note; layers, manifest, their names, rename, its directory"
 
 
 def test_a_rebalanced_snapshot(
@@ -209,7 +225,7 @@ def test_a_rebalanced_snapshot(
         assert not rebalance.is_staged(other), "what another plan had staged is not taken for it"
     assert promote_if_ours(target, V2, (0, 1))
     assert cut.find_lost(target / str(V2)) == []
-    rebalance.clean_directory(target, "r", None, rebalance.delete_snapshot)
+    rebalance.clean_directory(target, "r", None, rebalance.delete_version)
     assert not cut.would_return(target / str(V2))
 
 
@@ -225,15 +241,15 @@ def test_only_a_snapshot_of_the_slaves_own_layers_is_promoted(disk: Path) -> Non
 
 def test_half_a_snapshot_has_no_digest(disk: Path) -> None:
     """Its manifest alone would be taken for it."""
-    with (disk / str(V1) / "model.safetensors").open("r+b") as file:
+    with (disk / str(V1) / "00000.safetensors").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(CorruptSnapshot, match=r"expected \d+ bytes, got 100"):
-        rebalance.manifest_digest(disk / str(V1))
+        manifest_digest(disk / str(V1))
 
 
 def test_only_the_ledgers_own_bytes_are_copied(disk: Path) -> None:
     """A snapshot of the right name, slave and layers with other bytes is not what the row is of."""
-    digests = {(v.round, "s"): rebalance.manifest_digest(disk / str(v)) for v in (V1, V2)}
+    digests = {(v.round, "s"): manifest_digest(disk / str(v)) for v in (V1, V2)}
     assert set(rebalance.find_placed([disk], "r", "s", LAYERS, digests)) == {V1, V2}
     assert set(rebalance.find_placed([disk], "r", "s", LAYERS, {})) == {V1, V2}, "rows of old ledgers have none"
     assert set(rebalance.find_placed([disk], "r", "s", LAYERS, {**digests, (V2.round, "s"): "0" * 32})) == {V1}
@@ -253,11 +269,11 @@ def test_what_dips_init_writes_and_a_master_brings_back(
     config = load_run(tmp_path / "dips.yaml")
     cut = recorded(record, tmp_path, monkeypatch)
     genesis.make_run(config, {"a.w": np.ones(3, np.float32)})
-    for name in genesis.INITIAL_FILES:
+    for name in (genesis.INITIAL_SHARED, genesis.INITIAL_VERSION):
         assert cut.find_lost(tmp_path / "m" / name) == []
     shutil.rmtree(tmp_path / "m" / "initial")
-    genesis.fetch_initial(MirrorStore(str(tmp_path / "mirror"), "r", "master"), tmp_path / "m")
-    for name in genesis.INITIAL_FILES:
+    genesis.fetch_initial(MirrorStore(str(tmp_path / "mirror"), "r", "master"), "r", tmp_path / "m")
+    for name in (genesis.INITIAL_SHARED, genesis.INITIAL_VERSION):
         assert cut.find_lost(tmp_path / "m" / name) == []
 
 

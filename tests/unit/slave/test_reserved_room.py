@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.slave.tensorfile import reserve_file
+from dips.store.tensorfile import reserve_file
 
 SIZE = 1 << 22  # bytes
 
@@ -29,7 +29,7 @@ def test_a_full_disk_is_found(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_reserved_nothing_is_written(tmp_path: Path) -> None:
     """A ramfs cannot, like NFS before 4.2: glibc would write each block of 50 GB instead."""
-    code = f"from pathlib import Path; from dips.slave.tensorfile import reserve_file; reserve_file(Path('f'), {SIZE})"
+    code = f"from pathlib import Path; from dips.store.tensorfile import reserve_file; reserve_file(Path('f'), {SIZE})"
     shell = 'mount -t ramfs none "$1" && cd "$1" && "$2" -c "$3" && stat -c "%s %b" f'
     words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", shell, "sh", str(tmp_path), sys.executable]
     if subprocess.run([*words[:4], "true"], capture_output=True, check=False).returncode:

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import structlog
 import xxhash
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from structlog.testing import capture_logs
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
 from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
-from dips.slave import tensorfile
 from dips.slave.export import export_snapshot
-from dips.slave.snapshot_files import MOMENTUM, THETA
 from dips.slave.snapshots import Snapshots
-from tests.damage import flip_bit
+from dips.store import tensorfile
+from dips.store.files import write_version
+from dips.store.version import MOMENTUM, THETA
+from tests.damage import flip_bit, load_parameters
 
 MANIFEST = Manifest.from_shapes(
     [("a.0.10.w", (2, 3)), ("a.0.2.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())]
@@ -45,12 +46,17 @@ def tensors(flat: Arrays) -> dict[str, np.ndarray]:
     return found
 
 
+def write_initial(root: Path, theta: Arrays) -> None:
+    """The first model, as `dips init` writes it."""
+    (root / str(GENESIS)).mkdir(parents=True)
+    write_version(root / str(GENESIS), ("r", "", 0), GENESIS, MANIFEST, theta, theta.values(), momentum=False)
+
+
 def opened(path: Path, name: str = "s", layers: tuple[int, ...] = (0, 1, 2, 3), run: str = "r") -> Snapshots:
     """A slave's snapshots, bound to layers whose genesis is `arrays(layers, 0)`, in `path`/initial."""
-    initial = path.parent / "initial.safetensors"
-    every = arrays((0, 1, 2, 3), 0)
+    initial, every = path.parent / "initial", arrays((0, 1, 2, 3), 0)
     if not initial.exists():
-        save_file(dict(reversed(tensors(every).items())), initial)
+        write_initial(initial, every)
     snapshots = Snapshots(path, run, name, initial, structlog.get_logger())
     genesis = [xxhash.xxh3_128_hexdigest(every[i].tobytes()) for i in layers]
     snapshots.bind_layers(MANIFEST, layers, genesis, sinc=4)
@@ -84,7 +90,7 @@ def test_what_is_written_is_read_by_the_next_process(tmp_path: Path) -> None:
     theta_read, momentum_read = read(again, V1)
     assert same(theta_read, theta)
     assert same(momentum_read, momentum)
-    stored = load_file(path / "v1@r1" / "model.safetensors")
+    stored = load_parameters(path / "v1@r1")
     np.testing.assert_array_equal(stored["theta.a.0.2.b"], tensors(theta)["a.0.2.b"])
     np.testing.assert_array_equal(stored["momentum.b.w"], tensors(momentum)["b.w"])
     assert stored["theta.scale"].shape == ()
@@ -105,20 +111,26 @@ def test_version_zero_is_the_initial_model(tmp_path: Path) -> None:
 def test_another_initial_model_is_refused(tmp_path: Path) -> None:
     """A model whose bytes differ from those of `dips init` never becomes θ (guards invariant 7)."""
     snapshots = opened(tmp_path / "s")
-    other = tensors(arrays((0, 1, 2, 3), 0))
-    other["b.w"] = other["b.w"] + np.float32(1e-7)
-    save_file(other, tmp_path / "initial.safetensors")
-    with pytest.raises(CorruptSnapshot, match=r"initial\.safetensors: layer b is not this run's first model"):
+    other = arrays((0, 1, 2, 3), 0)
+    other[1] = other[1] + np.float32(1e-7)
+    shutil.rmtree(tmp_path / "initial")
+    write_initial(tmp_path / "initial", other)
+    with pytest.raises(FileNotFoundError, match=r"initial/v0@r0: layer b is not this run's first model"):
+        read(snapshots, GENESIS)
+    shutil.rmtree(tmp_path / "initial")
+    write_initial(tmp_path / "initial", arrays((0, 1, 2, 3), 0))
+    flip_bit(tmp_path / "initial" / str(GENESIS), THETA)
+    with pytest.raises(CorruptSnapshot, match=r"00000\.safetensors: theta\.a\.0: expected xxh3-128"):
         read(snapshots, GENESIS)
     snapshots.close()
 
 
 def _truncate(path: Path) -> None:
-    os.truncate(path / "model.safetensors", 300)
+    os.truncate(path / "00000.safetensors", 300)
 
 
 def _flip(path: Path, part: str) -> None:
-    flip_bit(path / "model.safetensors", part)
+    flip_bit(path, part)
 
 
 def _change(path: Path, **fields: object) -> None:
@@ -130,10 +142,13 @@ DAMAGE = {
     "truncated": (_truncate, "bytes, got 300"),
     "one bit of θ flipped": (lambda p: _flip(p, THETA), "theta.a.0: expected xxh3-128"),
     "one bit of m flipped": (lambda p: _flip(p, MOMENTUM), "momentum.a.0: expected xxh3-128"),
-    "no manifest": (lambda p: (p / "manifest.json").unlink(), "no whole snapshot"),
-    "no model": (lambda p: (p / "model.safetensors").unlink(), "no whole snapshot"),
-    "torn manifest": (lambda p: (p / "manifest.json").write_text('{"format": 1,'), "no snapshot manifest"),
-    "of another format": (lambda p: _change(p, format=2), "expected snapshot format 1, got 2"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "no whole version"),
+    "no model": (lambda p: (p / "00000.safetensors").unlink(), "no whole version"),
+    "torn manifest": (lambda p: (p / "manifest.json").write_text('{"format": 1,'), "no version's manifest"),
+    "of another format": (
+        lambda p: _change(p, format=2),
+        "a file for each layer, got format 2",
+    ),
     "of another run": (lambda p: _change(p, run="other"), "in run other"),
     "of another slave": (lambda p: _change(p, slave="t"), "of slave t"),
     "of another version": (lambda p: _change(p, version="v9@r9"), "got v9@r9"),
@@ -220,6 +235,17 @@ def test_a_full_disk_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     snapshots.close()
 
 
+def test_a_snapshot_of_one_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """As Di-PS wrote it once: it says what to do."""
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    _change(path / str(V1), files={"model.safetensors": 568})
+    with pytest.raises(CorruptSnapshot, match=r"with one model.safetensors; go on with the Di-PS that wrote it, or"):
+        read(snapshots, V1)
+    snapshots.close()
+
+
 def test_a_repeated_write_replaces(tmp_path: Path) -> None:
     """A snapshot written again under its name holds the last bytes."""
     snapshots = opened(tmp_path / "s")
@@ -290,25 +316,20 @@ def test_what_is_not_known_to_be_whole_is_not_mapped(tmp_path: Path) -> None:
     assert again.map_theta(V1) is None
     assert again.complete_versions() == (V1,)
     assert again.map_theta(V1) is not None
-    os.truncate(path / "v1@r1" / "model.safetensors", 100)
+    os.truncate(path / "v1@r1" / "00000.safetensors", 100)
     with capture_logs() as logs:
         assert again.map_theta(V1) is None
     assert [line["event"] for line in logs] == ["snapshot_not_mapped"]
     again.close()
 
 
-def test_version_zero_is_mapped_where_its_layers_lie_whole(tmp_path: Path) -> None:
-    """v0@r0 comes from the initial model; a layer that lies scattered in the file cannot be one array."""
-    snapshots = opened(tmp_path / "s", layers=(1,))
+def test_version_zero_is_mapped(tmp_path: Path) -> None:
+    """v0@r0 comes from the initial model: of all its layers those that this slave holds."""
+    snapshots = opened(tmp_path / "s", layers=(0, 1))
     mapped = snapshots.map_theta(GENESIS)
     assert mapped is not None
-    assert same(mapped, {1: arrays((0, 1, 2, 3), 0)[1]})
+    assert same(mapped, {i: arrays((0, 1, 2, 3), 0)[i] for i in (0, 1)})
     snapshots.close()
-    scattered = opened(tmp_path / "s", layers=(0,))  # the library puts a.0.10.w before a.0.2.b, the manifest does not
-    with capture_logs() as logs:
-        assert scattered.map_theta(GENESIS) is None
-    assert [line["event"] for line in logs] == ["snapshot_not_mapped"]
-    scattered.close()
 
 
 def test_a_second_slave_on_the_directory_is_refused(tmp_path: Path) -> None:
@@ -363,7 +384,7 @@ def test_export_assembles_a_version(tmp_path: Path, asked: VersionId | None, giv
 def test_export_refuses_what_is_incomplete(tmp_path: Path) -> None:
     """A version that a slave lacks, a missing slave, a foreign one: each is named, and nothing is written."""
     directories, _ = two_slaves(tmp_path)
-    output = tmp_path / "model.safetensors"
+    output = tmp_path / "00000.safetensors"
     with pytest.raises(ConfigError, match=r"v3@r6 is gone, or never was.*v1@r1, v2@r5"):
         export_snapshot(directories, VersionId(3, 6), output)
     with pytest.raises(ConfigError, match="layers 1, 2 of 4 are in none"):
@@ -384,13 +405,10 @@ def test_export_refuses_what_is_incomplete(tmp_path: Path) -> None:
 def test_export_verifies_digests(tmp_path: Path) -> None:
     """Bytes that do not have their digest are never exported, and no half file remains."""
     directories, _ = two_slaves(tmp_path)
-    path = directories[0] / str(V2) / "model.safetensors"
-    raw = path.read_bytes()
-    begin = 8 + int.from_bytes(raw[:8], "little")
-    path.write_bytes(raw[:begin] + b"\x00\x00\x80\x3f" + raw[begin + 4 :])
+    flip_bit(directories[0] / str(V2), THETA)
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
-        export_snapshot(directories, V2, tmp_path / "model.safetensors")
-    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == ["initial.safetensors"]
+        export_snapshot(directories, V2, tmp_path / "00000.safetensors")
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == []
 
 
 def test_a_disk_lags_behind_by_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

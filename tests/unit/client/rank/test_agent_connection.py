@@ -14,10 +14,10 @@ import pytest
 
 from dips.client.agent.rank_server import Connection
 from dips.client.ipc import messages
-from dips.client.ipc.address import OnAnyHost, OnThisHost, find_address, over_network
+from dips.client.ipc.address import MOST_PATH, OnAnyHost, OnThisHost, find_address, over_network, reach_socket
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
 from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
-from dips.client.rank.agent_client import AgentClient, AgentConnection, JobCollectives
+from dips.client.rank.agent_client import AgentClient, AgentConnection, JobCollectives, _open_socket
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable
 
@@ -33,7 +33,7 @@ def cluster(**keys: object) -> ClusterFile:
 @pytest.mark.parametrize(
     ("agent", "environment", "expected"),
     [
-        (None, {}, "unix:/d/agent.sock from socket"),
+        (None, {}, "unix:/d/agent.sock from directory"),
         (None, {"DIPS_AGENT": "unix:/x.sock"}, "unix:/x.sock from DIPS_AGENT"),
         ("head:7", {}, "tcp://head:7 from agent"),
         ("head:7", {"DIPS_AGENT": "unix:/x.sock"}, "unix:/x.sock from DIPS_AGENT"),
@@ -64,6 +64,22 @@ def test_what_names_no_agent(keys: dict[str, object], environment: dict[str, str
     """The message says which key or variable is wrong."""
     with pytest.raises(ConfigError, match=message):
         find_address(cluster(**keys), environment)
+
+
+@pytest.mark.parametrize("length", [10, 2 * MOST_PATH])
+def test_a_socket_may_have_a_long_path(tmp_path: Path, length: int) -> None:
+    """The kernel takes 107 bytes of a path; a longer one is reached through its open directory."""
+    path = tmp_path / ("d" * length) / "agent.sock"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+        with reach_socket(path) as near:
+            agent.bind(near)
+        agent.listen()
+        with _open_socket(OnThisHost(path, "directory")) as rank:
+            accepted, _ = agent.accept()
+            rank.sendall(b"step")
+            assert path.is_socket() and accepted.recv(4) == b"step"
+            accepted.close()
 
 
 def test_the_token_may_be_a_file(tmp_path: Path) -> None:

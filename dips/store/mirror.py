@@ -11,25 +11,31 @@ in the mirror and a note of it in the mirrored directory: from then on a place w
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from dips.errors import ConfigError, DipsError, FailedMirror
+from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedMirror
 from dips.files import make_directory, sync_path, write_durably
+from dips.ids import VersionId
+from dips.store.files import ASIDE, SyncQueue, copy_layer, require_sizes, write_manifest
+from dips.store.tensorfile import PIECE_BYTES, OnPiece
+from dips.store.version import MANIFEST_FILE, VersionManifest
 
-PIECE_BYTES = 8 << 20  # read and written at a time
-ASIDE = ".unfinished-"
 MARKER = "dips-mirror"  # a file in each folder of a mirror, with unique content
 SEEN = "mirror.seen"  # a file in the mirrored directory: the mirror's URL and marker
 MOST_MARKER_BYTES = 4096
+MOST_MANIFEST_BYTES = 64 << 20
 _SECRET = re.compile("//[^/@]*@")  # user and password, which must not be logged
 
 
@@ -48,8 +54,15 @@ class MirrorStore:
             raise ConfigError(f"mirror: {self.url} cannot be used: {error}") from error
         self._local = isinstance(self._fs, LocalFileSystem)
         self._base = str(PurePosixPath(self._root, *folders))
+        self._marker_path, self._home_url = self._full_path(MARKER), self.url
         self._of = of
         self._proven = False  # the marker was checked since the last failure; never for disks, which may be unmounted
+
+    def subfolder(self, name: str) -> MirrorStore:
+        """Return the store of a folder in this one, which is of the same mirror and has no marker of its own."""
+        below = copy(self)
+        below.url, below._base = f"{self.url}/{name}", self._full_path(name)
+        return below
 
     def shares_disk(self) -> bool:
         """Return whether the mirror is on the disk of the mirrored directory and would be lost with it; False if
@@ -90,7 +103,7 @@ class MirrorStore:
         """Write a whole file under its name, replacing any other; local files are synced and renamed."""
         with self._translate_errors(name):
             self._require_mirror(marks=True)
-            self._put_file(name, content)
+            self._put_path(self._full_path(name), content)
 
     @contextmanager
     def create_file(self, name: str) -> Iterator[IO[bytes]]:
@@ -124,11 +137,24 @@ class MirrorStore:
             except FileNotFoundError:
                 return None
 
-    def file_state(self, name: str) -> str:
-        """Return a text that changes with a file: its size, its time of change, and other data of the backend."""
-        with self._translate_errors(name):
+    def list_sizes(self, folder: str) -> dict[str, int]:
+        """Return the sizes of the files in a folder; empty if there is none."""
+        return {PurePosixPath(entry["name"]).name: int(entry["size"] or 0) for entry in self._list_entries(folder)}
+
+    def folder_state(self, folder: str) -> str:
+        """Return a text that changes with the files in a folder: sizes, times of change, and other data of the
+        backend.
+        """
+        return repr([sorted((key, repr(value)) for key, value in e.items()) for e in self._list_entries(folder)])
+
+    def _list_entries(self, folder: str) -> list[dict[str, Any]]:
+        with self._translate_errors(folder):
             self._fs.invalidate_cache()
-            return str(self._fs.ukey(self._full_path(name)))
+            try:
+                found = self._fs.ls(self._full_path(folder), detail=True)
+            except FileNotFoundError:
+                return []
+            return sorted(found, key=lambda entry: str(entry["name"]))
 
     def remove_path(self, name: str) -> None:
         """Remove a file, or a folder with its contents; a missing one is fine."""
@@ -140,11 +166,11 @@ class MirrorStore:
     def _full_path(self, name: str) -> str:
         return str(PurePosixPath(self._base, name)) if name else self._base
 
-    def _put_file(self, name: str, content: bytes) -> None:
+    def _put_path(self, full_path: str, content: bytes) -> None:
         if not self._local:
-            self._fs.pipe_file(self._full_path(name), content)
+            self._fs.pipe_file(full_path, content)
             return
-        path = Path(self._full_path(name))
+        path = Path(full_path)
         make_directory(path.parent)
         write_durably(path, content, path.with_name(ASIDE + path.name))
 
@@ -162,16 +188,16 @@ class MirrorStore:
             )
         if marker is None and marks:
             marker = uuid.uuid4().hex
-            self._put_file(MARKER, marker.encode())
+            self._put_path(self._marker_path, marker.encode())
         if marker is not None and seen is None:
             make_directory(self._of)
-            write_durably(self._of / SEEN, f"{self.url}\n{marker}\n".encode(), self._of / f"{SEEN}.tmp")
+            write_durably(self._of / SEEN, f"{self._home_url}\n{marker}\n".encode(), self._of / f"{SEEN}.tmp")
         self._proven = marker is not None and not self._local
 
     def _read_marker(self) -> str | None:
         self._fs.invalidate_cache()
         try:
-            content: bytes = self._fs.cat_file(self._full_path(MARKER), start=0, end=MOST_MARKER_BYTES)
+            content: bytes = self._fs.cat_file(self._marker_path, start=0, end=MOST_MARKER_BYTES)
         except FileNotFoundError:
             return None
         return content.decode(errors="replace").strip()
@@ -182,7 +208,7 @@ class MirrorStore:
             url, _, marker = path.read_text(errors="replace").strip().partition("\n")
         except FileNotFoundError:
             return None
-        return marker if url == self.url else None
+        return marker if url == self._home_url else None
 
     @contextmanager
     def _translate_errors(self, name: str) -> Iterator[None]:
@@ -199,3 +225,108 @@ class MirrorStore:
 
 def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+# ---- copies of versions ---------------------------------------------------------------------------------------------
+# Copies a version from a directory into a mirror's folder, and back: `<mirror>/<run>/<slave>/v12@r17/`.
+#
+# In both directions the bytes are compared with their digests while they are copied, so damaged bytes are not carried
+# over. The manifest is written last: a folder without one is an unfinished copy and is not used. One object holds one
+# layer, so none is larger than a store takes.
+
+
+def list_versions(store: MirrorStore) -> list[VersionId]:
+    """Return the versions with a folder in the mirror, ascending by round; they may be incomplete."""
+    found = []
+    for name in store.list_names():
+        try:
+            found.append(VersionId.parse(name))
+        except ValueError:  # not a version's folder
+            continue
+    return sorted(found, key=lambda v: v.round)
+
+
+def read_copy(store: MirrorStore, run: str, slave: str, version: VersionId) -> tuple[bytes, VersionManifest]:
+    """Return a copy's manifest, as bytes too; raise CorruptSnapshot unless the copy is whole and of this slave."""
+    where = f"{store.url}/{version}"
+    text = store.read_file(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES)
+    if text is None:
+        raise CorruptSnapshot(f"{where} has no manifest: it was not copied to its end")
+    try:
+        manifest = VersionManifest.from_json(text.decode(), f"{where}/{MANIFEST_FILE}")
+    except UnicodeDecodeError as error:
+        raise CorruptSnapshot(f"{where}/{MANIFEST_FILE}: is no manifest: {error}") from error
+    manifest.require_owner(run, slave, version, where)
+    require_sizes(manifest, store.list_sizes(str(version)), where)
+    return text, manifest
+
+
+def copy_out(store: MirrorStore, root: Path, version: VersionId, on_piece: OnPiece = lambda _: None) -> None:
+    """Copy a version; raise CorruptSnapshot if its bytes do not have their digests, FailedMirror for all other
+    failures.
+
+    A version that is deleted meanwhile is copied to its end.
+    """
+    path, folder = root / str(version), str(version)
+    try:
+        with _linked(path) as kept:
+            text = (kept / MANIFEST_FILE).read_bytes()
+            manifest = VersionManifest.from_json(text.decode(), str(path / MANIFEST_FILE))
+            store.remove_path(folder)
+            for record in manifest.layers:
+                with (kept / record.file).open("rb") as source, store.create_file(f"{folder}/{record.file}") as target:
+                    copy_layer(source, target, manifest, record, str(path / record.file), on_piece)
+    except OSError as error:
+        raise FailedMirror(f"{path} cannot be copied: {error}") from error
+    try:
+        require_sizes(manifest, store.list_sizes(folder), f"{store.url}/{folder}")
+    except CorruptSnapshot as error:
+        raise FailedMirror(f"{error}; it was written just now") from error
+    store.write_file(f"{folder}/{MANIFEST_FILE}", text)
+
+
+@contextmanager
+def _linked(path: Path) -> Iterator[Path]:
+    """Yield a directory with links to a version's files, so that they stay when the version is deleted; the version's
+    own where the file system has no links.
+    """
+    aside = path.with_name(f"{ASIDE}mirrored-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        try:
+            for file in path.iterdir():
+                os.link(file, aside / file.name)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            yield path
+        else:
+            yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def bring_back(
+    store: MirrorStore, root: Path, run: str, slave: str, version: VersionId, on_piece: OnPiece = lambda _: None
+) -> None:
+    """Restore a version into a root; it is durable on return.
+
+    Raise CorruptSnapshot if the copy is not complete, FailedMirror if the mirror fails, OSError if this disk does.
+    """
+    text, manifest = read_copy(store, run, slave, version)
+    aside, queue = root / f"{ASIDE}{version}", SyncQueue()
+    try:
+        aside.mkdir(exist_ok=True)
+        for record in manifest.layers:
+            name = f"{version}/{record.file}"
+            with (aside / record.file).open("wb") as target, store.open_file(name) as source:
+                copy_layer(source, target, manifest, record, f"{store.url}/{name}", on_piece)
+            queue.add_file(aside / record.file, record.size)
+        queue.sync_files()
+        write_manifest(aside, text)
+        aside.rename(root / str(version))
+        sync_path(root)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise

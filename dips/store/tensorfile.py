@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dips.errors import CorruptSnapshot
+from dips.files import sync_path
 
 F32 = npt.NDArray[np.float32]
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
@@ -35,6 +37,10 @@ SYNC_BYTES = 1 << 30  # most bytes written and not yet on the disk, so that the 
 ITEM = 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)  # fd, mode, offset, bytes
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_PROT_READ, _MAP_SHARED, _MAP_FAILED = mmap.PROT_READ, mmap.MAP_SHARED, ctypes.c_void_p(-1).value
 assert sys.byteorder == "little", "parameters are stored as they lie in memory, which must be little-endian"
 
 
@@ -47,16 +53,22 @@ def reserve_file(path: Path, size: int) -> None:
 def write_tensors(
     path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32], on_piece: OnPiece = lambda _: None
 ) -> int:
-    """Write tensors in the order of `shapes` and return the file's size once it is on the disk.
+    """Write tensors in the order of `shapes` and return the file's size once it is on the disk: see `write_behind`."""
+    size = write_behind(path, make_header(metadata, shapes), sum(prod(s) for _, s in shapes), data, on_piece)
+    sync_path(path)
+    return size
 
-    data      flat arrays whose elements, one array behind another, are those of all tensors in order; the next one is
-              asked for when the former is with the kernel, so computing it does not delay the disk
+
+def write_behind(path: Path, header: bytes, numel: int, data: Iterable[F32], on_piece: OnPiece) -> int:
+    """Write the tensors behind a header, and return the file's size; the caller syncs the file.
+
+    data      flat arrays whose `numel` elements, one array behind another, are those of all tensors in order; the next
+              one is asked for when the former is with the kernel, so computing it does not delay the disk
     on_piece  called with the bytes of each piece that is with the kernel; its exceptions end the write
     Raises    OSError: a full disk is found before the first byte, where the file system can reserve; space of
               `reserve_file` is used, and the rest of it released
     """
-    header = _make_header(metadata, shapes)
-    size = len(header) + ITEM * sum(prod(shape) for _, shape in shapes)
+    size = len(header) + ITEM * numel
     with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
         _reserve_space(file.fileno(), size)
         _write_all(file, memoryview(header))
@@ -65,19 +77,38 @@ def write_tensors(
         if file.tell() != size:
             raise ValueError(f"{path}: expected {size} bytes by its shapes, wrote {file.tell()}")
         file.truncate(size)
-        os.fsync(file.fileno())
     return size
 
 
 def map_new(path: Path, metadata: Mapping[str, str], shapes: Shapes) -> F32:
     """Create a file whose tensors are zeros, and map them, one behind another, for writing; raise OSError if full."""
-    header = _make_header(metadata, shapes)
+    header = make_header(metadata, shapes)
     numel = sum(prod(shape) for _, shape in shapes)
     with path.open("wb", buffering=0) as file:
         _reserve_space(file.fileno(), len(header) + ITEM * numel)
         _write_all(file, memoryview(header))
         file.truncate(len(header) + ITEM * numel)
     return np.memmap(path, np.float32, "r+", len(header), (numel,)) if numel else np.empty(0, np.float32)
+
+
+def map_floats(path: Path, begin: int, numel: int) -> F32:
+    """Map the `numel` fp32 numbers at byte `begin` of a file for reading; the map outlives the file's deletion.
+
+    Not by `mmap.mmap`, which keeps a descriptor open for each map, and a version has a map for each of its layers.
+    """
+    length = begin + ITEM * numel
+    with path.open("rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size < length:
+            raise CorruptSnapshot(f"{path}: expected at least {length} bytes, it ends earlier")
+        address = _LIBC.mmap(None, length, _PROT_READ, _MAP_SHARED, file.fileno(), 0)
+    if address == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(path))
+    mapped = (ctypes.c_char * length).from_address(address)
+    weakref.finalize(mapped, _LIBC.munmap, address, length).atexit = False
+    array = np.frombuffer(mapped, np.float32, numel, begin)
+    array.flags.writeable = False
+    return array
 
 
 class Reader:
@@ -111,24 +142,6 @@ class Reader:
             self._on_piece(count)
             view = view[count:]
 
-    def check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CorruptSnapshot unless the tensor `name` is in the file, with this shape."""
-        self._tensor_span(name, shape)
-
-    def map_file(self) -> mmap.mmap:
-        """Map the whole file for reading; the map stays readable when the file is closed, and when it is unlinked."""
-        return mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def view_tensors(self, whole: mmap.mmap, shapes: Shapes) -> F32:
-        """View the tensors `shapes` as one flat array in the map; raise CorruptSnapshot if they are not adjacent."""
-        places = [place for place in (self._tensor_span(name, shape) for name, shape in shapes) if place[0] < place[1]]
-        for (name, _), (_, end), (begin, _) in zip(shapes, places, places[1:], strict=False):
-            if begin != end:
-                raise CorruptSnapshot(f"{self.path}: what follows tensor {name!r} lies elsewhere in the file")
-        if not places:
-            return np.empty(0, np.float32)
-        return np.frombuffer(whole, np.float32, (places[-1][1] - places[0][0]) // ITEM, places[0][0])
-
     def _tensor_span(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return where a tensor begins and ends in the file, in bytes."""
         entry = self._entries.get(name)
@@ -157,7 +170,8 @@ class Reader:
         return metadata, header, 8 + length
 
 
-def _make_header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
+def make_header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
+    """Return the bytes of a file before its tensors, which lie one behind another in the order of `shapes`."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, shape in shapes:
