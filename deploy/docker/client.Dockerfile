@@ -1,6 +1,7 @@
 # A training image with Di-PS in it.   docker build -f deploy/docker/client.Dockerfile --build-arg BASE=my/training -t dips-client .
 #
-#   BASE    brings Python and the torch that fits its accelerators; it is kept, nothing of CUDA is fetched here.
+#   BASE    brings Python and the torch that fits its accelerators; its torch and numpy are kept, all
+#           else is the tested set; nothing of CUDA is fetched here.
 #           Pin it: --build-arg BASE=my/training@sha256:…
 #   WHEELS  a directory of the build context with all wheels, hatchling's too: then nothing is fetched
 ARG BASE
@@ -9,15 +10,17 @@ ARG WHEELS=deploy/docker/wheels
 USER 0:0
 WORKDIR /src
 COPY ${WHEELS} /wheels
-COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md ./
 COPY dips ./dips
 COPY deploy/nodes.sh /usr/local/bin/dips-nodes
 RUN if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
-    && python3 -c 'import torch; print("torch==" + torch.__version__)' >/tmp/kept \
+    && python3 -c 'import torch; from importlib import metadata as m; there = m.packages_distributions(); \
+       print(*(f"{n}=={m.version(n)}" for n in ("torch", "numpy") if n in there), sep="\n")' >/tmp/kept \
+    && sed 's/^\(.*\)==.*/^\1==/' /tmp/kept >/tmp/names && grep -v -f /tmp/names constraints.txt >>/tmp/kept \
     && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir -c /tmp/kept . \
     && chmod 755 /usr/local/bin/dips-nodes \
     && install -d -o 10001 -g 10001 /var/lib/dips \
-    && rm -r /src /wheels /tmp/kept
+    && rm -r /src /wheels /tmp/kept /tmp/names
 WORKDIR /
 # The agent is the job's first process: it starts torchrun, forwards signals, ends with its exit code.
 ENV PYTHONUNBUFFERED=1 HOME=/tmp

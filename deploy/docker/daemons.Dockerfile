@@ -1,7 +1,10 @@
 # Master and slaves: no torch, no GPU.   docker build -f deploy/docker/daemons.Dockerfile -t dips-daemons .
 #
-#   BASE    an image with Python 3.11 or newer; pin it: --build-arg BASE=python@sha256:…
+#   BASE    an image with Python 3.11 or newer; pin it: --build-arg BASE=python@sha256:… (no registry of images was within
+#           reach where this was written, so no digest stands here)
 #   WHEELS  a directory of the build context with all wheels, hatchling's too (`pip download`): then nothing is fetched
+#
+# All packages are those of requirements.txt, by hash, S3 for mirrors among them; `make deploy-check` holds it to constraints.txt.
 #
 # The container runs as a user without rights, on a root file system that may be read-only: what is written goes to
 # /var/lib/dips (ledger, snapshots: a volume), /var/cache/dips (compiled kernels) and /tmp.
@@ -10,12 +13,13 @@ FROM ${BASE} AS install
 ARG WHEELS=deploy/docker/wheels
 WORKDIR /src
 COPY ${WHEELS} /wheels
-COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md ./
+COPY pyproject.toml deploy/docker/requirements.txt README.md LICENSE CHANGELOG.md ./
 COPY dips ./dips
 RUN if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
     && python3 -m venv /opt/dips \
-    && /opt/dips/bin/pip install --no-cache-dir --no-compile -c constraints.txt . \
-    && /opt/dips/bin/pip uninstall -qy pip
+    && /opt/dips/bin/pip install --no-cache-dir --no-compile --require-hashes -r requirements.txt \
+    && /opt/dips/bin/pip install --no-cache-dir --no-compile --no-deps --no-build-isolation . \
+    && /opt/dips/bin/pip uninstall -qy hatchling trove-classifiers pathspec pluggy pip
 
 FROM ${BASE}
 COPY --from=install /opt/dips /opt/dips

@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.deploy.podman import CACHE, has_image, run_podman
 
 ROOT = Path(__file__).parents[2]
+REQUIREMENTS = ROOT / "deploy" / "docker" / "requirements.txt"
 MIRROR, SUITE = os.environ.get("DIPS_APT_MIRROR", "http://deb.debian.org/debian"), "bookworm"
 PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
 PYTHON = "3.11"  # of the suite: the wheels are for it
@@ -39,7 +40,7 @@ def build_images(tag: str) -> dict[str, str]:
         context = Path(directory)
         _copy_tree(context)
         wheels = context / "deploy" / "docker" / "wheels"
-        for wheel in _ensure_wheels("daemons", ["hatchling", "."]).glob("*.whl"):
+        for wheel in _ensure_wheels("daemons", ["-r", str(REQUIREMENTS)]).glob("*.whl"):
             os.link(wheel, wheels / wheel.name)
         for file, image, start in (("daemons", DAEMONS, base), ("client", CLIENT, torch)):
             run_podman(
@@ -87,24 +88,16 @@ def _ensure_torch() -> str:
 
 def _ensure_wheels(name: str, wanted: list[str]) -> Path:
     """Wheels of these requirements and all that they need, within constraints.txt."""
-    inputs = [(ROOT / file).read_text() for file in ("constraints.txt", "pyproject.toml")]
+    inputs = [path.read_text() for path in (ROOT / "constraints.txt", REQUIREMENTS)]
     directory = CACHE / "wheels" / f"{name}-{_digest(*inputs, *wanted)}"
     if not directory.exists():
         aside = directory.with_name(f"{directory.name}.{os.getpid()}")
         command = [sys.executable, "-m", "pip", "download", "-q", "-c", "constraints.txt", "-d", str(aside)]
-        command += ["--python-version", PYTHON, "--only-binary", ":all:"] if "." not in wanted else []
-        subprocess.run([*command, *_requirements(wanted)], cwd=ROOT, check=True, timeout=FETCH_S)
+        command += ["--python-version", PYTHON, "--only-binary", ":all:"] if "-r" not in wanted else []
+        subprocess.run([*command, *wanted], cwd=ROOT, check=True, timeout=FETCH_S)
         with suppress(OSError):  # another run was first: its wheels are the same
             aside.rename(directory)
     return directory
-
-
-def _requirements(wanted: list[str]) -> list[str]:
-    """`.` stands for what this project needs, not for the project: it is built in the image."""
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return [word for name in wanted for word in (project if name == "." else [name])]
 
 
 def _digest(*parts: str) -> str:

@@ -103,18 +103,25 @@ class Slurm:
 
     def await_end(self, job: int, seconds: float) -> int:
         """The exit code of a job that ends within so long."""
-        shown = ""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            shown = self._run("scontrol", "--oneliner", "show", "job", str(job))
-            fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+            fields = self.show(job)
             if fields["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
                 return int(fields["ExitCode"].split(":")[0])
             time.sleep(LOOK_S)
-        raise AssertionError(f"job {job} has not ended within {seconds:g} s: {shown}")
+        raise AssertionError(f"job {job} has not ended within {seconds:g} s: {self.show(job)}")
+
+    def show(self, job: int) -> dict[str, str]:
+        """The fields of a job."""
+        shown = self._run("scontrol", "--oneliner", "show", "job", str(job))
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def signal(self, job: int, name: str) -> None:
+        """Signal the batch script alone, as `--signal=B:` does."""
+        self._run("scancel", "--batch", f"--signal={name}", str(job))
 
     def cancel(self, job: int) -> None:
-        self._run("scancel", "--batch", "--signal=TERM", str(job))
+        self._run("scancel", str(job))
 
     def _start(self, *command: str) -> None:
         with (self._directory / f"{command[0]}.out").open("ab") as out:

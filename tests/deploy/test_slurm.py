@@ -51,7 +51,7 @@ def environment(tmp_path: Path, cluster: Path) -> dict[str, str]:
         (programs / name).chmod(0o755)
     return {
         "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GPUS": "1",
-        "DIPS_CLUSTER": str(cluster), "MASTER_PORT": str(harness.free_port()),
+        "DIPS_CLUSTER": str(cluster), "RUN_IN": "env IN_CONTAINER=yes",
     }  # fmt: skip
 
 
@@ -81,6 +81,26 @@ def test_a_job_trains(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
     assert slurm.await_end(job, JOB_S) == 0, (tmp_path / "job.log").read_text()
     with run.ledger() as ledger:
         assert max(r.version.version for r in ledger.read_history(100) if r.version is not None) == 3
+
+
+def has_a_version(run: harness.Run) -> bool:
+    with run.ledger() as ledger:
+        return any(row.version is not None for row in ledger.read_history(1))
+
+
+def test_a_job_whose_time_is_over_is_queued_again(slurm: Slurm, tmp_path: Path) -> None:
+    """As Slurm signals it before the end: the cluster leaves the run, and the job waits for its next turn."""
+    train, out = str(ROOT / "tests" / "integration" / "train_constant.py"), tmp_path / "slow.out"
+    with harness.Run(tmp_path, TENSORS, shared={"penalty": {"gates": []}}) as run:
+        run.start_master()
+        for slave in run.start_slaves():
+            run.until(lambda s=slave: '"ready"' in s.log.read_text(), 60, f"{slave.name} is ready")
+        job = submit(slurm, tmp_path, cluster_file(run), train, "slow", "100000", "1", str(out))
+        run.until(lambda: has_a_version(run), JOB_S, "the job trains")
+        slurm.signal(job, "USR1")
+        run.until(lambda: slurm.show(job)["Restarts"] == "1", 60, "the job is queued again")
+        assert slurm.show(job)["JobState"] in ("PENDING", "COMPLETING", "REQUEUED"), slurm.show(job)
+        slurm.cancel(job)
 
 
 def test_a_job_that_cannot_begin_says_why(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,29 @@ def test_images_copy_what_is_there() -> None:
 
 
 def test_the_image_of_the_daemons_has_no_torch() -> None:
-    """The wheel is installed without extras."""
+    """Its packages are those of requirements.txt, and the wheel is installed without them."""
     text = (DEPLOY / "docker" / "daemons.Dockerfile").read_text()
-    assert "constraints.txt ." in text and "[client]" not in text
+    assert "--require-hashes -r requirements.txt" in text and "--no-deps --no-build-isolation ." in text
     assert "torch" not in "".join(line for line in text.splitlines() if not line.startswith("#"))
+
+
+def test_the_image_of_the_daemons_is_the_tested_set() -> None:
+    """Each package has a hash and the version of constraints.txt; all that pyproject.toml asks for is there."""
+    text = (DEPLOY / "docker" / "requirements.txt").read_text()
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
+    for name in pinned:
+        assert re.search(rf"^{re.escape(name)}==.* \\\n    --hash=sha256:[0-9a-f]{{64}}", text, re.MULTILINE), name
+    tested = dict(
+        re.findall(r"^([\w.-]+)==(\S+)", (DEPLOY.parent / "constraints.txt").read_text().lower(), re.MULTILINE)
+    )
+    assert not {
+        name: (pinned[name], tested[name]) for name in pinned.keys() & tested.keys() if pinned[name] != tested[name]
+    }
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    asked = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["s3"]]
+    names = {re.match(r"[\w.-]+", line)[0] for line in (*asked, *project["build-system"]["requires"])}  # type: ignore[index]
+    assert names <= pinned.keys()
+    assert "torch" not in pinned
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda p: p.name)
