@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import isfinite
@@ -287,15 +286,15 @@ ROUTINE = frozenset({"push_begin", "push_end", "window_begin", "window_end", "pu
 LEAVE_S = 3.0  # for telling a master, which may be down, that this cluster leaves
 
 
-def mark_level(kind: str, fields: Mapping[str, object]) -> int:
-    """Return the log level of a mark: DEBUG if it is routine and succeeded, WARNING for remarks, else INFO; 0 for inner
-    steps, which are not logged.
+def mark_level(kind: str, fields: Mapping[str, object]) -> str:
+    """Return the log level of a mark: debug if it is routine and succeeded, warning for remarks, else info; "" for
+    inner steps, which are not logged.
     """
     if kind == "inner":
-        return 0
+        return ""
     if kind == "remark":
-        return logging.WARNING
-    return logging.DEBUG if kind in ROUTINE and fields.get("ok", True) else logging.INFO
+        return "warning"
+    return "debug" if kind in ROUTINE and fields.get("ok", True) else "info"
 
 
 class MasterPort(Protocol):
@@ -375,7 +374,7 @@ class Agent:
 
     def _log_mark(self, kind: str, fields: Mapping[str, object]) -> None:
         if level := mark_level(kind, fields):
-            self._log.log(level, kind, **fields)
+            getattr(self._log, level)(kind, **fields)
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
