@@ -145,7 +145,8 @@ def _by_slave(key: str, reach: Callable[[str], None], name: str) -> None:
 def _chunk(reach: Callable[[str], None], own: Any) -> None:
     """The chunks of a rank that moves a part of the model are counted in tenths, too."""
     _count["chunk"] = _count.get("chunk", 0) + 1
-    all_chunks = sum(-(-4 * piece.length // CHUNK_BYTES) for piece in own._pieces)
+    ranges = [r for part in own._parts for r in part.share.ranges]
+    all_chunks = sum(-(-4 * r.length // CHUNK_BYTES) for r in ranges)
     for tenth in range(1, 11):
         if max(1, tenth * all_chunks // 10) == _count["chunk"]:
             reach(f"chunk {tenth * CHUNKS // 10} of {CHUNKS}")
