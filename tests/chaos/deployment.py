@@ -174,12 +174,16 @@ class Deployment(Run):
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start everything, and return when all clusters have taken part in the first versions."""
+    def start_all(self) -> None:
+        """Start master, slaves and clusters, and return at once."""
         self.start_master()
         self.start_slaves()
         for name in self.clusters:
             self.cluster(name)
+
+    def start(self) -> None:
+        """Begin the run, and return when all clusters have taken part in the first versions."""
+        self.start_all()
         for name in self.clusters:
             self.seen_after(self.timeline(name), "pull_end", within_s=90)
         self._set_deadlines()

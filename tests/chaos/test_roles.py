@@ -103,7 +103,7 @@ def test_sigkill_of_everything(deployment: Deployment) -> None:
         deployment.kill_agent(name)
     for name in ("master", *deployment.slaves):
         deployment.process(name).kill()
-    deployment.start()
+    deployment.start_all()
     assert deployment.progress(2, by=deployment.clusters) > head
 
 
