@@ -25,7 +25,7 @@ from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest, unmatched_patterns
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
-from dips.store.files import ASIDE, delete_version, write_version
+from dips.store.files import ASIDE, put_version, write_version
 from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, list_versions
 
 Tensor = npt.NDArray[np.float32]
@@ -240,10 +240,7 @@ def write_initial(config: RunFile, model: Manifest, tensors: Mapping[str, Tensor
     flat = (_flatten_layer(layer, tensors) for layer in model.layers)
     layers = range(len(model.layers))
     write_version(aside, (config.shared.run, "", 0), GENESIS, model, layers, flat, momentum=False)
-    if path.exists():
-        delete_version(path)
-    aside.rename(path)
-    sync_path(root)
+    put_version(aside, path)
     write_shared(config, directory)
 
 

@@ -27,6 +27,7 @@ from dips.store.files import (
     manifest_digest,
     map_version,
     promote_if_ours,
+    put_version,
     read_layer,
     read_manifest,
     read_through,
@@ -311,10 +312,7 @@ class Snapshots:
             manifest = read_manifest(aside)
             self._initial.require_layers(aside, manifest)
             read_through(aside, manifest, self._meter.add)
-            if path.exists():
-                self._remove_old(path, GENESIS)
-            aside.rename(path)
-            sync_path(self._directory)
+            put_version(aside, path)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -407,14 +405,7 @@ class Snapshots:
         path = self._directory / str(version)
         if path.exists():
             self._log.warning("snapshot_replaced", version=str(version), path=str(path))
-            self._remove_old(path, version)
-        aside.rename(path)
-        sync_path(self._directory)
-
-    def _remove_old(self, path: Path, version: VersionId) -> None:
-        old = self._directory / f"{ASIDE}old-{version}"
-        path.rename(old)
-        shutil.rmtree(old)
+        put_version(aside, path)
 
     # ---- verifying --------------------------------------------------------------------------------
 

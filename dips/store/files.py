@@ -329,11 +329,15 @@ def promote_version(root: Path, version: VersionId, discard: Callable[[Path], No
     """Rename a staged version to its final name after `discard` of the present one. It has one of the two names at any
     time.
     """
-    path = root / str(version)
+    put_version(staged_path(root, version), root / str(version), discard)
+
+
+def put_version(aside: Path, path: Path, discard: Callable[[Path], None] | None = None) -> None:
+    """Rename a durable version to its final name in the same root, after `discard` of the one that is there."""
     if path.exists():
         (discard or delete_version)(path)
-    staged_path(root, version).rename(path)
-    sync_path(root)
+    aside.rename(path)
+    sync_path(path.parent)
 
 
 def delete_version(path: Path) -> None:
