@@ -35,14 +35,16 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    model = build()  # its numbers do not matter: the outer loop pulls those of the run
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    model = build().to(device)  # its numbers do not matter: the outer loop pulls those of the run
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     outer = OuterLoop(model)  # 2
     rate = schedule(optimizer, outer)  # 3
     for batch in draw_batches(read_text(args.text), args.seed):
         if outer.finished:
             break
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        text = batch.to(device)
+        loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -4,6 +4,7 @@ torchrun --nproc-per-node N check_layouts.py OUT KIND... [--device cuda]     wri
 
 Nothing here talks to a slave: `pieces` is what a rank would send, and what it would have received. Each rank compares
 its own part with full parameters that it made from the seed, so a shard that is wrong on one rank is seen there.
+Where there are fewer devices than ranks they are shared, and each rank is a host of its own.
 """
 
 from __future__ import annotations
@@ -107,8 +108,7 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
 
 def on_this_rank(check: Callable[[Any, JobCollectives], Any], cases: Mapping[str, Any], out: Path, device: str) -> None:
     """Check each case on one rank of the job, and write what was found to OUT.RANK."""
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if lacks := missing_device(device, ranks):
+    if lacks := missing_device(device):
         if os.environ["LOCAL_RANK"] == "0":
             print(f"nothing was checked: {lacks}")
         return

@@ -120,6 +120,7 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     whole, lazy = Side(kind, collectives, HostMemory), Side(kind, collectives, LazyMemory)
     both = (whole, lazy)
     is_so: dict[str, bool] = {}
+    on_host = layouts.device.type == "cpu"  # a device begins to copy at once, and a layer waits for its own copies
 
     def same(what: str, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         is_so[what] = alike(ours, theirs)
@@ -128,7 +129,8 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
         old = lazy.shards()
         for side in both:
             side.land(version(number))
-        same(f"{number}: nothing is written before a forward", lazy.shards(), old)
+        if on_host:
+            same(f"{number}: nothing is written before a forward", lazy.shards(), old)
         is_so[f"{number}: and the version is another"] = not alike(whole.shards(), old)
         same(f"{number}: logits", *([side.step(tokens)] for side in both))
         same(f"{number}: a step later", *(side.shards() for side in both))
@@ -160,7 +162,8 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     old = lazy.shards()
     for side in both:
         side.land(version(5), merge=True)
-    same("a merge waits for the forward too", lazy.shards(), old)
+    if on_host:
+        same("a merge waits for the forward too", lazy.shards(), old)
     same("merged: logits", *([side.step(tokens)] for side in both))
     same("merged: a step later", *(side.shards() for side in both))
     for side in both:
@@ -185,7 +188,8 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
         with torch.no_grad():
             same("one block by itself", *([side.inner.layers[1](x)] for side in both))
         last = [local(p) for p in lazy.inner.layers[2].parameters()]
-        is_so["and no other"] = not alike(last, [local(p) for p in whole.inner.layers[2].parameters()])
+        if on_host:
+            is_so["and no other"] = not alike(last, [local(p) for p in whole.inner.layers[2].parameters()])
         for side in both:
             side.memory.finish_install()
         same("finished", *(side.shards() for side in both))

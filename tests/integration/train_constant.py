@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.accelerator import DEVICE, take_device
 from dips.client import OuterLoop
 from dips.client.parallel.adapter import is_dtensor
 
 START = 0.5  # every element of v0@r0
+WORDS = 7 if DEVICE == "cpu" else 4_000_007  # 64 MB: copies that nobody waits for are seen to be late
 
 
 class ConstantModel(nn.Module):
@@ -29,7 +31,7 @@ class ConstantModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, 4)
+        self.embed = nn.Embedding(WORDS, 4)
         self.blocks = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 3)])
         self.head = nn.Linear(3, 1)
 
@@ -58,16 +60,22 @@ def one_number(model: nn.Module) -> float | None:
     return float(elements[0])
 
 
-def main(cluster: str, tokens: int, clusters: int, out: Path) -> None:
-    rank = int(os.environ.get("RANK", "0"))
-    model = ConstantModel()
+def lay_out() -> ConstantModel:
+    """The model of this rank: sharded if there are several, whole under DIPS_TEST_LAYOUT=ddp."""
+    device = take_device(DEVICE, int(os.environ.get("LOCAL_RANK", "0")))
+    model = ConstantModel().to(device)
     if "RANK" in os.environ:
         from torch.distributed.fsdp import fully_shard  # a plain rank does not wait seconds for it
 
-        dist.init_process_group("gloo")
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+        dist.init_process_group("gloo" if DEVICE == "cpu" else None)
+        for part in (*model.blocks, model) if os.environ.get("DIPS_TEST_LAYOUT") != "ddp" else ():
+            fully_shard(part)
+    return model
+
+
+def main(cluster: str, tokens: int, clusters: int, out: Path) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    model = lay_out()
     seen = []
     with OuterLoop(model) as outer:
         out.with_name(f"{out.name}.ready.{rank}").touch()

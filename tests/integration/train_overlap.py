@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from train_constant import ConstantModel, local, one_number
+from train_constant import lay_out, local, one_number
 
 from dips.client import OuterLoop
 from dips.client.rank.steps import OpenTransfer
@@ -28,7 +27,7 @@ from dips.client.rank.steps import OpenTransfer
 
 def numbers(model: nn.Module) -> list[float]:
     """Those that the elements on this rank are."""
-    return sorted({float(value) for p in model.parameters() for value in local(p).detach().reshape(-1)})
+    return sorted({value for p in model.parameters() for value in local(p).detach().unique().tolist()})
 
 
 def frozen_fragments(outer: OuterLoop) -> int:
@@ -40,12 +39,7 @@ def frozen_fragments(outer: OuterLoop) -> int:
 
 def main(out: Path, step_s: float, delta: float, crash_after: int = 0) -> None:
     rank = int(os.environ.get("RANK", "0"))
-    model = ConstantModel()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+    model = lay_out()
     steps, beside, versions = 0, 0, set[str]()
     with OuterLoop(model) as outer:
         while not outer.finished:

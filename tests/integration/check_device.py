@@ -1,0 +1,105 @@
+"""All that Di-PS does on an accelerator, tried on the one here: `python -m tests.integration.check_device cuda`.
+
+Layouts, lazy installs and Megatron on the ranks of one job; whole runs with a master, slaves and an agent, whose every
+element is predicted, sharded and replicated, with merges; what a rank costs. A line for each, and exit code 1 if one
+failed. Where ranks share a device each is a host of its own (benchmarks/accelerator.py). It takes about five minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accelerator import missing_device
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+LIMIT_S = 150.0  # of one check
+PYTEST = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-m", "torchrun"]
+SCRIPTS = {  # name: ranks, script, its words
+    "layouts": (4, "check_layouts.py", ["plain", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp"]),
+    "lazy installs": (2, "check_lazy_install.py", ["plain", "ddp", "fsdp"]),
+    "megatron": (4, "check_megatron.py", ["dense"]),
+}
+RUNS = {  # name: a test that plays a run, and the layout of its ranks
+    "a run: FSDP2 beside a plain rank": ("test_constant_model.py", "fsdp"),
+    "a run: DDP beside a plain rank": ("test_constant_model.py", "ddp"),
+    "a run with merges, FSDP2": ("test_overlap.py", "fsdp"),
+    "a run with merges, DDP": ("test_overlap.py", "ddp"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="check_device", description=__doc__.split("\n")[0])
+    parser.add_argument("device", help="cuda, npu or xpu")
+    parser.add_argument("--only", default="", metavar="WORD", help="checks whose name has this word")
+    chosen = parser.parse_args()
+    if lacks := missing_device(chosen.device):
+        print(f"nothing was checked: {lacks}")
+        return 0
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="dips-device-") as made:
+        for name, command, out in commands(chosen.device, Path(made)):
+            if chosen.only in name:
+                failed += not check(name, command, out, chosen.device)
+    return 1 if failed else 0
+
+
+def commands(device: str, made: Path) -> list[tuple[str, list[str], Path | None]]:
+    """Name, command and, of a script of several ranks, where each rank writes what it found."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    scripts: list[tuple[str, list[str], Path | None]] = [
+        (name, [*torchrun, str(ranks), str(HERE / script), str(made / name), *words, "--device", device], made / name)
+        for name, (ranks, script, words) in SCRIPTS.items()
+    ]
+    runs = [(name, [f"DIPS_TEST_LAYOUT={at}", *PYTEST, str(HERE / file)], None) for name, (file, at) in RUNS.items()]
+    return [*scripts, *runs]
+
+
+def check(name: str, command: list[str], out: Path | None, device: str) -> bool:
+    """Run one check and print what came of it."""
+    settings = dict(word.split("=", 1) for word in command if word.startswith("DIPS_"))
+    words = [word for word in command if not word.startswith("DIPS_")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env={**environment, "DIPS_TEST_DEVICE": device, **settings},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+        wrong = done.stdout[-4000:] if done.returncode else describe_wrong(out) if out else ""
+    except subprocess.TimeoutExpired as error:
+        wrong = f"not within {LIMIT_S:g} s\n{(error.stdout or b'').decode(errors='replace')[-4000:]}"
+    print(f"{'FAILED' if wrong else 'right':<8} {time.monotonic() - began:6.1f} s  {name}", flush=True)
+    if wrong:
+        print("    " + wrong.replace("\n", "\n    "), flush=True)
+    return not wrong
+
+
+def describe_wrong(out: Path) -> str:
+    """What some rank found wrong, in whatever case; "" if nothing is, and something was looked at."""
+    files = sorted(out.parent.glob(f"{out.name}.*"))
+    found = [(file.suffix[1:], json.loads(file.read_text())) for file in files]
+    wrong = [f"rank {rank}, {case}: {what}" for rank, of in found for case, what in find_wrong(of)]
+    return "\n".join(wrong) if found else "no rank wrote what it found"
+
+
+def find_wrong(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each case with what is wrong in it: `wrong` has something in it, or what should hold does not."""
+    wrong = list[tuple[str, str]]()
+    for case, of in found.items():
+        if "wrong" in of:
+            wrong += [(case, f"{what}: {names}") for what, names in of["wrong"].items() if names]
+        else:
+            wrong += [(case, what) for what, holds in of.items() if not holds]
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
