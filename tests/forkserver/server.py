@@ -36,7 +36,7 @@ from tests.forkserver import process
 from tests.forkserver.client import REQUEST_BYTES, ForkServer
 from tests.forkserver.program import Become, end, run
 
-STARTS_OTHERS = {"dips.client.app", "dips.master.app", "torch.distributed.run"}
+STARTS_OTHERS = {"dips.cli", "dips.client.app", "dips.master.app", "torch.distributed.run"}
 IMPORT_ONLY = ("dips.", "torch.")  # entry points that do nothing when they are imported
 FREE_FROM = 256  # numbers of descriptors from here on are nobody's wish
 _environment = dict(os.environ)  # of the first server: what libraries read when they were imported

@@ -13,7 +13,7 @@ from tests.simulation.__main__ import GAMES, covered, play_all, report, spread
 from tests.simulation.coverage import ROWS, WAYS
 from tests.simulation.trial import SeedTrial, play
 
-SEEDS = int(os.environ.get("DIPS_SEEDS", "150"))  # `make sim` plays 1,000, in CI too
+SEEDS = int(os.environ.get("DIPS_SEEDS", "75"))  # `make sim` plays 1,000, in CI too
 
 
 FOUND = {  # by playing 10,000: a bug each, while no draw is added; crossings are drawn beside them, and left out here
