@@ -1,4 +1,4 @@
-"""Common parts of the daemons: certificates, open files, signals, the HTTP port, and watching the configuration file.
+"""Common parts of the daemons: certificates, open files, signals, systemd, HTTP port, and watching their file.
 
 `dips-master`, `dips-slave` and `dips-client` are each built in their own app.py and call these functions in the order
 of a process's life. Each function returns its own undoing, or registers it on the caller's exit stack.
@@ -7,10 +7,12 @@ of a process's life. Each function returns its own undoing, or registers it on t
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import signal
+import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +100,51 @@ def end_signals(on_end: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in END_SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
+
+
+# ---- systemd --------------------------------------------------------------------------------------------------------
+
+
+class SystemdLink:
+    """What systemd hears from a unit of `Type=notify` (sd_notify(3)): that it serves, that its event loop runs, that it
+    stops. Nothing is sent by a process that systemd has not started so.
+
+    With `WatchdogSec=` a daemon whose loop stands still is killed and started again: a supervisor that looks at exit
+    codes alone would never know.
+    """
+
+    def __init__(self) -> None:
+        address = os.environ.pop("NOTIFY_SOCKET", "")  # what this process starts must not speak for it
+        self._beat_s = int(os.environ.pop("WATCHDOG_USEC", "0")) / 2e6
+        self._beating: asyncio.Task[None] | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) if address else None
+        if self._socket:
+            self._socket.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+
+    def __enter__(self) -> SystemdLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._send("STOPPING=1")  # the watchdog goes on: an end that hangs is a hang
+        if self._socket:
+            self._socket.close()
+            self._socket = None
+
+    def say_ready(self) -> None:
+        """Say that this daemon does its work, and from now on, as often as the watchdog asks, that its loop runs."""
+        self._send("READY=1")
+        if self._socket and self._beat_s and self._beating is None:
+            self._beating = asyncio.get_running_loop().create_task(self._beat())
+
+    async def _beat(self) -> None:
+        while self._socket:
+            self._send("WATCHDOG=1")
+            await asyncio.sleep(self._beat_s)
+
+    def _send(self, state: str) -> None:
+        if self._socket:
+            with suppress(OSError):  # systemd is starting anew, or has not read for a while: the next one counts
+                self._socket.send(state.encode())
 
 
 # ---- the HTTP port --------------------------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: process_home()}
     known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     async with AsyncExitStack() as stack:
+        systemd = stack.enter_context(daemon.SystemdLink())
         stack.callback(timeline.close)
         stack.push_async_callback(master.close)
         if relay:
@@ -141,6 +142,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
         )
         stack.callback(watching.cancel)
         found = await stack.enter_async_context(listen_for_ranks(config, agent.ranks, log))
+        systemd.say_ready()
         return await agent.run(command, {**known, **found})
 
 

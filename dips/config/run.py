@@ -68,7 +68,7 @@ def load_run(path: Path) -> RunFile:
         ]
         named = s.lanes if isinstance(s.lanes, tuple) else ()
         lanes = [("lanes", lane) for lane in named] or [("listen", s.listen)]
-        lanes += [("advertise", s.reached_at("x:0"))] if s.advertise else []
+        lanes += [("advertise", address) for address in s.reached_at(["x:0"])] if s.advertise else []
         control += [(f"slaves.{s.name}.{key}", address) for key, address in lanes]
         control += [(f"slaves.{s.name}.http", s.http)] if s.http else []
     check_names(path, [(name, "cluster") for name in config.clusters or ()])

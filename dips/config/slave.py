@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dips.config.section import HttpKey, host_port
 
@@ -22,7 +23,9 @@ class SlaveSection(HttpKey):
     listen: str = "127.0.0.1:0"  # control server; port 0 takes a free one
     # Data lanes: host:port of each, or the number of free ports on the host of `listen`; 0: by cores.
     lanes: tuple[str, ...] | Annotated[int, Field(ge=0, le=MOST_LANES)] = 0
-    advertise: str | None = None  # host by which master and clusters reach it; null: as in `listen` and `lanes`
+    # The host by which master and clusters reach it; null: as in `listen` and `lanes`. Where ports are translated, too:
+    # host:port of the control server, then of each lane.
+    advertise: str | tuple[str, ...] | None = None
     directory: Path  # snapshots; one slave each, locked as long as it runs
     initial_model: Path | None = None  # `initial/` of `dips init`, read for v0@r0; null: `dips seed` sends it
     mirror: str | None = None  # URL to which snapshots are copied: another disk, NFS, s3://…; null: none
@@ -38,12 +41,27 @@ class SlaveSection(HttpKey):
         """The lock file that the slave's process holds while it runs, with its pid in it."""
         return self.directory / ".lock"
 
-    def reached_at(self, address: str) -> str:
-        """Return the address that others use for one that this slave listens on."""
+    @model_validator(mode="after")
+    def _check_advertise(self) -> SlaveSection:
+        if isinstance(self.advertise, tuple):
+            lanes = self.lanes if isinstance(self.lanes, int) else len(self.lanes)
+            if lanes == 0 or len(self.advertise) != 1 + lanes:
+                raise ValueError(
+                    "advertise: expected a host, or host:port of `listen` and of each lane, "
+                    f"with as many in `lanes`; got {len(self.advertise)} addresses for {lanes or 'any number of'} lanes"
+                )
+            for address in self.advertise:
+                host_port(address)
+        return self
+
+    def reached_at(self, listened: Sequence[str]) -> tuple[str, ...]:
+        """Return the addresses that others use for those that this slave listens on: of control server and lanes."""
         if self.advertise is None:
-            return address
+            return tuple(listened)
+        if isinstance(self.advertise, tuple):
+            return self.advertise
         host = f"[{self.advertise}]" if ":" in self.advertise else self.advertise
-        return f"{host}:{host_port(address)[1]}"
+        return tuple(f"{host}:{host_port(address)[1]}" for address in listened)
 
     def data_lanes(self, cores: int) -> tuple[str, ...]:
         """Return the address of each lane on a host with `cores` cores."""

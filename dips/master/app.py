@@ -118,6 +118,12 @@ async def serve(
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
     async with AsyncExitStack() as stack:
+        systemd = stack.enter_context(daemon.SystemdLink())
+
+        def announce(address: str) -> None:
+            systemd.say_ready()
+            ready(address)
+
         slaves = len(config.slaves)
         connections = CLUSTERS * AGENT_CONNECTIONS + slaves * SLAVE_CONNECTIONS
         daemon.raise_open_files(connections, f"{CLUSTERS} clusters and {slaves} slaves", log)
@@ -128,7 +134,7 @@ async def serve(
         guard = Guard(tls, config.clusters) if tls is not None else None
         report = partial(_report_call, log)
         if not genesis.ledger_path(config).exists():
-            found = await waiting.wait_for_ledger(config, tls, guard, log, ready, report)
+            found = await waiting.wait_for_ledger(config, tls, guard, log, announce, report)
             if found is None:
                 return 0
             config = config.model_copy(update={"master": config.master.model_copy(update={"listen": found})})
@@ -153,7 +159,7 @@ async def serve(
         outside.begin_track(config, file, log, runtime.fail)
         daemon.handle_end_signals(runtime.stop)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
-        ready(address)
+        announce(address)
         reload = MasterReload(guard, runtime, log)
         stack.callback(start_task(reload.keep_expelling(), runtime.fail).cancel)
         if file is not None:

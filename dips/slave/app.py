@@ -167,6 +167,7 @@ async def serve(
     slave.
     """
     async with AsyncExitStack() as stack:
+        systemd = stack.enter_context(daemon.SystemdLink())
         lanes = len(section.data_lanes(available_cores()))  # for as many clusters as may push at once; more may pull
         peers = f"{section.slots} clusters of {TRANSFER_RANKS} ranks on {lanes} lanes"
         daemon.raise_open_files(section.slots * TRANSFER_RANKS * lanes, peers, log)
@@ -191,6 +192,7 @@ async def serve(
         )  # fmt: skip
         await daemon.open_http(section.http, config.http_token, tls, subject, log, stack)
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
+        systemd.say_ready()
         ready(address)
         if file is not None:
             watching = daemon.watch_file(
@@ -275,12 +277,13 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
     channel, heartbeat_channel = control.open_channel(master), control.open_channel(master)
     stack.push_async_callback(channel.close)
     stack.push_async_callback(heartbeat_channel.close)
+    reached, *lanes = section.reached_at([address, *parts.flow.lane_addresses()])
     identity = SlaveIdentity(
         config.shared.run,
         section.name,
         parts.nonce,
-        section.reached_at(address),
-        tuple(section.reached_at(lane) for lane in parts.flow.lane_addresses()),
+        reached,
+        tuple(lanes),
         section.master,
         parts.flow.public_key,
         parts.last.read_nonce(),

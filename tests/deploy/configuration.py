@@ -71,7 +71,7 @@ def _run(run: RunFile, pods: list[Pod]) -> Iterator[str]:
         lanes = {f"lane-{i}": lane for i, lane in enumerate(section.lanes)}
         yield from _ports(pod, {"control": section.listen, "http": section.http, **lanes})
         yield from _paths(pod, section.directory, run.tls_files(section.name, PeerRole.SLAVE))
-        inside = section.advertise is not None and section.advertise.endswith(".svc")
+        inside = isinstance(section.advertise, str) and section.advertise.endswith(".svc")
         if inside and section.advertise not in pod.host_names:
             yield f"{section.name} advertises {section.advertise}; its names are {pod.host_names}"
     yield from _resources(run, [p for p in pods if p.app in ("dips-master", "dips-slave")])

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import socket
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dips.config import MasterSection, RunFile, Shared, SlaveSection
@@ -15,6 +21,47 @@ from dips.telemetry import logs
 from dips.transport import control
 from dips.transport.endpoints import master_peer
 from tests.integration.cluster_harness import Run
+
+MODEL = {"w": np.zeros(4, np.float32)}
+WHO_ASKS = """
+import os, time
+print("no socket for whom it starts" if "NOTIFY_SOCKET" not in os.environ else os.environ)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("role", ["master", "slave", "client"])
+def test_systemd_hears_that_a_daemon_serves_runs_and_stops(tmp_path: Path, role: str) -> None:
+    """By a real socket: READY once, WATCHDOG as long as the process runs and not while it stands still, STOPPING."""
+    watchdog_s = 0.4
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd, Run(tmp_path, MODEL, slaves=1) as run:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(30)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+            patch.setenv("WATCHDOG_USEC", str(int(1e6 * watchdog_s)))
+            process = {
+                "master": run.start_master,
+                "slave": lambda: run.start_slave("ps0"),
+                "client": lambda: run.start_cluster("a", [sys.executable, "-c", WHO_ASKS]),
+            }[role]()
+        assert [systemd.recv(100) for _ in range(4)] == [b"READY=1", *3 * [b"WATCHDOG=1"]]
+        os.kill(process.pid, signal.SIGSTOP)
+        systemd.settimeout(2 * watchdog_s)
+        with suppress(TimeoutError):
+            for _ in range(4):  # what was sent before
+                systemd.recv(100)
+        with pytest.raises(TimeoutError):
+            systemd.recv(100)
+        os.kill(process.pid, signal.SIGCONT)
+        process.terminate()
+        systemd.setblocking(False)
+        told = [systemd.recv(100)]
+        while told[-1] != b"STOPPING=1":
+            told.append(systemd.recv(100))
+        assert set(told[:-1]) <= {b"WATCHDOG=1"}
+    if role == "client":
+        assert "no socket for whom it starts" in (tmp_path / "a.log").read_text()
 
 
 async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> None:

@@ -100,14 +100,32 @@ def test_own_data_is_the_word_for_no_ranges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("advertise", "reached"), [(None, "0.0.0.0:7811"), ("ps0.example", "ps0.example:7811"), ("::1", "[::1]:7811")]
+    ("advertise", "control", "lane"),
+    [
+        (None, "0.0.0.0:7811", "0.0.0.0:7812"),
+        ("ps0.example", "ps0.example:7811", "ps0.example:7812"),
+        ("::1", "[::1]:7811", "[::1]:7812"),
+        (("node.example:30001", "node.example:30002"), "node.example:30001", "node.example:30002"),
+    ],
 )
-def test_a_slave_is_reached_where_it_says(advertise: str | None, reached: str) -> None:
-    """The port is that on which it listens, the host may be another."""
-    section = SlaveSection(
-        name="s", master="127.0.0.1:1", directory=Path("d"), initial_model=Path("m"), advertise=advertise
-    )
-    assert section.reached_at("0.0.0.0:7811") == reached
+def test_a_slave_is_reached_where_it_says(advertise: str | tuple[str, ...] | None, control: str, lane: str) -> None:
+    """The ports are those on which it listens and the host may be another; or it says both of each."""
+    section = SlaveSection(name="s", master="127.0.0.1:1", directory=Path("d"), advertise=advertise, lanes=1)
+    assert section.reached_at(["0.0.0.0:7811", "0.0.0.0:7812"]) == (control, lane)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "advertise", "message"),
+    [
+        (0, ["n:1", "n:2"], r"2 addresses for any number of lanes"),
+        (2, ["n:1", "n:2"], r"2 addresses for 2 lanes"),
+        (1, ["n:1", "n"], r"expected an address like 127.0.0.1:7800, got 'n'"),
+    ],
+)
+def test_an_address_for_each_port_or_none(tmp_path: Path, lanes: int, advertise: list[str], message: str) -> None:
+    content = changed(changed(RUN, "slaves.0.lanes", lanes), "slaves.0.advertise", advertise)
+    with pytest.raises(ConfigError, match=message):
+        load_run(write(tmp_path / "dips.yaml", content))
 
 
 def test_a_cluster_listens_on_loopback_only(tmp_path: Path) -> None:
