@@ -106,8 +106,8 @@ def end_signals(on_end: Callable[[], None]) -> Iterator[None]:
 
 
 class SystemdLink:
-    """What systemd hears from a unit of `Type=notify` (sd_notify(3)): that it serves, that its event loop runs, that it
-    stops. Nothing is sent by a process that systemd has not started so.
+    """Messages to systemd from a unit of `Type=notify` (sd_notify(3)): it serves, its event loop runs, it stops. A
+    process that systemd has not started so sends nothing.
 
     With `WatchdogSec=` a daemon whose loop stands still is killed and started again: a supervisor that looks at exit
     codes alone would never know.
