@@ -54,6 +54,7 @@ First look:
 \b
 A run:
   dips plan memory --parameters N                           compute what it will need
+  dips plan site sites.yaml                                 compute where its servers should stand
   dips study study.yaml                                     find the outer step that suits its model
   dips new DIRECTORY                                        write its files
   dips init --config dips.yaml ...                          make it

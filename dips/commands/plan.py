@@ -13,6 +13,7 @@ from rich.table import Table
 
 from dips.codecs import Codec
 from dips.commands.options import AS_JSON
+from dips.commands.plan_site import site_command
 from dips.commands.planning import MemoryPlan, kubernetes_resources, plan_cluster, plan_memory, plan_slave
 from dips.config import ClusterFile, RunFile, SlaveSection, load_cluster, load_run
 from dips.errors import ConfigError
@@ -29,11 +30,6 @@ GB, GBIT_BYTES = 1e9, 1.25e8
 words = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Compute what a run will need, before it is made."
 )
-
-
-@words.callback()
-def _plan() -> None:
-    """Keep `memory` a subcommand although it is the only one."""
 
 
 @words.command("memory")
@@ -89,6 +85,7 @@ def memory_command(
         print(describe_cluster(plan))
 
 
+words.command("site")(site_command)
 Shares = list[tuple[str, int, int]]  # name, layers and parameters of each slave
 
 
