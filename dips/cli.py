@@ -32,6 +32,7 @@ from dips.commands import (
     status,
     stop,
     study,
+    trace,
     up,
     verify,
 )
@@ -67,6 +68,7 @@ A run:
   dips status --config dips.yaml --watch                    show its present state
   dips history --config dips.yaml                           list its rounds
   dips plot --config dips.yaml                              draw its losses
+  dips trace master slave-0 slave-1 west                    write a trace of its pushes for ui.perfetto.dev
   dips export --config dips.yaml --output model.safetensors write the model to a file
   dips stop --config dips.yaml                              end it with its next version
 
@@ -125,6 +127,7 @@ for word in (
     status.status,
     history.history,
     plot.plot,
+    trace.trace,
     verify.verify,
     export.export,
     stop.stop,

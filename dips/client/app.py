@@ -104,7 +104,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     log = logs.configure_log("client", config.cluster, level or config.log_level)
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
-    timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
+    timeline = Timeline(config.directory, config.shared.run, "cluster", config.cluster)
     files = config.tls_files(config.cluster, PeerRole.CLUSTER)
     tls = daemon.open_certificates(files, config.cluster, PeerRole.CLUSTER, config.shared.run, log)
     master = MasterLink(master_peer(config.master, tls), config.shared.agreed)

@@ -141,7 +141,7 @@ async def serve(
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)
         row = _check_agrees(config, ledger)
-        timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
+        timeline = Timeline(config.master.directory, config.shared.run, "master", MASTER_NAME)
         stack.callback(timeline.close)
         outside = MasterOutside(ledger, tls)
         stack.push_async_callback(outside.close)
@@ -190,6 +190,7 @@ def _build_runtime(
     state = ledger.read_state()
     outside.begin_mirror(config, term, log)
     _warn_of_other_targets(config, ledger, log)
+    timeline.record_mark("term_begins", term=term)
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
     coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), now)
     for reason in coordinator.build_view(now).untuned:

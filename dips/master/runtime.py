@@ -32,7 +32,7 @@ from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
 from dips.master.meters import NewestVersion, RoundMeters
-from dips.protocol.effects import Exit, Note, Order, Reply, Result
+from dips.protocol.effects import Exit, Note, Order, Reply, Result, name_subject
 from dips.protocol.events import Event, OrderAnswered, OrderFailed
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.records import Record
@@ -453,6 +453,10 @@ class Runtime:
         ended = await self._outside.execute_order(order)
         took_s, how = self._clock() - begun, type(ended).__name__
         self._log.debug("order ended", number=order.number, slave=order.slave, kind=kind, how=how, took_s=took_s)
+        self._timeline.record_mark(
+            "order", slave=order.slave, order=kind, term=order.term, number=order.number, took_s=took_s, how=how,
+            **name_subject(order.body),
+        )  # fmt: skip
         self.put_event(ended)
 
     # ---- the end ---------------------------------------------------------------------------------------------------

@@ -160,6 +160,13 @@ OrderBody = (
 )
 
 
+def name_subject(body: OrderBody) -> dict[str, str]:
+    """Return the push, pull(s), round and version that an order names, each as text: for timelines."""
+    named = {key: getattr(body, key, None) for key in ("push", "pull", "round", "version")}
+    named["pulls"] = ",".join(map(str, body.pulls)) if isinstance(body, Commit) and body.pulls else None
+    return {key: str(value) for key, value in named.items() if value is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """Send `body` to a slave; its answer comes back as OrderAnswered or OrderFailed with the same number.

@@ -352,7 +352,8 @@ class SimAgent:
         elif mark.kind == "outcome":
             self.outcome_at = self.world.heap.now
             if mark.fields["outcome"] == "dropped":
-                self.world.monitor.push_dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
+                seq = int(str(mark.fields["push"]).rpartition("#")[2])
+                self.world.monitor.push_dropped(self, PushId(self.name, self.inc, seq))
 
     def _on_stop(self, stop: StopTrainer) -> None:
         """Exit because the core cannot continue; raise AssertionError unless it was fenced, denied or diverged."""

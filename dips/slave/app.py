@@ -39,6 +39,7 @@ from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
 from dips.store.mirror import MirrorStore
 from dips.telemetry import exits, logs
+from dips.telemetry.timeline import Timeline
 from dips.transport import control, curve
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.gate import Guard
@@ -51,6 +52,7 @@ HEALTH_SERVICES = ("", "dips.v1.OrderService")
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 
+TIMELINE_BYTES = 16 << 20  # of each of its two files: thousands of rounds, and little beside a snapshot
 CHUNK_BYTES = 1 << 20  # of one message of the lanes; larger ZeroMQ messages were 3 to 5 times slower
 
 
@@ -239,7 +241,9 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         key=curve.new_keys() if config.tls else None,  # in memory only; sent with Register
     )
     stack.callback(flow.close)
-    thread = ShardThread(executor, time.monotonic, log)
+    timeline = Timeline(section.directory, run, "slave", name, TIMELINE_BYTES)
+    stack.callback(timeline.close)
+    thread = ShardThread(executor, time.monotonic, log, timeline.record_mark)
     versions = Versions(
         KernelPool(kernels, threads, workers, work), section.slots, section.pinned, config.shared.pull_codec,
     )  # fmt: skip

@@ -100,11 +100,22 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
+class RankMoved:
+    """A rank's part of a push: its bytes, and when the first and the last of them came, by the flow's clock."""
+
+    rank: int
+    nbytes: int
+    first_at: float
+    last_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Staged:
     """All ranges of the push are in its buffers and verified; they are no longer written."""
 
     push: PushId
     nbytes: int
+    ranks: tuple[RankMoved, ...] = field(default=(), compare=False)  # those that brought bytes, for timelines
 
 
 @dataclass(frozen=True, slots=True)

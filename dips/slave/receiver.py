@@ -11,7 +11,18 @@ from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
-from dips.slave.ports import Arrays, FrameRefused, Move, PushOver, Say, Staged, Tombstones, Wake, error_message
+from dips.slave.ports import (
+    Arrays,
+    FrameRefused,
+    Move,
+    PushOver,
+    RankMoved,
+    Say,
+    Staged,
+    Tombstones,
+    Wake,
+    error_message,
+)
 from dips.transport.intake import Intake, LinkRate, Rate, Transit, Turns, pool_cost
 from dips.wire.chunks import LayerLayout, check_steps, describe_uncovered, put_body
 from dips.wire.frame import (
@@ -61,6 +72,7 @@ class InStream:
     stream: int
     peer: bytes
     ready: int  # number of its pieces that may be asked for
+    first_byte_at: float = inf  # infinite before it has come
 
     def is_slow(self, now: float) -> bool:
         """Whether the stream was asked and no byte has come for SLOW_S."""
@@ -107,6 +119,22 @@ class IncomingPush:
     def is_whole(self) -> bool:
         """Whether every rank's stream has brought all of its ranges."""
         return all(s.intake.complete for s in self.streams.values())
+
+    def list_moved(self) -> tuple[RankMoved, ...]:
+        """Return when the bytes of each rank came, over all lanes; ranks without bytes are left out."""
+        moved: dict[int, list[InStream]] = {}
+        for (rank, _), stream in sorted(self.streams.items(), key=lambda item: item[0]):
+            if stream.first_byte_at < inf:
+                moved.setdefault(rank, []).append(stream)
+        return tuple(
+            RankMoved(
+                rank,
+                sum(s.intake.total - s.intake.left for s in streams),
+                min(s.first_byte_at for s in streams),
+                max(s.intake.last_byte_at for s in streams),
+            )
+            for rank, streams in moved.items()
+        )
 
     def silent_since(self) -> float | None:
         """Return the time of the last byte while ranks owe bytes; None while they owe none. Ranks owe nothing before
@@ -416,6 +444,7 @@ class Receiver:
             if chunk is None:
                 raise BadFrame("unasked", f"{header} of push {stream.push.push} was not asked for")
             stream.push.moved_at = now
+            stream.first_byte_at = min(stream.first_byte_at, now)
             return ClaimedChunk(stream, chunk, header, body)
 
     def stage_chunk(self, claim: ClaimedChunk) -> list[Move]:
@@ -477,7 +506,7 @@ class Receiver:
             return []
         push.phase = PushPhase.FROZEN
         push.targets = {}
-        return [Staged(push.push, push.total)]
+        return [Staged(push.push, push.total, push.list_moved())]
 
     def next_deadline(self, now: float) -> float:
         """Return when `tick`, or `plan_wants` for want of an answer, may have something to do; infinite if none is

@@ -16,7 +16,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from dips.errors import UnavailableMaster
-from dips.protocol.effects import Acknowledged, Apply, Commit, Order, Persist, Registered
+from dips.protocol.effects import Acknowledged, Apply, Commit, Order, Persist, Registered, name_subject
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.core import SlaveCore
@@ -28,12 +28,15 @@ from dips.slave.ports import (
     EndSlave,
     FlowEvent,
     KeepInMirror,
+    PushOver,
     ReadSnapshot,
+    Released,
     RestoreFromMirror,
     ShardMethod,
     ShardWork,
     SlaveAction,
     SlaveWork,
+    Staged,
     Standing,
     Ticket,
     WorkOnDisk,
@@ -224,8 +227,15 @@ class ShardThread:
     thread, with the reports for the master that a piece of work has left.
     """
 
-    def __init__(self, thread: Executor, clock: Callable[[], float], log: Log) -> None:
-        self._thread, self._clock, self._log = thread, clock, log
+    def __init__(
+        self,
+        thread: Executor,
+        clock: Callable[[], float],
+        log: Log,
+        record_mark: Callable[..., None] = lambda kind, **fields: None,
+    ) -> None:
+        """`record_mark` writes a line to the timeline: its kind, and fields by name."""
+        self._thread, self._clock, self._log, self._record_mark = thread, clock, log, record_mark
         self._shard: Shard | None = None
         self._disk_began = 0.0
         self.on_reports: Callable[[list[Report]], None] = lambda reports: None
@@ -252,9 +262,25 @@ class ShardThread:
     def _take_event(self, event: FlowEvent) -> None:
         try:
             self._run_job(lambda shard: shard.transfers.on_flow_event(event))
+            self._mark_event(event)
         except Exception:  # the result of this job is not read, so the log must have the error
             self._log.exception("flow_event_failed", what=str(event))
             raise
+
+    def _mark_event(self, event: FlowEvent) -> None:
+        """Write the end of a transfer to the timeline; `since_s` and `until_s` are seconds before now."""
+        now = self._clock()
+        match event:
+            case Staged(push, nbytes, ranks):
+                parts = [
+                    {"rank": r.rank, "nbytes": r.nbytes, "since_s": now - r.first_at, "until_s": now - r.last_at}
+                    for r in ranks
+                ]
+                self._record_mark("push_staged", push=str(push), nbytes=nbytes, ranks=parts)
+            case PushOver(push, reason):
+                self._record_mark("push_over", push=str(push), reason=reason)
+            case Released(pull, reason):
+                self._record_mark("pull_released", pull=str(pull), reason=reason)
 
     def _run_job(self, job: Callable[[Shard], T]) -> T:
         shard = self._shard
@@ -288,6 +314,9 @@ class ShardThread:
         if kind.lower() not in self.spent:
             self.spent = {**self.spent, kind.lower(): Histogram()}  # replaced as a whole, since other threads read it
         self.spent[kind.lower()].observe_value(took_s)
+        self._record_mark(
+            "order", order=kind, term=order.term, number=order.number, took_s=took_s, **name_subject(order.body)
+        )
         # An outer step is one line: its Commit.
         log = self._log.info if isinstance(order.body, Commit) else self._log.debug
         log("order", kind=kind, number=order.number, term=order.term, took_s=took_s)

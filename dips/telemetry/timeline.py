@@ -1,7 +1,7 @@
-"""The timeline: what happened when, one JSON object for each line, read by plots and people.
+"""The timeline: what happened when, one JSON object for each line, read by plots, `dips trace` and people.
 
-Wall-clock seconds, for display only. A full disk stops the timeline, not the process. A full file becomes `<name>.1`,
-replacing the former one.
+Wall-clock seconds, for display only. Lines are written on a thread of their own: a disk that is full, or says nothing
+for a minute, costs lines and stops nothing else. A full file becomes `<name>.1`, replacing the former one.
 """
 
 from __future__ import annotations
@@ -9,43 +9,77 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+FILE = "timeline.jsonl"  # in the directory of a master, slave or agent
 MOST_BYTES = 64 << 20  # of a file; the newest 64 to 128 MiB are kept: a week or so of a cluster's inner steps
+MOST_WAITING = 10_000  # lines that wait for the disk; more are lost
+CLOSE_S = 2.0  # for writing the last lines when the process ends
 
 
 class Timeline:
     """Appends to one file; safe from several threads."""
 
-    def __init__(self, path: Path, who: str, most_bytes: int = MOST_BYTES) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._who, self._most_bytes = path, who, most_bytes
-        self._file = path.open("a", buffering=1)
-        self._size = path.stat().st_size
-        self._lock = threading.Lock()
+    def __init__(self, directory: Path, run: str, role: str, who: str, most_bytes: int = MOST_BYTES) -> None:
+        """Each line has the run and the writer: its role (`master`, `slave` or `cluster`), and its name as `who`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path, self._most_bytes = directory / FILE, most_bytes
+        self._writer = {"run": run, "role": role, "who": who}
+        self._file = self._path.open("a", buffering=1)
+        self._size = self._path.stat().st_size
+        self._waiting: deque[str] = deque()
+        self._changed, self._closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._write_lines, name="timeline", daemon=True)
+        self._thread.start()
         self.lines_lost = 0
 
     def record_mark(self, kind: str, **fields: Any) -> None:
-        """Write that `kind` happened now."""
-        line = json.dumps({"at": time.time(), "who": self._who, "kind": kind, **fields}, default=str)
-        with self._lock:
-            try:
-                if self._size >= self._most_bytes:
-                    self._rotate_file()
-                self._size += self._file.write(line + "\n")
-            except OSError:
+        """Note that `kind` happened now; waits for no disk."""
+        line = json.dumps({"at": time.time(), **self._writer, "kind": kind, **fields}, default=str)
+        with self._changed:
+            if self._closed or len(self._waiting) >= MOST_WAITING:
                 self.lines_lost += 1
+                return
+            self._waiting.append(line)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what waits, unless the disk takes longer than CLOSE_S."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+
+    # ---- on its thread -----------------------------------------------------------------------------------------------
+
+    def _write_lines(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    break
+                line = self._waiting.popleft()
+            self._write_line(line)
+        with suppress(OSError):  # what is left in its buffer is lost with the disk
+            self._file.close()
+
+    def _write_line(self, line: str) -> None:
+        try:
+            if self._size >= self._most_bytes:
+                self._rotate_file()
+            self._size += self._file.write(line + "\n")
+        except OSError:
+            self.lines_lost += 1
 
     def _rotate_file(self) -> None:
         """Rename the full file to the older one's name and begin a new one."""
         self._path.replace(older_path(self._path))
         self._file.close()
         self._file, self._size = self._path.open("a", buffering=1), 0
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def older_path(path: Path) -> Path:

@@ -21,6 +21,7 @@ from dips.telemetry import timeline
 from dips.transport.endpoints import master_peer
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
+from tests.traces import check_chrome, check_otlp
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
@@ -64,6 +65,32 @@ def test_a_killed_trainer_comes_back_in_the_same_incarnation(run: Any, tmp_path:
     assert {fold.push.inc for r in rounds for fold in r.folds} == {1}
     lost = marks(run, "west", "trainer_gone")[-1]["tokens_lost"]
     assert marks(run, "west", "inner")[-1]["tokens"] == sum(r.tokens for r in rounds) + lost
+
+
+@pytest.mark.timeout(120)
+def test_a_trace_shows_a_push_on_all_machines(run: Any, tmp_path: Path) -> None:
+    """`dips trace` of real timelines: both formats keep their rules, and one push passes through every process."""
+    run.start_master()
+    run.start_slaves()
+    run.wait(run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")]), 60)
+    for process in run.processes:
+        process.terminate()
+    push = str(versions(run)[2].folds[0].push)
+    directories = [str(tmp_path / name) for name in ("master", "ps0", "ps1", "west")]
+    command = [sys.executable, "-m", "dips.cli", "trace", *directories]
+    subprocess.run([*command, "--out", str(tmp_path / "all.json")], check=True, cwd=harness.ROOT)
+    otlp = ["--out", str(tmp_path / "otlp.json"), "--format", "otlp", "--push", push]
+    subprocess.run([*command, *otlp], check=True, cwd=harness.ROOT)
+    events = check_chrome((tmp_path / "all.json").read_text())["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    shown = {processes[e["pid"]] for e in events if e["ph"] == "X" and e["args"]["subject"] == push}
+    assert shown == {"master", "slave ps0", "slave ps1", "cluster west"}
+    (of_push,) = {s["traceId"] for s in check_otlp((tmp_path / "otlp.json").read_text()) if s["name"] == f"push {push}"}
+    spans = [s for s in check_otlp((tmp_path / "otlp.json").read_text()) if s["traceId"] == of_push]
+    assert {(s["resource"]["service.instance.id"], s["name"]) for s in spans} >= {
+        ("master", f"push {push}"), ("ps0", f"push {push}"), ("ps1", f"push {push}"), ("west", "push"),
+        ("west", "to ps0"), ("west", "to ps1"), ("ps0", "Fold"), ("west", "pull"),
+    }  # fmt: skip
 
 
 @pytest.mark.timeout(120)

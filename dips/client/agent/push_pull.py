@@ -138,11 +138,11 @@ def train_on(s: AgentState, reason: str, again: bool = False) -> TrainOn:
 MOST_RESETS = 5  # in a row, without a finite push between them; each costs a pull and H steps
 
 
-def judge_divergence(s: AgentState, seq: int, reason: str) -> None:
+def judge_divergence(s: AgentState, reason: str) -> None:
     """Record the divergence; answer the ranks' question with an error unless they reset the model themselves."""
     policy = s.settings.on_divergence
     s.trainer.resets += 1
-    s.record_mark("diverged", seq=seq, reason=reason, policy=str(policy))
+    s.record_mark("diverged", push=str(s.push_id), reason=reason, policy=str(policy))
     if policy is DivergencePolicy.RESET and s.trainer.resets <= MOST_RESETS:
         return
     error = Diverged(f"{reason} (on_divergence: {policy})")
@@ -207,7 +207,7 @@ def on_pull_granted(s: AgentState, grant: Grant, after_push: bool = False) -> No
     finished = s.membership.progress.finished
     sync.merge = s.settings.overlap and after_push and not s.trainer.must_pull and not finished
     begin_transfer(s)
-    s.record_mark("pull_begin", seq=sync.seq, version=str(grant.version))
+    s.record_mark("pull_begin", pull=str(s.pull_id), version=str(grant.version))
 
 
 def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
@@ -218,7 +218,7 @@ def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
     assert sync.grant
     version = sync.grant.version
     s.record_mark(
-        "pull_end", seq=moved.seq, version=str(version), installed=moved.installed, nbytes=moved.nbytes,
+        "pull_end", pull=str(s.pull_id), version=str(version), installed=moved.installed, nbytes=moved.nbytes,
         reason=moved.reason,
     )  # fmt: skip
     if moved.installed:
@@ -228,12 +228,12 @@ def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
     else:
         if moved.torn:
             trainer.base = None  # the trainer has no parameters of the run until a pull succeeds
-            s.record_mark("torn", seq=moved.seq)
+            s.record_mark("torn", pull=str(s.pull_id))
         record_pull_failure(s, f"its pull failed: {moved.reason}")
     close_pull(s, moved.installed)
     want_final_pull(s)
     if moved.installed and sync.merge and not moved.merged:
-        judge_divergence(s, moved.seq, "what it trained beside its pull was not finite")
+        judge_divergence(s, "what it trained beside its pull was not finite")
     if sync.waiting and not sync.pull_due:  # the trainer need not wait while the pull is being closed
         conclude_question(s, sync.reason)
 
@@ -325,7 +325,7 @@ def freeze_push(s: AgentState) -> None:
     if s.settings.overlap:
         s.pace.restart_count(s.now)
     begin_transfer(s)
-    s.record_mark("push_begin", seq=sync.seq, base=str(s.trainer.base), tokens=s.account.frozen.tokens)
+    s.record_mark("push_begin", push=str(s.push_id), base=str(s.trainer.base), tokens=s.account.frozen.tokens)
 
 
 def on_push_moved(s: AgentState, moved: PushMoved) -> None:
@@ -333,7 +333,7 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
     on.
     """
     sync = s.sync
-    s.record_mark("push_end", seq=moved.seq, ok=moved.ok, nbytes=moved.nbytes, reason=moved.reason)
+    s.record_mark("push_end", push=str(s.push_id), ok=moved.ok, nbytes=moved.nbytes, reason=moved.reason)
     if moved.diverged:
         _heal_diverged(s, moved)
         return
@@ -359,7 +359,7 @@ def _heal_diverged(s: AgentState, moved: PushMoved) -> None:
     lose_work(s)
     s.trainer.must_pull = s.sync.pull_due = True
     abort_push(s, f"its model diverged: {moved.reason}", diverged=True)
-    judge_divergence(s, moved.seq, s.sync.reason)
+    judge_divergence(s, s.sync.reason)
 
 
 def on_push_refused(s: AgentState, result: Refused) -> None:
@@ -374,7 +374,7 @@ def on_push_refused(s: AgentState, result: Refused) -> None:
 
 def on_committed(s: AgentState, _: Committed) -> None:
     s.sync.phase, s.sync.reason = SyncPhase.AWAITING, "its push is committed, the window is open"
-    s.record_mark("window_begin", seq=s.sync.seq)
+    s.record_mark("window_begin", push=str(s.push_id))
     ask_master(s, Channel.SYNC, RoundAwaited(0, s.push_id))
 
 
@@ -445,9 +445,9 @@ def abort_push(s: AgentState, reason: str, diverged: bool = False) -> None:
 
 def _mark_outcome(s: AgentState, outcome: str, version: str, reason: str) -> None:
     if s.sync.phase is SyncPhase.AWAITING:
-        s.record_mark("window_end", seq=s.sync.seq)
+        s.record_mark("window_end", push=str(s.push_id))
     s.sync.result = PushResult(s.membership.inc, s.sync.seq, str(outcome), reason)
-    s.record_mark("outcome", outcome=outcome, version=version, seq=s.sync.seq, reason=reason)
+    s.record_mark("outcome", push=str(s.push_id), outcome=outcome, version=version, reason=reason)
 
 
 # ---- questions ------------------------------------------------------------------------------------------------------

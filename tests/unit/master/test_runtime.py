@@ -144,7 +144,7 @@ class RunningMaster:
         self.coordinator, self.outside, self.clock = ScriptedCoordinator(), RecordingOutside(), Clock()
         self.judge = Judge(TIMING)
         self.path = tmp_path / "timeline.jsonl"
-        self.timeline = Timeline(self.path, "master")
+        self.timeline = Timeline(tmp_path, "r", "master", "master")
         core = MasterCore(self.coordinator, self.judge, TIMING, self.clock())
         log = structlog.get_logger()
         self.runtime = Runtime(core, self.outside, clock=self.clock, log=log, timeline=self.timeline)

@@ -46,11 +46,13 @@ class ReceiverStory:
         says = [m for m in self.receiver.plan_wants(0, now) if isinstance(m, Say)]
         return [(say.peer, chunk) for say in says for chunk in decode_want(say.body)]
 
-    def bring(self, rank: int, chunk: Range, epoch: int = 1, values: np.ndarray = VALUES) -> list[Move]:
+    def bring(
+        self, rank: int, chunk: Range, epoch: int = 1, values: np.ndarray = VALUES, now: float = 0.0
+    ) -> list[Move]:
         body = values[chunk.offset : chunk.offset + chunk.length].tobytes()
         checksum = xxhash.xxh3_64_intdigest(body)
         header = Header(Kind.CHUNK, 0, name(rank, epoch).stream_id, len(body), checksum, *chunk[:3])
-        claim = self.receiver.claim_chunk(0, b"%d" % rank, header, memoryview(body), 0.0)
+        claim = self.receiver.claim_chunk(0, b"%d" % rank, header, memoryview(body), now)
         return self.receiver.stage_chunk(claim)
 
 

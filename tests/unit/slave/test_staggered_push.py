@@ -7,7 +7,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from dips.slave.ports import Staged, Wake
+from dips.slave.ports import RankMoved, Staged, Wake
 from dips.wire.frame import BadFrame, Range
 from tests.unit.slave.test_receiver import PUSH, VALUES, N, ReceiverStory, kinds, name
 
@@ -29,7 +29,7 @@ class StaggeredStory(ReceiverStory):
         asked = []
         while wanted := self.wants(now):
             for peer, chunk in wanted:
-                self.moves = self.bring(int(peer), chunk)
+                self.moves = self.bring(int(peer), chunk, now=now)
                 asked.append(chunk)
         return asked
 
@@ -57,7 +57,8 @@ def test_a_push_is_staged_when_the_last_range_is_here(story):
     story.bring_asked(1000.0)
     assert story.offer(0) == ["Wake"]
     story.bring_asked(2000.0)
-    assert Staged(PUSH, 4 * N) in story.moves
+    staged = story.moves[story.moves.index(Staged(PUSH, 4 * N))]
+    assert staged.ranks == (RankMoved(0, 2 * N, 0.0, 2000.0), RankMoved(1, 2 * N, 0.0, 1000.0))
     assert np.array_equal(story.buffer, VALUES)
 
 

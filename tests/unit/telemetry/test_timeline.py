@@ -1,16 +1,20 @@
-"""The timeline: bounded, read in order, and no reason to die."""
+"""The timeline: bounded, read in order, no reason to die, and nothing that anybody waits for."""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from pathlib import Path
 
-from dips.telemetry.timeline import Timeline, older_path, read_marks
+from dips.telemetry import timeline as module
+from dips.telemetry.timeline import FILE, Timeline, older_path, read_marks
 
 
 def test_two_files_are_kept(tmp_path: Path) -> None:
     """A full file becomes the older one, whose own content is forgotten; readers get both, oldest first."""
-    path = tmp_path / "t" / "timeline.jsonl"
-    timeline = Timeline(path, "me", most_bytes=2000)
+    path = tmp_path / "t" / FILE
+    timeline = Timeline(path.parent, "r", "cluster", "me", most_bytes=2000)
     for n in range(200):
         timeline.record_mark("x", n=n)
     timeline.close()
@@ -22,11 +26,39 @@ def test_two_files_are_kept(tmp_path: Path) -> None:
 
 def test_a_restarted_process_goes_on(tmp_path: Path) -> None:
     """The bound counts what lies there already; a torn last line is passed over."""
-    path = tmp_path / "timeline.jsonl"
+    path = tmp_path / FILE
     for n in range(3):
-        timeline = Timeline(path, "me", most_bytes=1000)
+        timeline = Timeline(tmp_path, "r", "cluster", "me", most_bytes=1000)
         timeline.record_mark("x", n=n, pad="." * 400)
         timeline.close()
     with path.open("a") as file:
         file.write('{"at": 1')
     assert [line["n"] for line in read_marks(path)] == [0, 1, 2]
+
+
+def test_each_line_names_its_writer(tmp_path: Path) -> None:
+    """`dips trace` tells a slave from a cluster of the same name by its lines."""
+    timeline = Timeline(tmp_path, "r", "slave", "east")
+    timeline.record_mark("x")
+    timeline.close()
+    (line,) = read_marks(tmp_path / FILE)
+    assert (line["run"], line["role"], line["who"], line["kind"]) == ("r", "slave", "east", "x")
+
+
+def test_a_silent_disk_stops_nobody(tmp_path: Path) -> None:
+    """A disk that takes no more bytes (here a pipe that nobody reads) costs lines beyond a bound, and no time."""
+    os.mkfifo(tmp_path / FILE)
+    reader = os.open(tmp_path / FILE, os.O_RDONLY | os.O_NONBLOCK)
+    timeline = Timeline(tmp_path, "r", "slave", "me")
+    marking = threading.Thread(
+        target=lambda: [timeline.record_mark("x", pad="." * 100) for _ in range(module.MOST_WAITING + 2000)],
+        daemon=True,
+    )
+    marking.start()
+    marking.join(30)
+    assert not marking.is_alive()
+    assert timeline.lines_lost > 0
+    began = time.monotonic()
+    timeline.close()
+    assert time.monotonic() - began < 3 * module.CLOSE_S
+    os.close(reader)
