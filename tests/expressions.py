@@ -35,4 +35,4 @@ def list_panels() -> Iterator[tuple[str, str]]:
 
 def names_in(expression: str) -> set[str]:
     """The metrics of ours that it asks for."""
-    return set(re.findall(r"\bdips_[a-z_]+\b", expression))
+    return set(re.findall(r"\b(?:dips|process)_[a-z_]+\b", expression))

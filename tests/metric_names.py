@@ -23,7 +23,7 @@ ROLES: dict[str, tuple[Table, ...]] = {
     "slave": slave_metrics.TABLES,
     "agent": agent_metrics.TABLES,
 }
-UNITS = {"seconds": "s", "bytes": "bytes", "bytes_per_second": "bytes/s", "tokens_per_second": "tokens/s"}
+UNITS = {"seconds": "s", "bytes": "bytes", "timestamp_seconds": "Unix s", "start_time_seconds": "Unix s"}
 
 
 def series_of(*roles: str) -> set[str]:

@@ -164,7 +164,8 @@ def _describe_http(config: ClusterFile, state: AgentState, relay: Relay | None) 
     def explain_unready() -> str:
         return "" if state.joined else f"not joined: {state.sync.reason}"
 
-    return HttpSubject("agent", read_state, agent_metrics.collect, explain_unready, {"directory": config.directory})
+    directories = {"directory": config.directory}
+    return HttpSubject(config.shared.run, "agent", read_state, agent_metrics.collect, explain_unready, directories)
 
 
 if __name__ == "__main__":

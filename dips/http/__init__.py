@@ -19,6 +19,7 @@ from dips.telemetry.metrics import Status
 class HttpSubject:
     """The daemon behind a port: `read` and `explain_unready` are called on its loop, `look` on a separate thread."""
 
+    run: str
     role: str
     read: Callable[[], Status]
     collect: Callable[[Status], Iterable[Metric]]

@@ -21,7 +21,6 @@ from dips.errors import ConfigError
 from dips.http import HttpSubject
 from dips.http.answers import CachedView, Door, ReaderToken, RequestGate, make_app
 from dips.http.server import HttpServer, bind_socket
-from dips.identity.certificates import utc_now
 from dips.telemetry import metrics
 from dips.telemetry.logs import Log
 from dips.telemetry.metrics import LAG_S, Histogram
@@ -167,20 +166,17 @@ class _HttpPort:
             "role": self._subject.role,
             "version": __version__,
             "ready": not unready,
-            "resident": metrics.resident_bytes(),
+            **metrics.read_process(),
             "lag": self._watch.lag,
-            "expiry_s": None if self._tls is None else self._expiry_s(self._tls),
+            "expires": None if self._tls is None else self._tls.read_current().until.timestamp(),
             "connections": self.count_connections(),
             "refusals": refusals_by_reason(),
             **looked,
         }
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Found(chain(self._subject.collect({**status, **looked}), metrics.collect(ours))))
+        families = chain(self._subject.collect({**status, **looked}), metrics.collect(ours))
+        registry.register(_Found(metrics.add_run(families, self._subject.run)))
         return generate_latest(registry)
-
-    @staticmethod
-    def _expiry_s(tls: TlsSource) -> float:
-        return (tls.read_current().until - utc_now()).total_seconds()
 
     async def close(self) -> None:
         self._disks.close()

@@ -274,10 +274,10 @@ async def _serve_http(
     section = config.master
 
     def read_status() -> dict[str, Any]:
-        return {"view": runtime.build_view(), "meters": runtime.meters}
+        return {"view": runtime.build_view(), "meters": runtime.meters, "wall": time.time()}
 
     subject = HttpSubject(
-        "master", read_status, prometheus.collect, runtime.explain_unready,
+        config.shared.run, "master", read_status, prometheus.collect, runtime.explain_unready,
         daemon.list_disks(section.directory, section.mirror),
     )  # fmt: skip
     await daemon.open_http(section.http, config.http_token, tls, subject, log, stack, page.make_routes(runtime))

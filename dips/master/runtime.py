@@ -31,7 +31,7 @@ from dips.master.hooks import TrackProcesses, VersionProcesses
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
-from dips.master.meters import NewestVersion, RoundMeters
+from dips.master.meters import RoundMeters, find_newest, follow_newest
 from dips.protocol.effects import Exit, Note, Order, Reply, Result, name_subject
 from dips.protocol.events import Event, OrderAnswered, OrderFailed
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
@@ -173,7 +173,7 @@ class MasterOutside:
         self._mirror: LedgerMirror | None = None
         self._on_version: VersionProcesses | None = None
         self._track: TrackProcesses | None = None
-        self._newest = NewestVersion.from_history(ledger.read_history(ROUNDS_BACK))  # replaced as a whole
+        self._newest = find_newest(ledger.read_history(ROUNDS_BACK))  # replaced as a whole
         self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
 
     def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
@@ -219,7 +219,7 @@ class MasterOutside:
         """Return the view with the newest version, the ledger's mirror, `master.on_version` and `master.track`."""
         return replace(
             view,
-            newest=self._newest.view(time.time()),
+            newest=self._newest,
             ledger_mirror=None if self._mirror is None else self._mirror.view(),
             on_version=None if self._on_version is None else self._on_version.view(),
             track=None if self._track is None else self._track.view(),
@@ -234,7 +234,7 @@ class MasterOutside:
 
     def _write(self, records: Sequence[Record], wall: float) -> int:
         self._ledger.write_records(records, wall)
-        self._newest = self._newest.follow_records(records, wall)
+        self._newest = follow_newest(self._newest, records, wall)
         self._written += 1
         return self._written
 

@@ -173,7 +173,7 @@ async def wait_for_ledger(
     await server.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, GRACE_S)
-        subject = HttpSubject("master", dict, lambda _: (), lambda: WAITS)  # lives, and is not ready
+        subject = HttpSubject(config.shared.run, "master", dict, lambda _: (), lambda: WAITS)  # lives, and is not ready
         await daemon.open_http(config.master.http, config.http_token, tls, subject, log, stack)
         stack.enter_context(daemon.end_signals(stopped.set))
         log.warning("no_ledger", ledger=str(genesis.ledger_path(config)), address=address, waits=WAITS, remedy=REMEDY)

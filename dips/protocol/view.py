@@ -242,11 +242,11 @@ class JournalView:
 
 @dataclass(frozen=True, slots=True)
 class NewestView:
-    """The newest version, by the ledger."""
+    """The newest version, by its row in the ledger; times are Unix seconds, None if there is none yet."""
 
-    age_s: float | None = None
-    durable_age_s: float | None = None  # of the newest durable one
-    clusters: int = 0  # that contributed
+    committed: float | None = None
+    durable: float | None = None  # time of commit of the newest durable version
+    clusters: int = 0  # number of clusters that contributed
     loss: float | None = None
 
 

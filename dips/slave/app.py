@@ -188,7 +188,7 @@ async def serve(
         await server.start()
         stack.push_async_callback(server.stop, None)  # the runtime ended before: no order under way is answered
         subject = HttpSubject(
-            "slave", parts.read_metrics, slave_metrics.collect, runtime.core.explain_unready,
+            config.shared.run, "slave", parts.read_metrics, slave_metrics.collect, runtime.core.explain_unready,
             daemon.list_disks(section.directory, section.mirror),
             lambda: slave_metrics.count_snapshots(section.directory),
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from bisect import bisect_left
@@ -12,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 # ---- histogram ------------------------------------------------------------------------------------------------------
@@ -112,18 +112,32 @@ def _look_up(numbers: Status, path: str) -> Any:
     return value
 
 
+def add_run(families: Iterable[Metric], run: str) -> Iterator[Metric]:
+    """Add the label `run` to each sample, so that one Prometheus tells the runs apart that it scrapes."""
+    for family in families:
+        family.samples = [sample._replace(labels={"run": run, **sample.labels}) for sample in family.samples]
+        yield family
+
+
 # ---- process --------------------------------------------------------------------------------------------------------
 # The metrics of every daemon: its memory, disks, loop, certificate, and refusals.
 
 
 PROCESS = (
+    MetricRow("process_cpu_seconds", "process_cpu_seconds_total", "Processor time, user and system.", counter=True),
+    MetricRow("process_start_time_seconds", "process_start_time_seconds", "Unix time at which the process began."),
+    MetricRow("process_resident_memory_bytes", "process_resident_memory_bytes", "Physical memory of the process."),
+    MetricRow("process_virtual_memory_bytes", "process_virtual_memory_bytes", "Address space of the process."),
+    MetricRow("process_open_fds", "process_open_fds", "File descriptors that are open: files and connections."),
+    MetricRow("process_max_fds", "process_max_fds", "Most file descriptors that may be open."),
     MetricRow("dips_ready", "ready", "1 while /readyz says so."),
-    MetricRow("dips_resident_bytes", "resident", "Physical memory of the process."),
     MetricRow("dips_loop_lag_seconds", "lag", "How late its event loop wakes, four times a second.", histogram=True),
-    MetricRow("dips_certificate_expiry_seconds", "expiry_s", "Until its certificate expires; below 0: it has."),
+    MetricRow(
+        "dips_certificate_expiry_timestamp_seconds", "expires", "Unix time at which its certificate expires, or did."
+    ),
     MetricRow("dips_http_connections", "connections", "Open at its HTTP port."),
 )
-INFO = (MetricRow("dips_info", "one", "Always 1; says which release this is, and as what it runs."),)
+INFO = (MetricRow("dips_build_info", "one", "Always 1; says which release this is, and as what it runs."),)
 DISK = (
     MetricRow("dips_disk_free_bytes", "free", "Left to this user on the disk of a directory."),
     MetricRow("dips_disk_size_bytes", "size", "Size of that disk."),
@@ -144,9 +158,10 @@ def collect(status: Status) -> Iterator[Metric]:
     yield from make_families(REFUSED, refused, ("reason",))
 
 
-def resident_bytes() -> int:
-    """Return the physical memory of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def read_process() -> dict[str, float]:
+    """Return what prometheus_client reads of this process from /proc, by the names of the series."""
+    families = ProcessCollector(registry=None).collect()
+    return {sample.name: sample.value for family in families for sample in family.samples}
 
 
 def measure_disks(directories: Mapping[str, Path]) -> dict[str, dict[str, int]]:

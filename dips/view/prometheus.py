@@ -5,13 +5,14 @@ A number that a peer reports is a field of its heartbeat (protocol/heartbeats.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
 from typing import Any
 
 from prometheus_client.core import Metric
 
-from dips.protocol.enums import TrainerState
-from dips.protocol.view import RunView
+from dips.protocol.enums import ClusterState, SlaveState, TrainerState
+from dips.protocol.view import ClusterView, RunView, SlaveView
 from dips.telemetry.metrics import MetricRow, Samples, Table, make_families
 
 RUN = (
@@ -20,7 +21,6 @@ RUN = (
     MetricRow("dips_head_round", "head_version.round", "The round that made the head."),
     MetricRow("dips_tokens_accepted", "progress.tokens", "Tokens in the head's lineage."),
     MetricRow("dips_tokens_target", "progress.tokens_target", "Tokens after which the run ends; 0 for none."),
-    MetricRow("dips_uptime_seconds", "uptime_s", "Since this master started."),
     MetricRow(
         "dips_journal_writing", "journal.writing", "1 while the master writes its journal; 0: its disk fails it."
     ),
@@ -52,8 +52,10 @@ RUN = (
         "Outer steps that a rollback would undo which waits for `dips rollback`; 0: none waits.",
     ),
     MetricRow("dips_versions_undone", "undone_total", "Versions that were rolled back."),
-    MetricRow("dips_head_age_seconds", "newest.age_s", "Since the newest version was committed."),
-    MetricRow("dips_durable_age_seconds", "newest.durable_age_s", "Since the newest durable version was committed."),
+    MetricRow(
+        "dips_head_timestamp_seconds", "newest.committed", "Unix time at which the newest version was committed."
+    ),
+    MetricRow("dips_durable_timestamp_seconds", "newest.durable", "The same of the newest durable version."),
     MetricRow("dips_run_loss", "newest.loss", "Loss of the newest version: its contributions' mean, by tokens."),
     MetricRow("dips_run_finished", "is_finished", "1 once the run has reached its target."),
     MetricRow("dips_push_seconds", "meters.push", "From a push's grant to its commit.", histogram=True),
@@ -79,8 +81,6 @@ CLUSTER = (
     MetricRow("dips_cluster_loss", "loss", "Loss of its last inner step."),
     MetricRow("dips_cluster_transfer_bytes", "heartbeat.bytes_moved", "Moved by the present or last push or pull."),
     MetricRow("dips_cluster_transfer_size_bytes", "heartbeat.bytes_total", "Size of the present or last push or pull."),
-    MetricRow("dips_cluster_transfer_bytes_per_second", "heartbeat.bytes_per_s", "Its rate."),
-    MetricRow("dips_cluster_heard_seconds", "heard_s", "Since its last heartbeat."),
 )
 SLAVE = (
     MetricRow("dips_slave_incarnation", "sinc", "Incarnations of the slave so far."),
@@ -97,22 +97,25 @@ SLAVE = (
     MetricRow("dips_slave_mirror_behind_versions", "mirror.behind_versions", "Outer steps that its mirror lacks."),
     MetricRow("dips_slave_mirror_behind_seconds", "mirror.behind_s", "Since its mirror held the head."),
     MetricRow("dips_slave_mirror_failing", "mirror.failing", "1 while its mirror is full, gone or failing."),
-    MetricRow("dips_slave_heard_seconds", "heard_s", "Since its last heartbeat."),
 )
 TRANSFER = (
     MetricRow("dips_transfer_bytes", "nbytes", "Of a push or pull at a slave, arrived so far."),
     MetricRow("dips_transfer_size_bytes", "total", "Of a push or pull at a slave, in all."),
 )
-STATE = MetricRow("dips_cluster_state", "one", "1 for the present state.")
-SLAVE_STATE = MetricRow("dips_slave_state", "one", "1 for the present state.")
+HEARD = MetricRow("dips_cluster_heard_timestamp_seconds", "at", "Unix time of its last heartbeat.")
+SLAVE_HEARD = MetricRow("dips_slave_heard_timestamp_seconds", "at", "Unix time of its last heartbeat.")
+STATE = MetricRow("dips_cluster_state", "is", "1 for the present state, 0 for every other one.")
+SLAVE_STATE = MetricRow("dips_slave_state", "is", "1 for the present state, 0 for every other one.")
 STANDING = MetricRow("dips_clusters", "count", "Clusters that are live, train, and are in the newest version.")
 PHASE = MetricRow("dips_round_phase_seconds", "phase", "Of rounds that made a version, by phase.", histogram=True)
 
 TABLES: tuple[Table, ...] = (
     (RUN, ()),
     (CLUSTER, ("cluster",)),
+    ((HEARD,), ("cluster",)),
     ((STATE,), ("cluster", "state")),
     (SLAVE, ("slave",)),
+    ((SLAVE_HEARD,), ("slave",)),
     ((SLAVE_STATE,), ("slave", "state")),
     (TRANSFER, ("slave", "cluster", "direction")),
     ((STANDING,), ("standing",)),
@@ -123,7 +126,7 @@ TABLES: tuple[Table, ...] = (
 def collect(status: Mapping[str, Any]) -> Iterator[Metric]:
     """Turn what the master exports into metric families: its `view` of the run, and the `meters` of its rounds.
 
-    Numbers that are not known yet are left out.
+    Numbers that are not known yet are left out. `wall` is the Unix time of the view.
     """
     view: RunView = status["view"]
     moving: Samples = [
@@ -135,15 +138,26 @@ def collect(status: Mapping[str, Any]) -> Iterator[Metric]:
     samples: tuple[Samples, ...] = (
         [((), view), ((), status)],
         [((name,), peer) for name, peer in view.clusters.items()],
-        [((name, peer.state.value), {"one": 1}) for name, peer in view.clusters.items()],
+        _list_heard(view.clusters, status["wall"]),
+        _list_states(view.clusters, ClusterState),
         [((name,), peer) for name, peer in view.slaves.items()],
-        [((name, peer.state.value), {"one": 1}) for name, peer in view.slaves.items()],
+        _list_heard(view.slaves, status["wall"]),
+        _list_states(view.slaves, SlaveState),
         moving,
         [((standing,), {"count": count}) for standing, count in count_standings(view).items()],
         [((phase,), {"phase": histogram}) for phase, histogram in status["meters"].phases.items()],
     )
     for (rows, labels), found in zip(TABLES, samples, strict=True):
         yield from make_families(rows, found, labels)
+
+
+def _list_heard(peers: Mapping[str, ClusterView | SlaveView], wall: float) -> Samples:
+    return [((name,), {"at": wall - peer.heard_s}) for name, peer in peers.items() if peer.heard_s is not None]
+
+
+def _list_states(peers: Mapping[str, ClusterView | SlaveView], states: Iterable[StrEnum]) -> Samples:
+    kinds = list(states)
+    return [((name, kind.value), {"is": int(peer.state is kind)}) for name, peer in peers.items() for kind in kinds]
 
 
 def count_standings(view: RunView) -> dict[str, int]:

@@ -28,7 +28,7 @@ def hurried_rules(thresholds: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     for group in rules["groups"]:
         for rule in group["rules"]:
             rule["for"] = "0s"
-            expression = re.sub(r"\[\d+[mh]\]", f"[{WINDOW_S}s]", rule["expr"])
+            expression = re.sub(r"\[\d+[mhd]\]", f"[{WINDOW_S}s]", rule["expr"])
             if rule["alert"] in thresholds:
                 usual, near = thresholds[rule["alert"]]
                 assert usual in expression, rule
@@ -85,7 +85,7 @@ class Prometheus:
 
     def query(self, expression: str) -> list[Any]:
         """The vector that an expression has now; an error of Prometheus fails the test."""
-        expression = expression.replace("$__rate_interval", f"{WINDOW_S}s")
+        expression = expression.replace("$__rate_interval", f"{WINDOW_S}s").replace("$run", ".*")
         answer = self._ask("query", {"query": expression})
         assert answer["status"] == "success", answer
         result: list[Any] = answer["data"]["result"]

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import socket
 import ssl
 import time
@@ -32,7 +33,7 @@ ANY = "0.0.0.0:0"  # not loopback: TLS
 
 
 def subject(unready: Callable[[], str] = str, read: Callable[[], dict[str, Any]] = dict) -> HttpSubject:
-    return HttpSubject("master", read, lambda status: (), unready, {"directory": Path("/")})
+    return HttpSubject("my-run", "master", read, lambda status: (), unready, {"directory": Path("/")})
 
 
 @asynccontextmanager
@@ -81,8 +82,9 @@ async def test_probes_say_how_it_stands() -> None:
         reason[0] = ""
         assert await ask(port, "/readyz") == (200, {"ready": True, "reason": ""})
         status, text = await ask(port, "/metrics")
-        assert status == 200 and 'dips_info{role="master",version="' in text and "dips_ready 1.0" in text
-        assert 'dips_disk_free_bytes{directory="directory"}' in text
+        assert status == 200 and 'dips_build_info{role="master",run="my-run",version="' in text
+        assert 'dips_ready{run="my-run"} 1.0' in text and 'process_open_fds{run="my-run"}' in text
+        assert 'dips_disk_free_bytes{directory="directory",run="my-run"}' in text
         assert (await ask(port, "/nowhere"))[0] == 404
 
 
@@ -183,7 +185,8 @@ async def test_off_loopback_it_speaks_tls_and_asks_who_reads(enrolled: Enrolled,
         assert (await ask(port, "/healthz", context=nobody))[0] == 200
         assert (await ask(port, "/metrics", context=nobody))[0] == 401
         status, text = await ask(port, "/metrics", context=eve)
-        assert status == 200 and "dips_certificate_expiry_seconds 7.7" in text
+        expires = re.search(r'^dips_certificate_expiry_timestamp_seconds\{run="my-run"\} (\S+)$', text, re.MULTILINE)
+        assert status == 200 and expires and float(expires[1]) == source.read_current().until.timestamp()
         bearer = {"Authorization": "Bearer " + "a" * 32}
         assert (await ask(port, "/metrics", context=nobody, headers=bearer))[0] == 200
         assert (await ask(port, "/metrics", context=nobody, headers={"Authorization": "Bearer b"}))[0] == 401

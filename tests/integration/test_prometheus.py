@@ -33,7 +33,7 @@ TOKEN = "0123456789abcdef" * 2
 FIRES_S, CLEARS_S = 60.0, 90.0
 # Thresholds that a run of minutes reaches: alert → what its expression says, what it says here.
 NEAR = {
-    "DipsNoProgress": ("> 1800", "> 12"),
+    "DipsNoProgress": ("300, 43200", "12, 12"),
     "DipsClusterStale": ("> 20", "> 4"),
     "DipsMasterSilent": ("> 120", "> 2"),
     "DipsMasterRestarts": ("> 2", "> 0"),

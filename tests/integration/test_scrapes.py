@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.integration import train_constant as script
 from tests.metric_names import kinds_of
 
 HERE = Path(__file__).parent
+RUN = ("run", "test")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -26,7 +28,8 @@ def scrape(port: int) -> tuple[str, Samples]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    return text, {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
+    assert all(RUN in s.labels.items() for s in samples), "a sample without its run"
+    return text, {(s.name, tuple(sorted(item for item in s.labels.items() if item != RUN))): s.value for s in samples}
 
 
 def held_by_promtool(text: str) -> None:
@@ -73,7 +76,7 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     waits = {cause: agent["dips_agent_wait_seconds_count", (("cause", cause),)] for cause in ("push", "update", "pull")}
     assert min(waits.values()) >= 4
     assert agent["dips_agent_inner_steps_total", ()] * 24 == agent["dips_agent_tokens_total", ()]
-    assert agent["dips_agent_tokens_per_second", ()] > 0 and agent["dips_agent_devices", ()] == 1
+    assert agent["dips_agent_devices", ()] == 1
     spent = {dict(labels)["cause"]: v for (name, labels), v in agent.items() if name == "dips_agent_seconds_total"}
     assert spent["push"] > 0 and spent["window"] > 0 and spent["update"] > 0 and spent["pull"] > 0
     assert spent["failure"] == spent["ended"] == 0
@@ -96,13 +99,14 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     master = scraped["master"]
     assert master["dips_cluster_accepted_total", (("cluster", "slow"),)] >= 4
     assert all(master["dips_clusters", (("standing", s),)] == 1 for s in ("live", "participating", "contributing"))
-    assert 0 <= master["dips_head_age_seconds", ()] == pytest.approx(master["dips_durable_age_seconds", ()])
+    assert time.time() - 120 < master["dips_head_timestamp_seconds", ()] == master["dips_durable_timestamp_seconds", ()]
     assert master["dips_push_seconds_count", ()] >= 4
     assert all(master["dips_round_phase_seconds_count", (("phase", p),)] >= 4 for p in ("window", "apply", "persist"))
     for name, role in (("master", "master"), ("ps0", "slave"), ("ps1", "slave"), ("slow", "agent")):
         assert dict(re.findall(r"^# TYPE (\S+) (\w+)$", texts[name], re.MULTILINE)) == kinds_of("process", role)
         assert scraped[name]["dips_ready", ()] == 1
-        assert scraped[name]["dips_resident_bytes", ()] > 1 << 20
+        assert scraped[name]["process_resident_memory_bytes", ()] > 1 << 20
+        assert scraped[name]["process_open_fds", ()] > 3
         assert scraped[name]["dips_disk_free_bytes", (("directory", "directory"),)] > 0
         assert scraped[name]["dips_loop_lag_seconds_count", ()] > 0
         held_by_promtool(texts[name])

@@ -232,7 +232,6 @@ CAUSES = (
     "ended",  # after its own goodbye
 )
 WAITS = ("slot", "push", "window", "update", "pull", "data", "join")  # causes with a histogram of single waits
-RATE_S = 60.0  # span of the mean token rate
 
 
 class Tally:
@@ -246,7 +245,6 @@ class Tally:
         self._waited = 0.0  # seconds in the present window
         self._spell = 0.0  # seconds since the cause last changed
         self.waits = {cause: Histogram() for cause in WAITS}
-        self._earned: deque[tuple[float, int]] = deque()
 
     @property
     def cause(self) -> str:
@@ -277,25 +275,10 @@ class Tally:
         self._spell -= share if self._cause == "window" else 0.0
         self._waited = 0.0
 
-    def record_step(self, tokens: int, now: float) -> None:
-        """Count the tokens of an inner step."""
-        self.tokens += tokens
-        self._earned.append((now, tokens))
-        self._forget_old(now)
-
-    def token_rate(self, now: float) -> float:
-        """Return the tokens per second over the last RATE_S seconds, pauses included."""
-        self._forget_old(now)
-        return sum(tokens for _, tokens in self._earned) / RATE_S
-
     def seconds_by_cause(self, now: float) -> dict[str, float]:
         """Return the seconds by cause until `now`."""
         passed = max(0.0, now - self._since) if self._since >= 0 else 0.0
         return {**self.seconds, self._cause: self.seconds[self._cause] + passed}
-
-    def _forget_old(self, now: float) -> None:
-        while self._earned and self._earned[0][0] < now - RATE_S:
-            self._earned.popleft()
 
 
 # ---- pace -----------------------------------------------------------------------------------------------------------

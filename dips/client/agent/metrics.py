@@ -18,8 +18,6 @@ SELF = (
     MetricRow("dips_agent_devices", "devices", "Ranks that hold a part of the model."),
     MetricRow("dips_agent_inner_steps", "inner_steps", "Inner steps since the agent started.", counter=True),
     MetricRow("dips_agent_tokens", "tokens", "Tokens trained since the agent started.", counter=True),
-    MetricRow("dips_agent_tokens_per_second", "rate", "Mean of the last minute, pauses included."),
-    MetricRow("dips_agent_tokens_per_device_second", "device_rate", "The same for one device."),
     MetricRow("dips_agent_loss", "loss", "Loss of the last inner step."),
     MetricRow("dips_agent_base_version", "base", "Outer steps of the version that it trains on."),
     MetricRow("dips_agent_progress", "progress", "Accepted tokens of the run over its target."),
@@ -43,7 +41,7 @@ TABLES: tuple[Table, ...] = (
 def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
     """Collect the numbers from the state; call it on the thread that owns the core."""
     trainer, member, tally, account = state.trainer, state.membership, state.tally, state.account
-    rate, silent_since = tally.token_rate(now), member.unreachable_since
+    silent_since = member.unreachable_since
     return {
         "inc": member.inc,
         "attempt": trainer.attempt,
@@ -51,8 +49,6 @@ def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
         "devices": trainer.pull_ranks,
         "inner_steps": trainer.inner_steps,
         "tokens": tally.tokens,
-        "rate": rate,
-        "device_rate": rate / max(trainer.pull_ranks, 1),
         "loss": trainer.loss if trainer.inner_steps else None,
         "base": trainer.base.version if trainer.base else None,
         "progress": state.fraction,

@@ -57,7 +57,7 @@ def record_step(s: AgentState, notice: Stepped) -> None:
     trainer.inner_steps += steps
     s.pace.record_step(s.now - max(0.0, notice.ago_s), steps, notice.span_s)
     trainer.tokens += notice.tokens
-    s.tally.record_step(notice.tokens, s.now)
+    s.tally.tokens += notice.tokens
     look_at_step(s)
     trainer.loss = trainer.loss if notice.loss is None else notice.loss
     s.account.record_step(notice.tokens, notice.loss, steps, min(max(0, notice.losses), steps))
@@ -73,7 +73,7 @@ def record_step(s: AgentState, notice: Stepped) -> None:
 def record_tokens(s: AgentState, notice: TokensCounted) -> None:
     """Add tokens of steps that were counted without them, since other ranks or an accelerator have counted them."""
     s.trainer.tokens += notice.tokens
-    s.tally.record_step(notice.tokens, s.now)
+    s.tally.tokens += notice.tokens
     s.account.add_tokens(notice.tokens)
     if s.trainer.must_pull:  # as in record_step
         lose_work(s)

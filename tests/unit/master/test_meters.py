@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from dips.ids import PushId, VersionId
-from dips.master.meters import MOST_PUSHES, NewestVersion, RoundMeters
+from dips.master.meters import MOST_PUSHES, RoundMeters, follow_newest
 from dips.protocol.records import FoldRow, VersionCommitted, VersionDurable
 from dips.protocol.view import NewestView
 
@@ -58,14 +58,10 @@ def committed(version: VersionId, durable: bool, *clusters: str) -> VersionCommi
     return VersionCommitted(**{**values, "version": version, "durable": durable, "folds": folds})
 
 
-def test_ages_are_of_the_newest_version_and_of_the_newest_durable_one() -> None:
+def test_times_are_of_the_newest_version_and_of_the_newest_durable_one() -> None:
     """With snapshots that come later the two differ, until the newest is on the disks as well."""
-    newest = NewestVersion().follow_records([committed(V1, True, "west", "east", "west")], 100.0)
-    assert replace(newest.view(110.0), loss=None) == NewestView(10.0, 10.0, 2)
-    assert newest.loss == 2.0
-    newest = newest.follow_records([committed(V2, False, "west")], 120.0)
-    assert replace(newest.view(130.0), loss=None) == NewestView(10.0, 30.0, 1)
-    newest = newest.follow_records([VersionDurable(V2, (), 0.0)], 140.0)
-    assert newest.view(150.0).durable_age_s == 30.0
-    assert newest.view(90.0).age_s == 0.0, "the clock was set back"
-    assert NewestVersion().view(0.0) == NewestView()
+    newest = follow_newest(NewestView(), [committed(V1, True, "west", "east", "west")], 100.0)
+    assert newest == NewestView(100.0, 100.0, 2, 2.0)
+    newest = follow_newest(newest, [committed(V2, False, "west")], 120.0)
+    assert newest == NewestView(120.0, 100.0, 1, 2.0)
+    assert follow_newest(newest, [VersionDurable(V2, (), 0.0)], 140.0).durable == 120.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 from prometheus_client import generate_latest
@@ -12,6 +13,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from dips.client.agent import metrics as agent_metrics
 from dips.master.meters import RoundMeters
+from dips.protocol.enums import ClusterState
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.view import NewestView, ProgressView, RoundCounts
 from dips.slave import metrics as slave_metrics
@@ -33,9 +35,10 @@ STATUS = {
         progress=ProgressView(500),
         uptime_s=3.5,
         rounds=RoundCounts(12, 1, 4),
-        newest=NewestView(age_s=7.0, clusters=1),
+        newest=NewestView(committed=993.0, clusters=1),
     ),
     "meters": RoundMeters(),
+    "wall": 1000.0,
 }
 ALL = (*prometheus.TABLES, *slave_metrics.TABLES, *agent_metrics.TABLES, *metrics.TABLES)
 
@@ -60,13 +63,16 @@ def test_a_scrape_says_what_the_status_says() -> None:
     assert found["dips_head_version", ()] == 12
     assert found["dips_head_round", ()] == 17
     assert found["dips_rounds_skipped_total", ()] == 4
-    assert found["dips_head_age_seconds", ()] == 7 and ("dips_durable_age_seconds", ()) not in found
+    assert found["dips_head_timestamp_seconds", ()] == 993 and ("dips_durable_timestamp_seconds", ()) not in found
     assert found["dips_cluster_accepted_total", fast] == 9
     assert ("dips_cluster_inner_steps", slow) not in found
     assert ("dips_cluster_staleness", fast) not in found
     assert found["dips_cluster_quarantined", fast] == 0
-    assert found["dips_cluster_state", (*fast, ("state", "pushing"))] == 1
-    assert found["dips_cluster_state", (*slow, ("state", "gone"))] == 1
+    for who, present in ((fast, "pushing"), (slow, "gone")):
+        states = {dict(labels)["state"]: value for (name, labels), value in found.items()
+                  if name == "dips_cluster_state" and who[0] in labels}  # fmt: skip
+        assert states == {state.value: float(state.value == present) for state in ClusterState}
+    assert found["dips_cluster_heard_timestamp_seconds", fast] == 1000.0 - STATUS["view"].clusters["fast"].heard_s
     moving = (("cluster", "fast"), ("direction", "push"), ("slave", "s0"))
     assert (found["dips_transfer_bytes", moving], found["dips_transfer_size_bytes", moving]) == (40, 80)
     standing = {labels[0][1]: value for (name, labels), value in found.items() if name == "dips_clusters"}
@@ -91,7 +97,7 @@ def test_names_are_said_once() -> None:
     rows = [row for table, _ in ALL for row in table]
     names = [row.series for row in rows]
     assert len(names) == len(set(names))
-    assert all(row.help.endswith(".") and row.name.startswith("dips_") for row in rows)
+    assert all(row.help.endswith(".") and row.name.startswith(("dips_", "process_")) for row in rows)
 
 
 def test_disks_are_looked_at_beside_a_scrape() -> None:
@@ -115,3 +121,23 @@ def test_disks_are_measured_when_somebody_asks_and_only_then() -> None:
     disks.close()
     thread.join(10.0)
     assert not thread.is_alive() and len(looks) == 2
+
+
+def test_runs_are_told_apart() -> None:
+    """Each sample has the run, parts of histograms too: two runs meet in one Prometheus."""
+    histogram = Histogram((1.0,))
+    histogram.observe_value(0.5)
+    families = metrics.add_run(slave_metrics.collect({"orders": {"fold": histogram}, "version": 3}), "my-run")
+    found = exposed(list(families))
+    assert found["dips_shard_version", (("run", "my-run"),)] == 3
+    assert found["dips_shard_order_seconds_bucket", (("le", "1.0"), ("order", "fold"), ("run", "my-run"))] == 1
+    assert all(("run", "my-run") in labels for _, labels in found)
+
+
+def test_a_process_counts_its_files() -> None:
+    """What a flood takes first: open file descriptors, read anew at each scrape."""
+    before = metrics.read_process()
+    with open(__file__) as _:
+        assert metrics.read_process()["process_open_fds"] == before["process_open_fds"] + 1
+    assert before["process_max_fds"] >= before["process_open_fds"]
+    assert 0 < before["process_start_time_seconds"] < time.time()

@@ -133,7 +133,7 @@ def test_prometheus_is_the_same(before: RunView, after: RunView) -> None:
 def scrape(view: RunView) -> bytes:
     class Found(Collector):
         def collect(self) -> list[Metric]:
-            return list(prometheus.collect({"view": view, "meters": RoundMeters()}))
+            return list(prometheus.collect({"view": view, "meters": RoundMeters(), "wall": 1000.0}))
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Found())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
-
 from dips.client.agent import metrics
-from dips.client.agent.account import CAUSES, RATE_S, Pace, Tally
+from dips.client.agent.account import CAUSES, Pace, Tally
 from dips.client.agent.state import STANDSTILL, AgentSettings, AgentState, ClusterIdentity, SyncPhase
 
 
@@ -36,16 +34,6 @@ def test_the_end_of_a_window_is_the_update() -> None:
     tally.switch_cause("inner", 7.0)
     tally.count_update(100.0)  # the update of a round that nobody waited for
     assert (tally.seconds["window"], tally.seconds["update"]) == (3.0, 3.0)
-
-
-def test_the_rate_forgets() -> None:
-    """Tokens of the last minute over a minute."""
-    tally = Tally()
-    for second in range(120):
-        tally.record_step(30, float(second))
-    assert tally.token_rate(119.0) == pytest.approx(30 * 61 / RATE_S)
-    assert tally.token_rate(119.0 + 2 * RATE_S) == 0.0
-    assert tally.tokens == 3600
 
 
 def test_every_phase_has_a_cause() -> None:
