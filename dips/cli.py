@@ -79,7 +79,7 @@ Operation:
   dips set KEY=VALUE --config dips.yaml                     change lr, window, gate or targets of a running run
   dips cluster quarantine|readmit NAME --config dips.yaml   exclude a cluster from the outer step, or readmit it
   dips rollback vN@rM --config dips.yaml                    make an older version the head again
-  dips drain SLAVE --config dips.yaml                       take a slave out of service without a skipped round
+  dips drain SLAVE|--all --config dips.yaml                 take one slave or all out of service without a skipped round
   dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or different slaves
   dips-master replay master/                                repeat a master's decisions from its journal
   dips recover --config dips.yaml --model model.safetensors    continue from a saved model after a disk was lost

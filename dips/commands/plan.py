@@ -1,4 +1,4 @@
-"""The command `dips plan memory`: computes the memory, disk and link traffic that a run will need."""
+"""The command `dips plan memory`: computes the memory, disk and traffic that a run will need, and what they cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from rich.table import Table
 from dips.codecs import Codec
 from dips.commands.options import AS_JSON
 from dips.commands.plan_site import site_command
-from dips.commands.planning import MemoryPlan, kubernetes_resources, plan_cluster, plan_memory, plan_slave
+from dips.commands.planning import (
+    SNAPSHOT_BYTES,
+    MemoryPlan,
+    kubernetes_resources,
+    plan_cluster,
+    plan_memory,
+    plan_round,
+    plan_slave,
+)
 from dips.config import ClusterFile, RunFile, SlaveSection, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.protocol.grouping import PLAIN_GROUPING, Grouping
@@ -24,8 +32,8 @@ from dips.protocol.placement import place_layers
 
 SLAVES, RANKS, ROUNDS, CPUS = 2, 8, 10_000, 4
 KEEP_SNAPSHOTS = Options().keep_snapshots
-SECONDS_DAY = 86_400
-GB, GBIT_BYTES = 1e9, 1.25e8
+GB, MB, GBIT_BYTES = 1e9, 1e6, 1.25e8
+DISK_MB, LINK_GBIT = 500.0, 1.0  # rates by default: an SSD of a cloud, and a slow link between two places
 
 words = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Compute what a run will need, before it is made."
@@ -50,20 +58,30 @@ def memory_command(
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks in a cluster.")] = RANKS,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the whole run, for the ledger's size.")] = ROUNDS,
     cpus: Annotated[int, typer.Option(min=1, help="CPUs of a slave, for --kubernetes.")] = CPUS,
+    disk_mb: Annotated[
+        float, typer.Option("--disk-mb", min=0.001, help="Megabytes a second that a slave's disk writes and reads.")
+    ] = DISK_MB,
+    link_gbit: Annotated[
+        float, typer.Option("--link-gbit", min=0.001, help="Gigabits a second of a cluster's link to the slaves.")
+    ] = LINK_GBIT,
     as_json: AS_JSON = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Print requests and limits of each pod.")] = False,
 ) -> None:
     """Compute memory, disk and traffic of a run, which need not exist yet.
 
     A slave prints the same sum when it starts, and refuses to start if memory is short. Ranks need host memory beside
-    the model. Snapshots are the kept ones (two) and the one being written; versions kept by `keep_every`
-    are not included. Traffic is of one cluster in one round: divide by the time between its pushes.
+    the model. Disks have room for the newest two snapshots, the one that is written, those that `keep_every` keeps (if
+    `keep_most` bounds them), and, with a mirror, two more that stay while it lags.
+
+    The last lines are what a round costs at these rates of disk and link. With `durability: commit`, the default, a
+    version counts when it is on every slave's disk: a round waits for that. Hold the sum against the time of the inner
+    steps between two pushes. The inner steps overlap the transfers only with `overlap: full`.
 
     Exit codes: 0 done; 2 no model named, or several; 78 a file cannot be read.
 
     \b
     Example:
-      dips plan memory --parameters 7000000000 --slaves 4
+      dips plan memory --parameters 7000000000 --slaves 4 --disk-mb 125 --link-gbit 10
       dips plan memory --config dips.yaml --factory mymodel:build --ranks 64
       dips plan memory --config dips.yaml --parameters 1000000000 --kubernetes
     """
@@ -72,7 +90,9 @@ def memory_command(
         raise typer.BadParameter("name the model by one of --parameters, --model and --factory", param_hint="plan")
     run_file = load_run(config) if config is not None else None
     cluster_file = load_cluster(cluster) if cluster is not None else None
-    plan = make_plan(run_file, cluster_file, find_shares(run_file, parameters, model, factory, slaves), ranks, rounds)
+    shares = find_shares(run_file, parameters, model, factory, slaves)
+    rates = disk_mb * MB, link_gbit * GBIT_BYTES
+    plan = make_plan(run_file, cluster_file, shares, ranks, rounds, rates)
     if kubernetes:
         proposed = kubernetes_resources(plan, cpus)
         print(
@@ -90,18 +110,27 @@ Shares = list[tuple[str, int, int]]  # name, layers and parameters of each slave
 
 
 def make_plan(
-    run_file: RunFile | None, cluster_file: ClusterFile | None, shares: Shares, ranks: int, rounds: int
+    run_file: RunFile | None,
+    cluster_file: ClusterFile | None,
+    shares: Shares,
+    ranks: int,
+    rounds: int,
+    rates: tuple[float, float] = (DISK_MB * MB, LINK_GBIT * GBIT_BYTES),
 ) -> MemoryPlan:
-    """Return the plan for these shares; sections without a file have their defaults."""
+    """Return the plan for these shares and rates (of disk and link, in bytes a second); sections without a file have
+    their defaults.
+    """
     shared = run_file.shared if run_file else cluster_file.shared if cluster_file else None
     codec, pull_codec = (shared.codec, shared.pull_codec) if shared else (Codec.FP32, Codec.FP32)
     sections = {s.name: s for s in run_file.slaves} if run_file else {}
+    kept = KEEP_SNAPSHOTS + (run_file.master.keep_most if run_file and run_file.master.keep_every else 0)
     planned = [
-        plan_slave(sections.get(name) or _default_section(name), layers, numel, pull_codec, KEEP_SNAPSHOTS)
+        plan_slave(sections.get(name) or _default_section(name), layers, numel, pull_codec, kept)
         for name, layers, numel in shares
     ]
     total = sum(numel for _, _, numel in shares)
-    return plan_memory(total, planned, plan_cluster(total, ranks, codec, pull_codec, cluster_file), rounds)
+    of_cluster = plan_cluster(total, ranks, codec, pull_codec, cluster_file)
+    return plan_memory(total, planned, of_cluster, plan_round(planned, of_cluster, *rates, KEEP_SNAPSHOTS), rounds)
 
 
 def draw_plan(plan: MemoryPlan) -> Table:
@@ -117,12 +146,17 @@ def draw_plan(plan: MemoryPlan) -> Table:
 
 def describe_cluster(plan: MemoryPlan) -> str:
     c, heaviest = plan.cluster, max(plan.slaves, key=lambda slave: slave.memory_bytes)
-    both = c.push_bytes + c.pull_bytes
+    cost, snapshot = plan.round, _gigabytes(SNAPSHOT_BYTES * heaviest.parameters)
     return (
         f"heaviest slave: {heaviest.said}\n"
         f"a cluster of {c.ranks} ranks: {_gigabytes(c.rank_bytes)} of host memory for each rank, beside the model\n"
-        f"a round of it: {_gigabytes(c.push_bytes)} pushed, {_gigabytes(c.pull_bytes)} pulled, "
-        f"{both / GBIT_BYTES:,.0f} s of a link of 1 Gbit/s"
+        f"a round, with links of {cost.link_rate / MB:,.0f} MB/s and disks of {cost.disk_rate / MB:,.0f} MB/s: "
+        f"{cost.total_s:,.1f} s beside the inner steps\n"
+        f"  push  {_gigabytes(c.push_bytes)} on a cluster's link: {cost.push_s:,.1f} s\n"
+        f"  write {snapshot} on the heaviest slave's disk, before the version counts: {cost.persist_s:,.1f} s\n"
+        f"  pull  {_gigabytes(c.pull_bytes)} on a cluster's link: {cost.pull_s:,.1f} s\n"
+        f"a slave that starts reads {KEEP_SNAPSHOTS} snapshots or more before it serves: {cost.start_s:,.1f} s\n"
+        f"disks: room for {heaviest.snapshots} snapshots of {snapshot}; a mirror takes as many bytes a version"
     )
 
 

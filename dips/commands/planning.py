@@ -1,4 +1,4 @@
-"""The sums of `dips plan`: memory and disk of each slave, host memory of each rank, bytes on a cluster's link.
+"""The sums of `dips plan`: memory and disk of each slave, host memory of each rank, and what a round moves and costs.
 
 A slave's sum is the one it prints when it starts (dips/outer/pool.py), a rank's sum that of its parts
 (dips/client/parallel/shard_buffer.py); nothing is estimated twice.
@@ -16,6 +16,7 @@ from dips.config import ClusterFile, SlaveSection
 from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.slave.machine import memory_of
 
+WRITTEN, LAGGING = 1, 2  # snapshots on a slave's disk besides those that are kept; the latter with a mirror
 SNAPSHOT_BYTES = 2 * BYTES_PER_PARAMETER  # θ and m
 RANK_PROCESS_BYTES = 60_000_000  # as in dips/client/parallel/shard_buffer.py, which needs torch
 MASTER_BYTES = 400_000_000  # measured: 89 MB idle, 126 MB with 2,000 connections; the rest is for working clusters
@@ -34,6 +35,7 @@ class PlannedSlave:
     parameters: int
     memory_bytes: int
     disk_bytes: int
+    snapshots: int  # that may lie on its disk at once
     said: str
 
 
@@ -48,12 +50,30 @@ class PlannedCluster:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedRound:
+    """The cost of a round in seconds, by rates in bytes a second: of each slave's disk, and of a cluster's link."""
+
+    disk_rate: float
+    link_rate: float
+    push_s: float
+    persist_s: float  # of the heaviest slave's snapshot; with `durability: commit` the round waits for it
+    pull_s: float
+    start_s: float  # for the heaviest slave to read its snapshots when it starts
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the three that follow one another, without the inner steps and the outer step's arithmetic."""
+        return self.push_s + self.persist_s + self.pull_s
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The needs of a whole run; `model` in elements."""
 
     model: int
     slaves: tuple[PlannedSlave, ...]
     cluster: PlannedCluster
+    round: PlannedRound
     master_memory_bytes: int
     master_disk_bytes: int
 
@@ -62,11 +82,18 @@ class MemoryPlan:
         return asdict(self)
 
 
-def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: Codec, keep_snapshots: int) -> PlannedSlave:
-    """Return a slave's needs: the memory it prints at its start, and its kept snapshots with the one being written."""
+def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: Codec, kept: int) -> PlannedSlave:
+    """Return a slave's needs: the memory it prints at its start, and all snapshots that may lie on its disk.
+
+    kept  the newest snapshots that stay, with the archives of `keep_every`
+
+    Besides these there is the one that is written; with a mirror also the newest version that all mirrors hold, and the
+    one that is being copied to them, which stay while a mirror lags (dips/protocol/durability.py).
+    """
     memory = memory_of(section, numel, pull_codec)
-    disk = SNAPSHOT_BYTES * numel * (keep_snapshots + 1)
-    return PlannedSlave(section.name, layers, numel, memory.total_bytes, disk, memory.describe_sum())
+    snapshots = kept + WRITTEN + (LAGGING if section.mirror else 0)
+    disk = SNAPSHOT_BYTES * numel * snapshots
+    return PlannedSlave(section.name, layers, numel, memory.total_bytes, disk, snapshots, memory.describe_sum())
 
 
 def plan_cluster(
@@ -88,10 +115,27 @@ def plan_cluster(
     return PlannedCluster(ranks, rank, push, pull)
 
 
-def plan_memory(model: int, slaves: Sequence[PlannedSlave], cluster: PlannedCluster, rounds: int) -> MemoryPlan:
+def plan_round(
+    slaves: Sequence[PlannedSlave], cluster: PlannedCluster, disk_rate: float, link_rate: float, kept: int
+) -> PlannedRound:
+    """Return what a round costs with disks and links of these rates, in bytes a second."""
+    snapshot = SNAPSHOT_BYTES * max(slave.parameters for slave in slaves)
+    return PlannedRound(
+        disk_rate,
+        link_rate,
+        cluster.push_bytes / link_rate,
+        snapshot / disk_rate,
+        cluster.pull_bytes / link_rate,
+        kept * snapshot / disk_rate,
+    )
+
+
+def plan_memory(
+    model: int, slaves: Sequence[PlannedSlave], cluster: PlannedCluster, cost: PlannedRound, rounds: int
+) -> MemoryPlan:
     """Return the plan of a run; the master holds no parameters, but a copy of the first model is in its directory."""
     disk = BYTES_PER_PARAMETER * model + LEDGER_BYTES_ROUND * rounds
-    return MemoryPlan(model, tuple(slaves), cluster, MASTER_BYTES, disk)
+    return MemoryPlan(model, tuple(slaves), cluster, cost, MASTER_BYTES, disk)
 
 
 def kubernetes_resources(plan: MemoryPlan, cpus: int) -> dict[str, Any]:

@@ -204,6 +204,7 @@ class OperatorServicer(OperatorServiceServicer):
     Readmit = _audited(events.ReadmissionAsked, operator_pb2.ReadmitReply)
     Rollback = _audited(events.RollbackAsked, operator_pb2.RollbackReply)
     Drain = _audited(events.DrainAsked, operator_pb2.DrainReply)
+    DrainAll = _audited(events.DrainAllAsked, operator_pb2.DrainReply)
     Extend = _audited(events.ExtensionAsked, operator_pb2.ExtendReply)
     Tune = _audited(events.TuningAsked, operator_pb2.TuneReply)
     Quarantine = _audited(events.QuarantineAsked, operator_pb2.QuarantineReply)

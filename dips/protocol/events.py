@@ -269,6 +269,13 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainAllAsked:
+    """An operator takes all slaves that serve out of service together, for one outage."""
+
+    req: int
+
+
+@dataclass(frozen=True, slots=True)
 class TuningAsked:
     """An operator changed options of the running run; options that are not named stay."""
 
@@ -305,7 +312,14 @@ class RollbackAsked:
 
 
 OperatorRequest = (
-    ReadmissionAsked | ExtensionAsked | DrainAsked | TuningAsked | QuarantineAsked | SeedAsked | RollbackAsked
+    ReadmissionAsked
+    | ExtensionAsked
+    | DrainAsked
+    | DrainAllAsked
+    | TuningAsked
+    | QuarantineAsked
+    | SeedAsked
+    | RollbackAsked
 )
 
 
@@ -486,6 +500,7 @@ Event = (
     | ClusterLeft
     | ReadmissionAsked
     | DrainAsked
+    | DrainAllAsked
     | ExtensionAsked
     | TuningAsked
     | QuarantineAsked

@@ -17,9 +17,9 @@ Effects that last:
   next decision: a round that is being applied ends with the numbers of its Apply, and these are in the version's row.
   The run file, and the digest that clusters compare, keep the initial values. Clusters learn targets from the answers
   to their heartbeats, from which `outer.progress` is computed.
-* While a slave drains, no push or pull is admitted, since each needs every slave; open ones go on to their end. Then
-  the slave is DRAINING and may be stopped without loss. It is READY again when its next process registers. The request
-  is not kept over a restart of the master.
+* While slaves drain, one or all, no push or pull is admitted, since each needs every slave; open ones go on to their
+  end. Then such a slave is DRAINING and may be stopped without loss. It is READY again when its next process registers.
+  The request is not kept over a restart of the master.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from dips.protocol.effects import Acknowledged, Extended, Failed, Pending, Refus
 from dips.protocol.entities import AuditBudget, Slave
 from dips.protocol.enums import SlaveCause, SlaveState
 from dips.protocol.events import (
+    DrainAllAsked,
     DrainAsked,
     ExtensionAsked,
     OperatorAsked,
@@ -231,12 +232,30 @@ def _drain(run: RunState, event: DrainAsked) -> Result:
         return Acknowledged()
     if slave.state is not SlaveState.READY:
         return Refused(0.0, f"{slave.name} is {slave.state} ({slave.reason}): nothing is open on it")
-    if slave.name not in run.roster.draining:
-        run.roster.draining[slave.name] = None
-        run.emit_note("slave_drains", slave=slave.name, sinc=slave.sinc)
+    _begin_drain(run, slave)
     settle_drains(run)
     open_here = _open_on(run, slave)
     return Pending(f"{slave.name} waits for {open_here}") if open_here else Acknowledged()
+
+
+def _drain_all(run: RunState, _: DrainAllAsked) -> Result:
+    """Take every slave that is READY out of service, for one outage; nothing is open on the others."""
+    serving = run.ready_slaves()
+    for slave in serving:
+        _begin_drain(run, slave)
+    settle_drains(run)
+    waits = {slave.name: reason for slave in serving if (reason := _open_on(run, slave))}
+    if waits:
+        return Pending(f"{', '.join(waits)}: waiting for {next(iter(waits.values()))}")
+    if any(slave.state is SlaveState.DRAINING for slave in run.slaves.values()):
+        return Acknowledged()
+    return Refused(0.0, "no slave serves: nothing is open on any")
+
+
+def _begin_drain(run: RunState, slave: Slave) -> None:
+    if slave.name not in run.roster.draining:
+        run.roster.draining[slave.name] = None
+        run.emit_note("slave_drains", slave=slave.name, sinc=slave.sinc)
 
 
 def settle_drains(run: RunState) -> None:
@@ -285,6 +304,7 @@ REQUESTS: dict[type, RequestKind] = {
     TuningAsked: RequestKind("tune", _tune, lambda e: describe_changes(e.changes)),
     ExtensionAsked: RequestKind("extend", _extend, lambda e: " ".join(f"{c.key}={c.value:.15g}" for c in e.changes)),
     DrainAsked: RequestKind("drain", _drain, lambda e: e.slave, changes_ledger=False),
+    DrainAllAsked: RequestKind("drain", _drain_all, lambda _: "all slaves", changes_ledger=False),
     RollbackAsked: RequestKind("rollback", rollback.answer_asked, lambda e: str(e.version)),
     SeedAsked: RequestKind("seed", seeding.answer_asked, lambda e: f"process {e.seeder}", changes_ledger=False),
 }

@@ -152,12 +152,17 @@ class MessageMaker:
 
 
 def methods(service: str) -> list[tuple[str, str, type[Message]]]:
-    """(path, name, kind of request) of each method of a service, from its descriptor."""
+    """(path, name, kind of request) of each method of a service, from its descriptor.
+
+    Without DrainAll, whose request has nothing that could be wrong: operators may end the run's service by it.
+    """
     for module in MODULES:
         found = module.DESCRIPTOR.services_by_name.get(f"{service}Service")
         if found is not None:
             path = f"/{found.full_name}"
-            return [(f"{path}/{m.name}", m.name, _class(m.input_type.name)) for m in found.methods]
+            return [
+                (f"{path}/{m.name}", m.name, _class(m.input_type.name)) for m in found.methods if m.name != "DrainAll"
+            ]
     raise KeyError(service)
 
 

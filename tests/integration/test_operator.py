@@ -146,6 +146,28 @@ def test_a_drained_slave_costs_no_round(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+def test_all_slaves_are_drained_for_one_outage(run: Any, tmp_path: Path) -> None:
+    """`dips drain --all` while a cluster trains, then all are stopped and started: no round is skipped."""
+    run.start_master()
+    slaves = run.start_slaves()
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+    with run.ledger() as ledger:
+        run.until(lambda: len(ledger.read_history(100)) >= 3, 60, "three rounds")
+    assert "all slaves are drained" in say("dips", "drain", "--all", "--config", str(run.file))
+    status = json.loads(say("dips", "status", "--config", str(run.file), "--json"))
+    assert {slave["state"] for slave in status["slaves"].values()} == {"draining"}
+    for process in slaves:
+        assert process.terminate() == 0
+    run.start_slaves()
+    run.wait(west, 60)
+    with run.ledger() as ledger:
+        assert {r.kind for r in ledger.read_history(100)} == {"applied"}
+    assert "all slaves" in say("dips", "history", "--audit", "--config", str(run.file))
+    assert "one of them" in say("dips", "drain", "ps0", "--all", "--config", str(run.file), code=78)
+    assert "one of them" in say("dips", "drain", "--config", str(run.file), code=78)
+
+
+@pytest.mark.timeout(180)
 def test_a_finished_run_is_extended(tmp_path: Path) -> None:
     """Refused while it would end at once; then it goes on to the new end, also under a new master and file.
 

@@ -247,7 +247,7 @@ class Teller:
         return self.step(ev.SeedAsked(0, seeder, digests, int(words.get("gives_up", "0"))), "operator")
 
     def drain(self, slave: str, words: Words) -> list[str]:
-        return self.step(ev.DrainAsked(0, slave), "operator")
+        return self.step(ev.DrainAllAsked(0) if slave == "all" else ev.DrainAsked(0, slave), "operator")
 
     def tune(self, caller: str, words: Words) -> list[str]:
         changes = tuple(

@@ -59,6 +59,21 @@ class DrainAsked(_message.Message):
 Global___DrainAsked: _TypeAlias = DrainAsked  # noqa: Y015
 
 @_typing.final
+class DrainAllAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainAllAsked: _TypeAlias = DrainAllAsked  # noqa: Y015
+
+@_typing.final
 class TargetChange(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -44,6 +44,11 @@ class OperatorServiceStub(object):
                 request_serializer=dips_dot_v1_dot_operator__pb2.DrainAsked.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_operator__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.DrainAll = channel.unary_unary(
+                '/dips.v1.OperatorService/DrainAll',
+                request_serializer=dips_dot_v1_dot_operator__pb2.DrainAllAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.DrainReply.FromString,
+                _registered_method=True)
         self.Extend = channel.unary_unary(
                 '/dips.v1.OperatorService/Extend',
                 request_serializer=dips_dot_v1_dot_operator__pb2.ExtensionAsked.SerializeToString,
@@ -89,6 +94,13 @@ class OperatorServiceServicer(object):
 
     def Drain(self, request, context):
         """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainAll(self, request, context):
+        """The same for all slaves that serve, together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,6 +159,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=dips_dot_v1_dot_operator__pb2.DrainAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.DrainReply.SerializeToString,
+            ),
+            'DrainAll': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainAll,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.DrainAllAsked.FromString,
                     response_serializer=dips_dot_v1_dot_operator__pb2.DrainReply.SerializeToString,
             ),
             'Extend': grpc.unary_unary_rpc_method_handler(
@@ -233,6 +250,33 @@ class OperatorService(object):
             target,
             '/dips.v1.OperatorService/Drain',
             dips_dot_v1_dot_operator__pb2.DrainAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainAll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/DrainAll',
+            dips_dot_v1_dot_operator__pb2.DrainAllAsked.SerializeToString,
             dips_dot_v1_dot_operator__pb2.DrainReply.FromString,
             options,
             channel_credentials,

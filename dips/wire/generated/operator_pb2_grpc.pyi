@@ -37,6 +37,8 @@ class OperatorServiceStub:
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_operator_pb2.DrainAsked, _operator_pb2.DrainReply]
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
+    DrainAll: _grpc.UnaryUnaryMultiCallable[_operator_pb2.DrainAllAsked, _operator_pb2.DrainReply]
+    """The same for all slaves that serve, together."""
     Extend: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]
     """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
     Tune: _grpc.UnaryUnaryMultiCallable[_operator_pb2.TuningAsked, _operator_pb2.TuneReply]
@@ -59,6 +61,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """
     Drain: _aio.UnaryUnaryMultiCallable[_operator_pb2.DrainAsked, _operator_pb2.DrainReply]  # type: ignore[assignment]
     """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
+    DrainAll: _aio.UnaryUnaryMultiCallable[_operator_pb2.DrainAllAsked, _operator_pb2.DrainReply]  # type: ignore[assignment]
+    """The same for all slaves that serve, together."""
     Extend: _aio.UnaryUnaryMultiCallable[_operator_pb2.ExtensionAsked, _operator_pb2.ExtendReply]  # type: ignore[assignment]
     """Changes how far the run goes, also one that is finished. Refused if that would be reached already."""
     Tune: _aio.UnaryUnaryMultiCallable[_operator_pb2.TuningAsked, _operator_pb2.TuneReply]  # type: ignore[assignment]
@@ -90,6 +94,14 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.DrainReply, _abc.Awaitable[_operator_pb2.DrainReply]]:
         """Admits no push or pull any more, and answers when nothing is open on the slave: `pending` means ask again."""
+
+    @_abc_1.abstractmethod
+    def DrainAll(
+        self,
+        request: _operator_pb2.DrainAllAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.DrainReply, _abc.Awaitable[_operator_pb2.DrainReply]]:
+        """The same for all slaves that serve, together."""
 
     @_abc_1.abstractmethod
     def Extend(

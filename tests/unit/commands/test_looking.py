@@ -175,6 +175,31 @@ def test_a_slave_is_planned_as_it_counts_itself(files: FilesToCheck) -> None:
     assert (plan["cluster"]["push_bytes"], plan["cluster"]["pull_bytes"]) == (8004, 8004)
 
 
+def test_a_disk_has_room_for_what_stays_while_a_mirror_lags(files: FilesToCheck) -> None:
+    """The newest two, the one that is written, the newest that all mirrors hold, and the one that is copied; archives
+    beside them, if their number is bounded.
+    """
+    words = ("plan", "memory", "--config", str(files.run_file), "--parameters", "2000", "--json")
+    for slave in files.run["slaves"]:
+        slave["mirror"] = f"{slave['name']}-mirror"
+    files.check()
+    assert json.loads(type_words(*words))["slaves"][0]["disk_bytes"] == 1000 * 8 * 5
+    files.run["master"].update(keep_every=10, keep_most=24)
+    files.check()
+    assert json.loads(type_words(*words))["slaves"][0]["disk_bytes"] == 1000 * 8 * (5 + 24)
+
+
+def test_a_round_costs_what_disk_and_link_take() -> None:
+    """The heaviest slave's snapshot over its disk's rate, the cluster's push and pull over its link's."""
+    words = ("plan", "memory", "--parameters", "2000000000", "--slaves", "4", "--disk-mb", "125", "--link-gbit", "8")
+    cost = json.loads(type_words(*words, "--json"))["round"]
+    assert (cost["push_s"], cost["persist_s"], cost["pull_s"], cost["start_s"]) == (8.0, 32.0, 8.0, 64.0)
+    said = type_words(*words)
+    assert "links of 1,000 MB/s and disks of 125 MB/s: 48.0 s beside the inner steps" in said
+    assert "4.00 GB on the heaviest slave's disk, before the version counts: 32.0 s" in said
+    assert "room for 3 snapshots of 4.00 GB" in said
+
+
 def test_ranks_and_links_follow_the_codecs(files: FilesToCheck) -> None:
     files.run["shared"].update(codec="int8", pull_codec="bf16")
     files.cluster["shared"].update(codec="int8", pull_codec="bf16")
