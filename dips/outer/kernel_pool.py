@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -20,15 +22,45 @@ from dips.quantisers import Codes
 # ---- work meter -----------------------------------------------------------------------------------------------------
 # How much a slave has worked through: bytes of kernels and of its disk, counted by their threads.
 #
-# What lasts minutes is told from what hangs by this number alone: it rises, or it does not.
+# What lasts minutes is told from what hangs by this number alone: it rises, or it does not. Reading a snapshot, or
+# restoring one from a mirror, is shown while it lasts: nothing else is counted then, since the slave serves no version.
+
+
+@dataclass(frozen=True, slots=True)
+class LongWork:
+    """Work on the disk or a mirror that lasts."""
+
+    doing: str  # for people: `reads v3@r5`
+    total: int  # bytes
+    before: int  # of the meter when it began
+    began_at: float  # by the meter's clock
 
 
 class WorkMeter:
     """Bytes since the start of the process; any thread adds, any thread reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.nbytes = 0
+        self._clock = clock
+        self._long: LongWork | None = None  # replaced as a whole
         self._lock = threading.Lock()
+
+    @contextmanager
+    def long_work(self, doing: str, total: int) -> Iterator[None]:
+        """Show the bytes that are added within the context as the progress of this work of `total` bytes."""
+        self._long = LongWork(doing, total, self.nbytes, self._clock())
+        try:
+            yield
+        finally:
+            self._long = None
+
+    def read_progress(self) -> tuple[str, int, int, float] | None:
+        """Return what long work does, its bytes done, its bytes in all, and its bytes a second; None without any."""
+        work = self._long
+        if work is None:
+            return None
+        done, took_s = min(self.nbytes - work.before, work.total), self._clock() - work.began_at
+        return work.doing, done, work.total, done / took_s if took_s > 0 else 0.0
 
     def add(self, nbytes: int) -> None:
         """Add to the bytes that are worked through."""

@@ -92,6 +92,23 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkProgress:
+    """How far a slave is that reads a snapshot, or restores one from its mirror, before it serves."""
+
+    doing: str  # for people: `reads v3@r5`
+    nbytes: int
+    total: int
+    bytes_per_s: float  # since it began
+
+    def describe_progress(self) -> str:
+        """Say how much is done, how fast, and how long the rest will take at that rate."""
+        rest_s = remaining_s(self.nbytes, self.total, self.bytes_per_s)
+        rest = f"{rest_s:,.0f} s left" if math.isfinite(rest_s) else "nothing moves"
+        done = f"{self.nbytes / 1e9:,.2f} of {self.total / 1e9:,.2f} GB"
+        return f"{self.doing}: {done} at {self.bytes_per_s / 1e6:,.0f} MB/s, {rest}"
+
+
+@dataclass(frozen=True, slots=True)
 class OrderWait:
     """An unanswered order that waits for a slave's disk."""
 
@@ -120,6 +137,7 @@ class SlaveHeartbeat:
     disk_free: int = 0  # free bytes where its snapshots are, for display only
     disk_total: int = 0  # 0: unknown
     waits: tuple[OrderWait, ...] = ()  # the oldest MOST_WAITS
+    work: WorkProgress | None = None  # what it reads or restores before it serves, for display only
 
 
 @dataclass(frozen=True, slots=True)

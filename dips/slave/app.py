@@ -25,6 +25,7 @@ from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool, WorkMeter
 from dips.outer.versions import Versions
 from dips.protocol.effects import Registered
+from dips.protocol.heartbeats import WorkProgress
 from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
@@ -133,6 +134,7 @@ class Parts:
             "persist_s": thread.persist_s,
             "apply_s": thread.apply_s,
             "orders": thread.spent,
+            "work": self.read_work(),
             "refused": dict(self.flow.refused_frames),
             **self.flow.link_bytes(),
         }
@@ -149,7 +151,18 @@ class Parts:
             done,
             mirror,
             *self.room.read_room(),
+            self.read_work(),
         )
+
+    def read_work(self) -> WorkProgress | None:
+        """Return how far the slave is that reads or restores a snapshot; from any thread."""
+        work = self.work.read_progress()
+        return None if work is None else WorkProgress(*work)
+
+    def explain_unready(self, reason: str) -> str:
+        """Return why the slave serves nothing, with what it reads or restores; empty if it serves."""
+        work = self.read_work()
+        return f"{reason}; {work.describe_progress()}" if reason and work is not None else reason
 
 
 async def serve(
@@ -188,7 +201,8 @@ async def serve(
         await server.start()
         stack.push_async_callback(server.stop, None)  # the runtime ended before: no order under way is answered
         subject = HttpSubject(
-            config.shared.run, "slave", parts.read_metrics, slave_metrics.collect, runtime.core.explain_unready,
+            config.shared.run, "slave", parts.read_metrics, slave_metrics.collect,
+            lambda: parts.explain_unready(runtime.core.explain_unready()),
             daemon.list_disks(section.directory, section.mirror),
             lambda: slave_metrics.count_snapshots(section.directory),
         )  # fmt: skip

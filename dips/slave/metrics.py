@@ -68,6 +68,8 @@ SELF = (
     MetricRow("dips_shard_staged", "staged", "Pushes that lie whole here and wait for the master."),
     MetricRow("dips_shard_persist_seconds", "persist_s", "Its last snapshot took."),
     MetricRow("dips_shard_apply_seconds", "apply_s", "Its last outer step took."),
+    MetricRow("dips_shard_restored_bytes", "work.nbytes", "Of the snapshot that it reads or restores, done."),
+    MetricRow("dips_shard_restored_size_bytes", "work.total", "Of the snapshot that it reads or restores, in all."),
     MetricRow("dips_shard_snapshots", "snapshots", "Versions in its directory."),
     MetricRow("dips_shard_snapshot_bytes", "snapshot_bytes", "Size of all of them."),
 )

@@ -19,7 +19,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.effects import LoadVersion, Order
 from dips.protocol.events import Answer, MirrorReport, PushRefused, PushStaged, SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, Transfer
+from dips.protocol.heartbeats import SlaveHeartbeat, Transfer, WorkProgress
 from dips.telemetry.refusals import count_refusal
 from dips.wire.frame import Kind, StreamName, encode_error
 
@@ -255,6 +255,7 @@ class Meters:
     mirror: MirrorReport | None = None  # None: its directory has no mirror
     disk_free: int = 0  # bytes, where its snapshots are
     disk_total: int = 0  # 0: unknown
+    work: WorkProgress | None = None  # what it reads or restores
 
 
 # ---- work on the shard, and beside it --------------------------------------------------------------------------------

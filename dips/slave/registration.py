@@ -291,6 +291,7 @@ class Heartbeats:
             disk_total=meters.disk_total,
             live=self._list.number if self._list is not None and self._list_of == self._known_as(standing) else 0,
             waits=self._waits(now),
+            work=meters.work,
         )
 
     def _known_as(self, standing: Standing) -> tuple[int, int]:

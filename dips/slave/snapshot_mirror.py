@@ -187,7 +187,9 @@ class SnapshotMirror:
                 told = self._clock()
                 self._log.info("restoring", version=str(version), done_mb=nbytes // 10**6, took_s=round(told - begun))
 
-        bring_back(self._store, self._directory, self._run, self._slave, version, on_moved)
+        _, manifest = read_copy(self._store, self._run, self._slave, version)
+        with self._meter.long_work(f"restores {version} from its mirror", manifest.parameter_bytes):
+            bring_back(self._store, self._directory, self._run, self._slave, version, on_moved)
         self._log.info("restored", version=str(version), mirror=self._store.url, took_s=self._clock() - begun)
 
     def _list_mirror(self) -> MirrorListing:

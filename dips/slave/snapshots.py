@@ -280,8 +280,9 @@ class Snapshots:
         try:
             manifest = self._checked_manifest(version)
             self._check_layers(manifest, path)
-            for record in manifest.layers:
-                read_layer(path, manifest, record, theta[record.index], momentum[record.index], self._meter.add)
+            with self._meter.long_work(f"reads {version}", manifest.parameter_bytes):
+                for record in manifest.layers:
+                    read_layer(path, manifest, record, theta[record.index], momentum[record.index], self._meter.add)
         except (CorruptSnapshot, OSError) as error:
             self._pass_over(version, error)
             raise
@@ -428,7 +429,9 @@ class Snapshots:
 
     def _verify_snapshot(self, version: VersionId) -> None:
         """Read the whole snapshot and compare every digest, with the memory of one layer."""
-        read_through(self._path_of(version), self._checked_manifest(version), self._meter.add)
+        manifest = self._checked_manifest(version)
+        with self._meter.long_work(f"verifies {version}", manifest.parameter_bytes):
+            read_through(self._path_of(version), manifest, self._meter.add)
 
     def _check_layers(self, manifest: VersionManifest, path: Path) -> None:
         if self._manifest is None:

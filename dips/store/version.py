@@ -96,6 +96,11 @@ class VersionManifest:
         """Bytes of all layers' files."""
         return sum(record.size for record in self.layers)
 
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of θ and m in these files, without their headers."""
+        return sum(record.layer.nbytes * (2 if record.momentum else 1) for record in self.layers)
+
     def header_of(self, record: LayerRecord) -> bytes:
         return layer_header(self.run, self.version, record.layer, momentum=bool(record.momentum))
 

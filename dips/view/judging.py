@@ -126,7 +126,8 @@ def judge_slave(s: SlaveView, heartbeat: SlaveHeartbeat | None, silent_s: float 
     if s.state is SlaveState.LOST:
         return word, Severity.BROKEN, s.reason
     if s.state is not SlaveState.READY:
-        return word, Severity.ATTENTION, s.reason
+        work = heartbeat.work if heartbeat is not None else None
+        return word, Severity.ATTENTION, s.reason if work is None else f"{s.reason}; {work.describe_progress()}"
     if silent_s is not None:
         return "silent", Severity.ATTENTION, _explain_silence(silent_s, heartbeat is not None, s.state)
     if heartbeat is not None and heartbeat.disk_free < LEAST_FREE * heartbeat.disk_total:

@@ -94,6 +94,8 @@ SLAVE = (
     MetricRow("dips_slave_sent_bytes", "heartbeat.bytes_out", "Sent by the data flow since its start.", counter=True),
     MetricRow("dips_slave_persist_seconds", "heartbeat.persist_s", "Its last snapshot took."),
     MetricRow("dips_slave_apply_seconds", "heartbeat.apply_s", "Its last outer step took."),
+    MetricRow("dips_slave_restored_bytes", "heartbeat.work.nbytes", "Of a snapshot that it reads or restores, done."),
+    MetricRow("dips_slave_restored_size_bytes", "heartbeat.work.total", "Of a snapshot that it reads or restores."),
     MetricRow("dips_slave_mirror_behind_versions", "mirror.behind_versions", "Outer steps that its mirror lacks."),
     MetricRow("dips_slave_mirror_behind_seconds", "mirror.behind_s", "Since its mirror held the head."),
     MetricRow("dips_slave_mirror_failing", "mirror.failing", "1 while its mirror is full, gone or failing."),

@@ -358,6 +358,7 @@ class SlaveHeartbeat(_message.Message):
     DISK_FREE_FIELD_NUMBER: _builtins.int
     DISK_TOTAL_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
     term: _builtins.int
@@ -386,6 +387,10 @@ class SlaveHeartbeat(_message.Message):
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___OrderWait]:
         """orders that came and wait for its disk"""
 
+    @_builtins.property
+    def work(self) -> Global___WorkProgress:
+        """for showing only"""
+
     def __init__(
         self,
         *,
@@ -407,14 +412,45 @@ class SlaveHeartbeat(_message.Message):
         disk_free: _builtins.int = ...,
         disk_total: _builtins.int = ...,
         waits: _abc.Iterable[Global___OrderWait] | None = ...,
+        work: Global___WorkProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "disk_free", b"disk_free", "disk_total", b"disk_total", "live", b"live", "memory", b"memory", "mirror", b"mirror", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "waits", b"waits", "work_bytes", b"work_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "disk_free", b"disk_free", "disk_total", b"disk_total", "live", b"live", "memory", b"memory", "mirror", b"mirror", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "waits", b"waits", "work", b"work", "work_bytes", b"work_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlaveHeartbeat: _TypeAlias = SlaveHeartbeat  # noqa: Y015
+
+@_typing.final
+class WorkProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOING_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    doing: _builtins.str
+    """what it reads or restores before it serves"""
+    nbytes: _builtins.int
+    total: _builtins.int
+    bytes_per_s: _builtins.float
+    """since it began"""
+    def __init__(
+        self,
+        *,
+        doing: _builtins.str = ...,
+        nbytes: _builtins.int = ...,
+        total: _builtins.int = ...,
+        bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "doing", b"doing", "nbytes", b"nbytes", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkProgress: _TypeAlias = WorkProgress  # noqa: Y015
 
 @_typing.final
 class OrderWait(_message.Message):

@@ -50,6 +50,7 @@ EXPECTED = """
     OperatorService/Begin         operator
     OperatorService/Seed          operator
     OperatorService/Drain         operator slave*
+    OperatorService/DrainAll      operator
     StatusService/Status          master slave cluster operator viewer
     StatusService/Describe        master slave cluster operator viewer
 """

@@ -23,7 +23,7 @@ from dips.slave import snapshot_mirror
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store import mirror as mirror_store
-from dips.store.mirror import MirrorStore, bring_back, copy_out
+from dips.store.mirror import MirrorStore, bring_back, copy_out, read_copy
 from dips.transport.backoff import Backoff
 from tests.damage import flip_bit
 from tests.unit.slave.test_snapshots import arrays, opened, read, same
@@ -415,6 +415,29 @@ def rot(store: MirrorStore, version: VersionId) -> None:
         content = bytearray(file.read())
     content[-1] ^= 1
     store.write_file(name, bytes(content))
+
+
+def test_a_restore_says_how_far_it_is(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes, rate and what it does, while it lasts and no longer."""
+    written(tmp_path / "s", V1)
+    clock = iter(range(1000))
+    store, meter = MirrorStore(url, "r", "s"), WorkMeter(lambda: float(next(clock)))
+    copy_out(store, tmp_path / "s", V1, nothing)
+    shutil.rmtree(tmp_path / "s" / str(V1))
+    seen = []
+    copy_one = mirror_store.copy_layer
+
+    def look(*args: Any) -> None:
+        copy_one(*args)
+        seen.append(meter.read_progress())
+
+    monkeypatch.setattr(mirror_store, "copy_layer", look)
+    SnapshotMirror(store, tmp_path / "s", "r", "s", LOG, time.monotonic, meter).restore(())
+    doing, done, total, rate = seen[-1]
+    assert doing == f"restores {V1} from its mirror"
+    assert done == total == read_copy(store, "r", "s", V1)[1].parameter_bytes > 0
+    assert rate == done / len(seen)
+    assert meter.read_progress() is None
 
 
 def test_a_rotten_copy_is_read_once_and_replaced(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

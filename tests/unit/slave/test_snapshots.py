@@ -287,6 +287,33 @@ def test_each_deletion_is_told_as_work(tmp_path: Path) -> None:
     snapshots.close()
 
 
+def test_reading_says_how_far_it_is(tmp_path: Path) -> None:
+    """When a slave starts, it verifies each snapshot and then reads one: both tell bytes done and in all."""
+    written = opened(tmp_path / "s")
+    theta, momentum = arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
+    written.write_snapshot(V1, theta, momentum)
+    written.close()
+    snapshots, seen = opened(tmp_path / "s"), list[tuple[str, int, int, float] | None]()
+    meter = snapshots._meter
+    add = meter.add
+
+    def look(nbytes: int) -> None:
+        add(nbytes)
+        seen.append(meter.read_progress())
+
+    meter.add = look  # type: ignore[method-assign]
+    assert snapshots.complete_versions() == (V1,)
+    verified = seen.pop()
+    snapshots.read_snapshot(V1, theta, momentum)
+    read = seen.pop()
+    nbytes = sum(array.nbytes for array in (*theta.values(), *momentum.values()))
+    assert verified is not None and read is not None
+    assert verified[:3] == (f"verifies {V1}", nbytes, nbytes)
+    assert read[:3] == (f"reads {V1}", nbytes, nbytes)
+    assert meter.read_progress() is None
+    snapshots.close()
+
+
 def test_a_mapped_snapshot_outlives_its_deletion(tmp_path: Path) -> None:
     """A slow reader keeps the bytes of a version that is retired, replaced or deleted under it
     (docs/rationale.md#19)."""

@@ -10,7 +10,7 @@ import pytest
 
 from dips.ids import PushId, VersionId
 from dips.protocol.enums import ClusterState, DurabilityState, Severity, SlaveState
-from dips.protocol.heartbeats import OrderWait, Transfer
+from dips.protocol.heartbeats import OrderWait, Transfer, WorkProgress
 from dips.protocol.view import ClusterView, DurabilityView, MirrorView, RollbackView, RunView, SlaveView
 from dips.view.judging import Heartbeats, judge_run, read_view, spell_view
 from tests.unit.view.views import CLUSTER, HEARTBEAT_S, SLAVE, make_cluster, make_run, make_slave
@@ -91,6 +91,17 @@ def test_a_cluster_has_a_word(cluster: ClusterView, word: str, severity: Severit
 def test_a_slave_has_a_word(slave: SlaveView, word: str, severity: Severity) -> None:
     judged = make_run(slaves={"ps0": slave}).slaves["ps0"]
     assert (judged.word, judged.severity) == (word, severity)
+
+
+def test_a_slave_that_restores_says_how_far_it_is() -> None:
+    """Bytes, rate and an estimate, beside the reason: for `dips status` and the page alike."""
+    work = WorkProgress("reads v4@r9", 7_000_000_000, 28_500_000_000, 100e6)
+    slave = make_slave("restoring", "loads", "loads v4@r9", work=work)
+    why = make_run(slaves={"ps0": slave}).slaves["ps0"].why
+    assert why == "loads v4@r9; reads v4@r9: 7.00 of 28.50 GB at 100 MB/s, 215 s left"
+    stuck = replace(work, bytes_per_s=0.0)
+    assert make_run(slaves={"ps0": make_slave("lost", "silent", work=stuck)}).slaves["ps0"].why == "serves v3@r3"
+    assert stuck.describe_progress() == "reads v4@r9: 7.00 of 28.50 GB at 0 MB/s, nothing moves"
 
 
 def test_a_plain_cause_needs_no_sentence() -> None:
