@@ -255,9 +255,11 @@ def mirrors_and_journal_fail(it: Incidents) -> None:
     newest = max(master.glob("journal-*.jsonl"), key=lambda path: path.stat().st_mtime)
     _, term, number = newest.stem.split("-")
     taken = [master / f"journal-{term}-{int(number) + more}.jsonl" for more in range(1, 400)]
-    made = [path for path in taken if not path.exists()]
-    for path in made:
-        path.mkdir()
+    made = []
+    for path in taken:
+        with suppress(FileExistsError):  # the journal goes on meanwhile
+            path.mkdir()
+            made.append(path)
     it.until_fire("DipsSlaveMirrorBehind", "DipsLedgerMirrorBehind", "DipsJournalNotWritten")
     for mirror in ("ledger-mirror", "ps0-mirror"):
         (it.directory / f"{mirror}.away").rename(it.directory / mirror)

@@ -303,13 +303,13 @@ def test_reading_says_how_far_it_is(tmp_path: Path) -> None:
 
     meter.add = look  # type: ignore[method-assign]
     assert snapshots.complete_versions() == (V1,)
-    verified = seen.pop()
+    verified, before = seen[-1], len(seen)
     snapshots.read_snapshot(V1, theta, momentum)
-    read = seen.pop()
+    begun, read = seen[before], seen[-1]
     nbytes = sum(array.nbytes for array in (*theta.values(), *momentum.values()))
-    assert verified is not None and read is not None
+    assert verified is not None and read is not None and begun is not None
     assert verified[:3] == (f"verifies {V1}", nbytes, nbytes)
-    assert read[:3] == (f"reads {V1}", nbytes, nbytes)
+    assert read[:3] == (f"reads {V1}", nbytes, nbytes) and begun[1] < nbytes
     assert meter.read_progress() is None
     snapshots.close()
 
