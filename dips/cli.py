@@ -18,6 +18,7 @@ from dips.commands import (
     demo,
     drain,
     export,
+    follow,
     history,
     init,
     logs,
@@ -70,6 +71,7 @@ A run:
   dips plot --config dips.yaml                              draw its losses
   dips trace master slave-0 slave-1 west                    write a trace of its pushes for ui.perfetto.dev
   dips export --config dips.yaml --output model.safetensors write the model to a file
+  dips follow --config dips.yaml --command 'python evaluate.py'  run a command for each new version
   dips stop --config dips.yaml                              end it with its next version
 
 \b
@@ -130,6 +132,7 @@ for word in (
     trace.trace,
     verify.verify,
     export.export,
+    follow.follow,
     stop.stop,
     drain.drain,
     rebalance.rebalance,

@@ -34,6 +34,12 @@ def make_directory(path: Path) -> None:
         sync_path(path.parent)
 
 
+def make_private_file(path: Path) -> None:
+    """Make an empty file that only its owner may read and write, whatever the umask; it replaces one that is there."""
+    path.unlink(missing_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+
 @contextmanager
 def write_aside(output: Path) -> Iterator[Path]:
     """Yield a path beside `output` to write to and make durable; it is renamed to `output` if the block succeeds."""

@@ -14,6 +14,8 @@ from dips.dataclass import dataclass
 from dips.errors import ConfigError
 
 _VERSION = re.compile(r"v(\d+)@r(\d+)")
+PULLER = ".puller"
+READERS = (".operator", PULLER)  # ends of the names under which such certificates join: they only pull
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 
 
@@ -76,6 +78,14 @@ class PullId:
 
     def __str__(self) -> str:
         return f"{self.cluster}/{self.inc}^{self.seq}"
+
+
+def reads_only(cluster: str) -> bool:
+    """Whether a cluster of this name only pulls: an export or a follower. It never trains, and nothing waits for it.
+
+    Told by the name, which is that of its certificate and which the ledger keeps; clusters' own names have no dots.
+    """
+    return cluster.endswith(READERS)
 
 
 def check_name(name: str, what: str) -> str:

@@ -1,9 +1,10 @@
-"""Pulling a version of a run into memory from any host that reaches the master and the slaves, without a cluster or
-torch.
+"""Pulling versions of a run into memory from any host that reaches the master and the slaves, without a cluster or
+torch: one (`dips export --master`), or each that follows (`dips follow`, `dips.follow`).
 
-The puller joins as a cluster of its own name that never trains, pins the version by a pull as every cluster does,
-renews its lease by heartbeats during the transfer, and leaves. No round waits for it. Two pullers with one name fence
-each other.
+A VersionPuller joins under a name that only pulls (`ids.reads_only`), renews its lease by heartbeats, whose answers
+name the head, pulls versions as every cluster does, and leaves. No round waits for it, it never has a slot, and slaves
+keep no buffer for it: one that is too slow for updates is told, and pulls the newest version whole. Two pullers with
+one name exclude each other.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from types import TracebackType
 from typing import Any
 
 from dips.client.agent.agent import MasterLink
 from dips.client.rank.transfer import TransferIdentity, TransferRate, TransferStats, pull_pieces
-from dips.errors import Denied, StaleIncarnation, UnavailableMaster
-from dips.ids import PullId, VersionId, check_name
+from dips.errors import Denied, DipsError, Stale, StaleIncarnation, Unavailable, UnavailableMaster
+from dips.ids import PULLER, PullId, VersionId, check_name
 from dips.protocol.effects import Dropped, Finished, Grant, Joined, Pending, Refused, Result
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished, PullRequested
@@ -35,12 +38,15 @@ from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 CALL_S = 10.0
 HEARTBEAT_S = 2.0  # longest pause between two heartbeats
 LEASE_HEARTBEATS = 5  # heartbeats per lease, as clusters send them
+JOIN_S = 30.0  # for the lease of a former process with this name to run out
 GRANT_S = 60.0  # for the slaves to register and to pin the version
 RETRY_S = 0.2
-FIRST_SEQ = 1  # seq of the incarnation's only pull
+AGAIN_S = 2.0  # until a follower joins again
+STALL_S = 30.0  # without a byte of a transfer
 
 # (run, version, manifest) → an array for all parameters, concatenated in the manifest's order.
 MakeRoom = Callable[[str, VersionId, Manifest], F32]
+Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +57,252 @@ class PulledVersion:
     stats: TransferStats
 
 
+def pulling_name(master: Endpoint, name: str) -> str:
+    """Return the name under which to join: that of the certificate; in plain text `name`, as one that only pulls."""
+    return f"{name}{PULLER}" if master.tls is None else master.tls.read_current().identity.cluster_name
+
+
 async def pull_version(
-    master: Endpoint, name: str, make_room: MakeRoom, version: VersionId | None = None, stall_s: float = 30.0
+    master: Endpoint, name: str, make_room: MakeRoom, version: VersionId | None = None
 ) -> PulledVersion:
-    """Pull a version of the run of `master`, as a cluster named `name`.
+    """Pull a version of the run of `master` as a VersionPuller named `name`, which leaves again.
 
     version  a version that the slaves still keep; None: the head
-    Errors   UnavailableMaster, UnavailableSlave; ConfigError: the version is no longer kept; StaleIncarnation: another
-             process with this name joined; Denied: the name belongs to another; also the errors of `make_room`
+    Errors   those of VersionPuller and of its `pull`
     """
-    check_name(name, "cluster")
-    described = await _describe_run(master)
-    link, digest = MasterLink(master, described["shared"]), Manifest.from_json(described["manifest"]).digest
-    try:
-        event = ClusterJoined(0, name, uuid.uuid4().hex, described["run"], digest, described["config_digest"])
-        joined = await link.ask_master(event)
-        if not isinstance(joined, Joined):
-            raise _unexpected("Joined", joined)
+    async with VersionPuller(master, name) as puller:
+        return await puller.pull(make_room, version)
+
+
+class VersionPuller:
+    """One incarnation that only pulls, from `async with` to its end. It has joined, and its heartbeats keep its lease.
+
+    Attributes: `run` and `manifest` of the run; `head`, its newest version as of the last heartbeat, at most two
+    seconds ago; `finished`, the version with which the run has ended, None while it goes on.
+
+    Errors of `async with`: UnavailableMaster; Denied: the name belongs to another, or may not pull.
+    """
+
+    def __init__(self, master: Endpoint, name: str) -> None:
+        self._master, self._name = master, check_name(name, "puller")
+        self._rate = TransferRate(0, 0, 0.0)
+        self._inc = self._seq = 0
+        self._told = asyncio.Event()  # set by each heartbeat's answer
+        self._cancel = threading.Event()  # of the present transfer
+
+    async def __aenter__(self) -> VersionPuller:
+        described = await _describe_run(self._master)
+        self.run, self.manifest = str(described["run"]), Manifest.from_json(described["manifest"])
+        self._link = MasterLink(self._master, described["shared"])
         try:
-            return await _pull_joined(link, described, PullId(name, joined.inc, FIRST_SEQ), version, make_room, stall_s)
+            joined = await self._join(described["config_digest"])
+        except BaseException:
+            await self._link.close()
+            raise
+        self._inc, self.head, self.finished = joined.inc, joined.head, joined.progress.finished
+        self._lease = asyncio.create_task(self._keep_lease())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._lease.cancel()
+        await asyncio.gather(self._lease, return_exceptions=True)
+        try:
+            await self._link.ask_master(ClusterLeft(0, self._name, self._inc, 0))
+        except UnavailableMaster:
+            pass  # its lease runs out
         finally:
-            await link.ask_master(ClusterLeft(0, name, joined.inc, 0))
-    finally:
-        await link.close()
+            await self._link.close()
+
+    async def pull(
+        self, make_room: MakeRoom, version: VersionId | None = None, held: VersionId | None = None
+    ) -> PulledVersion:
+        """Fill the array of `make_room` with a version; all slaves have sent all of it when this returns.
+
+        version  a version that the slaves still keep; None: the head
+        held     the version that the array holds now, so that slaves may send updates to it; None: none
+        Errors   UnavailableMaster, UnavailableSlave; ConfigError: the version is no longer kept; StaleVersion: slaves
+                 gave the updates up for newer ones; StaleIncarnation: the lease ran out. The array's contents are
+                 undefined then. Also the errors of `make_room`
+        """
+        self._seq += 1
+        pull, keys = PullId(self._name, self._inc, self._seq), curve.new_keys()
+        self._rate = TransferRate(0, 0, 0.0)
+        grant = await self._await_grant(PullRequested(0, pull, 1, version, (keys.public,)))
+        installed = False
+        try:
+            room = await asyncio.to_thread(make_room, self.run, grant.version, self.manifest)
+            identity = TransferIdentity(self.run, pull.cluster, pull.inc, pull.seq, 0, keys)
+            stats = await self._move(grant, identity, list_pieces(self.manifest, room), held)
+            installed = True
+        finally:
+            with suppress(DipsError):  # then its next request ends it, or its lease
+                await self._link.ask_master(PullFinished(0, pull, installed))
+        return PulledVersion(grant.version, stats)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the incarnation has ended, so that nothing can be pulled by it any more."""
+        return self._lease.done()
+
+    async def wait_for_news(self, held: VersionId | None) -> bool:
+        """Return True once the run's head is not `held`, False once the run has ended with it. Raises StaleIncarnation,
+        Denied.
+        """
+        while self.head == held and self.finished != held:
+            self._told.clear()
+            told = asyncio.create_task(self._told.wait())
+            await asyncio.wait((told, self._lease), return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
+            if self._lease.done():
+                self._lease.result()
+        return self.head != held
+
+    async def _join(self, config_digest: str) -> Joined:
+        """Join; wait for the lease of a process that had the name before."""
+        event = ClusterJoined(0, self._name, uuid.uuid4().hex, self.run, self.manifest.digest, config_digest)
+        until = asyncio.get_running_loop().time() + JOIN_S
+        while True:
+            answer = await self._link.ask_master(event)
+            if isinstance(answer, Joined):
+                return answer
+            if not isinstance(answer, Pending | Refused) or asyncio.get_running_loop().time() >= until:
+                raise _unexpected("Joined", answer)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _move(
+        self, grant: Grant, identity: TransferIdentity, pieces: list[Piece], held: VersionId | None
+    ) -> TransferStats:
+        """Transfer the bytes in a thread; it has ended when this returns, also after a cancellation or a lost lease."""
+        self._cancel.clear()
+
+        def report_rate(rate: TransferRate) -> None:
+            self._rate = rate
+
+        def move() -> TransferStats:
+            return pull_pieces(
+                grant, identity, pieces, stall_s=STALL_S, cancel=self._cancel, progress=report_rate, held=held
+            )
+
+        moving = asyncio.create_task(asyncio.to_thread(move))
+        try:
+            await asyncio.wait((moving, self._lease), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._cancel.set()
+            await asyncio.gather(moving, return_exceptions=True)
+            raise
+        if moving.done():
+            return moving.result()
+        self._cancel.set()
+        await asyncio.gather(moving, return_exceptions=True)
+        self._lease.result()
+        raise AssertionError("a lease ends by an error")
+
+    async def _await_grant(self, question: PullRequested) -> Grant:
+        """Ask the master until the slaves have pinned the version; return the grant."""
+        why = "it does not answer"
+        try:
+            async with asyncio.timeout(GRANT_S):
+                while True:
+                    if self._lease.done():
+                        self._lease.result()
+                    result = await self._link.ask_master(question)
+                    match result:
+                        case Grant():
+                            return result
+                        case Pending(reason):
+                            why, pause_s = reason, RETRY_S
+                        case Refused():
+                            why, pause_s = result.reason, result.retry_after_s
+                        case _:
+                            raise _unexpected("a grant", result)
+                    await asyncio.sleep(pause_s)
+        except TimeoutError:
+            raise UnavailableMaster(f"no pull was granted within {GRANT_S:g} s: {why}") from None
+
+    async def _keep_lease(self) -> None:
+        """Send heartbeats and learn the head; raise StaleIncarnation if the incarnation was replaced or its lease ran
+        out.
+        """
+        pause_s = HEARTBEAT_S
+        while True:
+            rate = self._rate
+            heartbeat = ClusterHeartbeat(
+                self._name, self._inc, TrainerState.STARTING, Activity.PULL, 0, 0, 0, 0, 0.0, None,
+                rate.nbytes, rate.total, rate.bytes_per_s, transfer_seq=self._seq,
+            )  # fmt: skip
+            try:
+                answer = await self._link.send_heartbeat(heartbeat, CALL_S)
+            except UnavailableMaster:
+                pass  # it may come back within the lease; a transfer needs it only at its end
+            else:
+                if answer.standing is not ClusterStanding.LIVE:
+                    why = "another one joined by this name, or the lease ran out"
+                    raise StaleIncarnation(f"{self._name}/{self._inc} is {answer.standing}: {why}")
+                self.head, self.finished = answer.head or self.head, answer.progress.finished
+                self._told.set()
+                pause_s = min(HEARTBEAT_S, answer.lease_s / LEASE_HEARTBEATS)
+            await asyncio.sleep(pause_s)
+
+
+async def follow_versions(
+    master: Endpoint, name: str, make_room: MakeRoom, take: Callable[[VersionId], Awaitable[None]], warn: Warn
+) -> VersionId:
+    """Pull the newest version of a run again and again; return the last one once the run has ended with it.
+
+    make_room  called before each pull. Its array must hold what was pulled last, or all of the next is moved: it may
+               be another array with a copy
+    take       called with each version that is whole: a later one than the last or, after a rollback, an earlier one.
+               The next is pulled when it returns; versions that pass meanwhile are left out
+    warn       called with a sentence when master or slaves do not answer, which is tried again
+    Errors     those of VersionPuller until it has joined once; then Denied, ConfigError, those of `make_room`, `take`
+    """
+    following = _Following(master, name, make_room, take, warn)
+    while True:
+        try:
+            return await following.join_and_pull()
+        except (Unavailable, Stale) as error:
+            if not following.has_joined:
+                raise
+            warn(f"{error}; tried again in {AGAIN_S:g} s")
+            await asyncio.sleep(AGAIN_S)
+
+
+@dataclass(slots=True)
+class _Following:
+    """The state of a follower over its incarnations."""
+
+    master: Endpoint
+    name: str
+    make_room: MakeRoom
+    take: Callable[[VersionId], Awaitable[None]]
+    warn: Warn
+    has_joined: bool = False
+    held: VersionId | None = None  # by the array; None: nothing whole
+    taken: VersionId | None = None
+
+    async def join_and_pull(self) -> VersionId:
+        """Follow as one incarnation; return the run's last version."""
+        async with VersionPuller(self.master, self.name) as puller:
+            self.has_joined = True
+            while await puller.wait_for_news(self.taken):
+                try:
+                    await self._pull_version(puller)
+                except (Unavailable, Stale) as error:
+                    if puller.is_over:
+                        raise
+                    self.warn(f"{error}; tried again in {AGAIN_S:g} s")
+                    await asyncio.sleep(AGAIN_S)
+        assert self.taken is not None, "a run has a version from its beginning"
+        return self.taken
+
+    async def _pull_version(self, puller: VersionPuller) -> None:
+        before, self.held = self.held, None  # while it moves
+        self.held = (await puller.pull(self.make_room, held=before)).version
+        if self.held != self.taken:
+            await self.take(self.held)
+            self.taken = self.held
 
 
 async def _describe_run(master: Endpoint) -> dict[str, Any]:
@@ -89,58 +318,6 @@ async def _describe_run(master: Endpoint) -> dict[str, Any]:
     return described
 
 
-async def _pull_joined(
-    link: MasterLink,
-    described: dict[str, Any],
-    pull: PullId,
-    version: VersionId | None,
-    make_room: MakeRoom,
-    stall_s: float,
-) -> PulledVersion:
-    """Pull as an incarnation that has joined; the transfer has ended when this returns."""
-    cancel, rates = threading.Event(), [TransferRate(0, 0, 0.0)]
-    keep = asyncio.create_task(_keep_lease(link, pull, rates, cancel))
-    try:
-        keys = curve.new_keys()
-        grant = await _await_grant(link, PullRequested(0, pull, 1, version, (keys.public,)), keep)
-        manifest = Manifest.from_json(described["manifest"])
-        room = await asyncio.to_thread(make_room, described["run"], grant.version, manifest)
-        identity = TransferIdentity(described["run"], pull.cluster, pull.inc, pull.seq, 0, keys)
-        stats = await _move(grant, identity, list_pieces(manifest, room), stall_s, cancel, rates)
-        await link.ask_master(PullFinished(0, pull, True))
-    except BaseException:
-        if keep.done() and not keep.cancelled() and (error := keep.exception()) is not None:
-            raise error from None  # the reason why the transfer was cancelled
-        raise
-    finally:
-        keep.cancel()
-        await asyncio.gather(keep, return_exceptions=True)
-    return PulledVersion(grant.version, stats)
-
-
-async def _move(
-    grant: Grant,
-    identity: TransferIdentity,
-    pieces: list[Piece],
-    stall_s: float,
-    cancel: threading.Event,
-    rates: list[TransferRate],
-) -> TransferStats:
-    """Transfer the bytes in a thread; the thread has ended when this returns, also after a cancellation."""
-
-    def move() -> TransferStats:
-        report = lambda rate: rates.__setitem__(0, rate)  # noqa: E731 (a name of its own would add nothing)
-        return pull_pieces(grant, identity, pieces, stall_s=stall_s, cancel=cancel, progress=report)
-
-    moving = asyncio.create_task(asyncio.to_thread(move))
-    try:
-        return await asyncio.shield(moving)
-    except asyncio.CancelledError:
-        cancel.set()
-        await asyncio.gather(moving, return_exceptions=True)
-        raise
-
-
 def list_pieces(manifest: Manifest, room: F32) -> list[Piece]:
     """Return all parameters as pieces of one flat array."""
     sizes = [(l, p, parameter.numel) for l, layer in enumerate(manifest.layers)
@@ -153,53 +330,6 @@ def list_pieces(manifest: Manifest, room: F32) -> list[Piece]:
         for (l, p, numel), (begin, end) in zip(sizes, pairwise(ends), strict=True)
         if numel
     ]
-
-
-async def _await_grant(link: MasterLink, question: PullRequested, keep: asyncio.Task[None]) -> Grant:
-    """Ask the master until the slaves have pinned the version; return the grant."""
-    why = "it does not answer"
-    try:
-        async with asyncio.timeout(GRANT_S):
-            while True:
-                if keep.done():
-                    keep.result()
-                result = await link.ask_master(question)
-                match result:
-                    case Grant():
-                        return result
-                    case Pending(reason):
-                        why, pause_s = reason, RETRY_S
-                    case Refused():
-                        why, pause_s = result.reason, result.retry_after_s
-                    case _:
-                        raise _unexpected("a grant", result)
-                await asyncio.sleep(pause_s)
-    except TimeoutError:
-        raise UnavailableMaster(f"no pull was granted within {GRANT_S:g} s: {why}") from None
-
-
-async def _keep_lease(link: MasterLink, pull: PullId, rates: list[TransferRate], cancel: threading.Event) -> None:
-    """Send heartbeats; cancel the transfer and raise StaleIncarnation if the incarnation was replaced or its lease ran
-    out.
-    """
-    pause_s = HEARTBEAT_S
-    while True:
-        rate = rates[0]
-        heartbeat = ClusterHeartbeat(
-            pull.cluster, pull.inc, TrainerState.STARTING, Activity.PULL, 0, 0, 0, 0, 0.0, None,
-            rate.nbytes, rate.total, rate.bytes_per_s, transfer_seq=pull.seq,
-        )  # fmt: skip
-        try:
-            answer = await link.send_heartbeat(heartbeat, CALL_S)
-        except UnavailableMaster:
-            pass  # it may come back within the lease; a transfer needs it only at its end
-        else:
-            if answer.standing is not ClusterStanding.LIVE:
-                cancel.set()
-                why = "another one joined by this name, or the lease ran out"
-                raise StaleIncarnation(f"{pull.cluster}/{pull.inc} is {answer.standing}: {why}")
-            pause_s = min(HEARTBEAT_S, answer.lease_s / LEASE_HEARTBEATS)
-        await asyncio.sleep(pause_s)
 
 
 def _unexpected(wanted: str, result: Result) -> Exception:

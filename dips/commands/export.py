@@ -76,7 +76,7 @@ def export(
 def _write_file(
     config: Path | None, master: str | None, credentials: Path | None, version: str | None, output: Path
 ) -> VersionId:
-    peer = find_master(config, master, credentials)
+    peer = find_master(config, master, credentials, pulls=True)
     wanted = _parse_version(version) if version else None
     if config is not None:
         return _write_from_disks(config, wanted or _committed_head(config), output)

@@ -1,35 +1,71 @@
-"""`dips export --master`: pulls a version over the lanes, from any host, directly into the file."""
+"""Versions pulled over the lanes, from any host, directly into a file: `dips export --master`, `dips follow`."""
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
-from dips.client.version_pull import pull_version
+import numpy as np
+
+from dips.client.version_pull import pull_version, pulling_name
 from dips.errors import ConfigError
-from dips.files import sync_path, write_aside
+from dips.files import make_directory, make_private_file, sync_path
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.store import tensorfile
 from dips.transport.endpoints import Endpoint
 
-NAME = "export"  # cluster name of the puller; two pullers with one name would fence each other
+NAME = "export"  # of the puller in plain text; two pullers with one name exclude each other
 
 
 def export_over_lanes(master: Endpoint, version: VersionId | None, output: Path, name: str = NAME) -> VersionId:
     """Write a version of the run of `master`, None: the head. Raises ConfigError if it is no longer kept."""
-
-    def make_room(aside: Path, run: str, granted: VersionId, manifest: Manifest) -> tensorfile.F32:
-        shapes = [(p.name, p.shape) for layer in manifest.layers for p in layer.parameters]
-        return tensorfile.map_new(aside, {"format": "pt", "run": run, "version": str(granted)}, shapes)
-
-    if master.tls is not None:
-        name = master.tls.read_current().identity.cluster_name
+    file = VersionFile(output)
     try:
-        with write_aside(output) as aside:
-            pulled = asyncio.run(pull_version(master, name, partial(make_room, aside), version))
-            sync_path(aside)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written: {error}") from error
+        pulled = asyncio.run(pull_version(master, pulling_name(master, name), file.make_room, version))
+        file.publish()
+    finally:
+        file.close()
     return pulled.version
+
+
+class VersionFile:
+    """A safetensors file that holds one whole version at a time, and is replaced by the next one.
+
+    Readable by its owner only. Whoever has it open keeps the version that it opened.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self._aside = output.with_name(f".unfinished-{output.name}")
+        self._room: tensorfile.F32 | None = None  # of the version that was pulled last
+
+    def make_room(self, run: str, version: VersionId, manifest: Manifest) -> tensorfile.F32:
+        """Return the memory of a new file beside the output, filled as the last one was. Raises ConfigError."""
+        shapes = [(p.name, p.shape) for layer in manifest.layers for p in layer.parameters]
+        try:
+            make_directory(self.output.parent)
+            make_private_file(self._aside)
+            room = tensorfile.map_new(self._aside, {"format": "pt", "run": run, "version": str(version)}, shapes)
+        except OSError as error:
+            raise self._explain(error) from error
+        if self._room is not None:
+            np.copyto(room, self._room)
+        self._room = room
+        return room
+
+    def publish(self) -> None:
+        """Put the new file in the place of the output; durable on return."""
+        try:
+            sync_path(self._aside)
+            self._aside.rename(self.output)
+            sync_path(self.output.parent)
+        except OSError as error:
+            raise self._explain(error) from error
+
+    def close(self) -> None:
+        """Remove what is unfinished. Idempotent."""
+        self._aside.unlink(missing_ok=True)
+
+    def _explain(self, error: OSError) -> ConfigError:
+        return ConfigError(f"{self.output}: cannot be written: {error}")

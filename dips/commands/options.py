@@ -12,9 +12,7 @@ from dips.commands.completing import complete_cluster, complete_slave
 from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
-from dips.identity.paths import TlsFiles
-from dips.identity.tls_files import load_tls
-from dips.transport.endpoints import Endpoint, master_peer
+from dips.transport.endpoints import PULLERS, Endpoint, credentials_peer, master_peer
 from dips.transport.tls import TlsSource
 
 CONFIG = Annotated[Path, typer.Option("--config", "-c", help="The run file, with the run's master and slaves.")]
@@ -26,21 +24,25 @@ CREDENTIALS = Annotated[
     Path | None,
     typer.Option(
         envvar="DIPS_CREDENTIALS",
-        help="Your certificate NAME.operator.crt or NAME.viewer.crt, with its .key and ca.crt beside it.",
+        help="Your certificate NAME.operator.crt, NAME.viewer.crt or NAME.puller.crt, its .key and ca.crt beside it.",
     ),
 ]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+LOOKERS = (PeerRole.OPERATOR, PeerRole.VIEWER)
 OPERATOR = "operator"  # name whose certificate a command uses by default
 
 
-def find_master(config: Path | None, master: str | None, credentials: Path | None) -> Endpoint:
-    """Return the master's endpoint, with the certificate to use. Raises ConfigError unless the options fit together."""
+def find_master(config: Path | None, master: str | None, credentials: Path | None, pulls: bool = False) -> Endpoint:
+    """Return the master's endpoint, with the certificate to use; `pulls`: a puller's will do, and an operator's.
+
+    Raises ConfigError unless the options fit together.
+    """
     if (config is None) == (master is None):
         raise ConfigError("whom to ask: give --config FILE or --master HOST:PORT, one of them")
     run_file = load_run(config) if config is not None else None
     if credentials is not None:
         address = master or run_file.master.listen  # type: ignore[union-attr]
-        return master_peer(address, _own_source(credentials))
+        return credentials_peer(address, credentials, PULLERS if pulls else LOOKERS, _warn)
     if run_file is not None:
         return operator_peer(run_file, OPERATOR)
     assert master is not None
@@ -49,12 +51,12 @@ def find_master(config: Path | None, master: str | None, credentials: Path | Non
     return master_peer(master, None)
 
 
-def operator_peer(config: RunFile, name: str) -> Endpoint:
+def operator_peer(config: RunFile, name: str, role: PeerRole = PeerRole.OPERATOR) -> Endpoint:
     """Return the run's master as an endpoint for the operator `name`, with the certificate that the run file's `tls`
-    names.
+    names; or for one of another role.
     """
-    files = config.tls_files(name, PeerRole.OPERATOR)
-    source = TlsSource(files, name, PeerRole.OPERATOR, config.shared.run, _warn) if files else None
+    files = config.tls_files(name, role)
+    source = TlsSource(files, name, role, config.shared.run, _warn) if files else None
     return master_peer(config.master.listen, source)
 
 
@@ -65,14 +67,6 @@ def slave_peer(config: Path, slave: str) -> Endpoint:
     files = run_file.tls_files(slave, PeerRole.SLAVE)
     source = TlsSource(files, slave, PeerRole.SLAVE, run_file.shared.run, _warn) if files else None
     return master_peer(section.master, source)
-
-
-def _own_source(cert: Path) -> TlsSource:
-    files = TlsFiles.beside(cert)
-    own = load_tls(files).identity
-    if own.role not in (PeerRole.OPERATOR, PeerRole.VIEWER):
-        raise ConfigError(f"--credentials {cert}: expected a certificate of an operator or viewer, got one of {own}")
-    return TlsSource(files, own.name, own.role, own.run, _warn)
 
 
 def _warn(problem: str) -> None:

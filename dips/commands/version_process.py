@@ -20,6 +20,7 @@ from dips.commands.export_lanes import export_over_lanes
 from dips.commands.options import operator_peer
 from dips.config import RunFile, load_run
 from dips.errors import Unavailable
+from dips.identity.names import PeerRole
 from dips.ids import VersionId
 from dips.slave.export import export_snapshot
 from dips.telemetry import exits
@@ -60,7 +61,7 @@ def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
         return
     for left in reversed(range(TRIES)):
         try:
-            export_over_lanes(operator_peer(config, PULLED_AS), version, model, PULLED_AS)
+            export_over_lanes(operator_peer(config, PULLED_AS, PeerRole.PULLER), version, model, PULLED_AS)
             return
         except Unavailable as error:  # a restarting slave must not cost a version its result
             if not left:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dips.errors import ConfigError, Denied
-from dips.ids import check_name
+from dips.ids import check_name, reads_only
 
 SUFFIX = "dips"
 MOST_SAN = 253  # characters of a DNS name
@@ -24,6 +24,7 @@ class PeerRole(StrEnum):
     SLAVE = "slave"
     CLUSTER = "cluster"
     OPERATOR = "operator"
+    PULLER = "puller"
     VIEWER = "viewer"
 
 
@@ -50,8 +51,8 @@ class PeerIdentity:
 
     @property
     def cluster_name(self) -> str:
-        """The cluster name that it may use: an operator who pulls joins under a name that no cluster can have."""
-        return self.label if self.role is PeerRole.OPERATOR else self.name
+        """The cluster name that it may use: who only pulls joins under a name that no cluster can have."""
+        return self.label if reads_only(self.label) else self.name
 
 
 def make_identity(name: str, role: PeerRole, run: str) -> PeerIdentity:

@@ -15,7 +15,9 @@ from dips.errors import Denied
 from dips.identity.names import PeerIdentity, PeerRole
 
 _ALL = frozenset(PeerRole)
-_PULLERS = frozenset({PeerRole.CLUSTER, PeerRole.OPERATOR})  # `dips export --master` pulls like a cluster
+_JOINERS = frozenset({PeerRole.CLUSTER, PeerRole.OPERATOR})
+_PULLERS = _JOINERS | {PeerRole.PULLER}  # `dips export --master` and `dips follow` pull as clusters do
+_LOOKERS = frozenset({PeerRole.CLUSTER, PeerRole.OPERATOR, PeerRole.VIEWER})  # a cluster sees itself alone
 _CLUSTER, _SLAVE, _MASTER = frozenset({PeerRole.CLUSTER}), frozenset({PeerRole.SLAVE}), frozenset({PeerRole.MASTER})
 _OPERATOR = frozenset({PeerRole.OPERATOR})
 
@@ -31,7 +33,7 @@ class Right:
 
 RIGHTS: Mapping[str, Right] = {
     "/dips.v1.ClusterService/Join": Right(_PULLERS, "cluster"),
-    "/dips.v1.ClusterService/CompareManifest": Right(_PULLERS, "cluster"),
+    "/dips.v1.ClusterService/CompareManifest": Right(_JOINERS, "cluster"),
     "/dips.v1.ClusterService/Heartbeat": Right(_PULLERS, "cluster"),
     "/dips.v1.ClusterService/RequestPush": Right(_CLUSTER, "push.cluster"),
     "/dips.v1.ClusterService/FinishPush": Right(_CLUSTER, "push.cluster"),
@@ -39,7 +41,7 @@ RIGHTS: Mapping[str, Right] = {
     "/dips.v1.ClusterService/AwaitRound": Right(_CLUSTER, "push.cluster"),
     "/dips.v1.ClusterService/RequestPull": Right(_PULLERS, "pull.cluster"),
     "/dips.v1.ClusterService/FinishPull": Right(_PULLERS, "pull.cluster"),
-    "/dips.v1.ClusterService/AdmitProbe": Right(_PULLERS, "cluster"),
+    "/dips.v1.ClusterService/AdmitProbe": Right(_JOINERS, "cluster"),
     "/dips.v1.ClusterService/RequestRanges": Right(_CLUSTER, "cluster"),
     "/dips.v1.ClusterService/Leave": Right(_PULLERS, "cluster"),
     "/dips.v1.SlaveService/Register": Right(_SLAVE, "slave"),
@@ -56,8 +58,8 @@ RIGHTS: Mapping[str, Right] = {
     "/dips.v1.OperatorService/Rollback": Right(_OPERATOR),
     "/dips.v1.OperatorService/Drain": Right(_OPERATOR | _SLAVE, "slave", own_of=_SLAVE),  # before its pod ends
     "/dips.v1.OperatorService/DrainAll": Right(_OPERATOR),
-    "/dips.v1.StatusService/Status": Right(_ALL),
-    "/dips.v1.StatusService/Describe": Right(_ALL),
+    "/dips.v1.StatusService/Status": Right(_LOOKERS),
+    "/dips.v1.StatusService/Describe": Right(_LOOKERS | _PULLERS),
     "/grpc.health.v1.Health/Check": Right(_ALL),
 }
 

@@ -259,7 +259,7 @@ async def _add_services(
     add_ClusterServiceServicer_to_server(ClusterServicer(runtime, ManifestDesk(row.manifest)), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
     add_OperatorServiceServicer_to_server(OperatorServicer(runtime, partial(_check_repeated, row), guard), server)
-    add_StatusServiceServicer_to_server(StatusServicer(runtime, agreed, page), server)
+    add_StatusServiceServicer_to_server(StatusServicer(runtime, agreed, page, guard), server)
     return await control.serve_health(server, SERVICES)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeGuard, cast, get_args
 
 from dips.dataclass import dataclass, replace
 from dips.errors import DipsError, StaleTerm, UnavailableSlave, UnresponsiveSlave
-from dips.ids import PullId, PushId, VersionId
+from dips.ids import PullId, PushId, VersionId, reads_only
 from dips.protocol.alignment import Alignment, WindowTiming
 from dips.protocol.effects import Effect, Exit, Joined, Note, OpenPush, Order, Pending, Progress, Registered, Reply
 from dips.protocol.enums import ClusterStanding
@@ -55,6 +55,7 @@ class CoordinatorLike(Protocol):
     def step(self, event: Event, now: float) -> list[Effect]: ...
     def next_deadline(self) -> float: ...
     def progress(self) -> Progress: ...
+    def head(self) -> VersionId: ...
     def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]: ...
     def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, LiveTransfers]: ...
     def mirror_wanted(self) -> tuple[VersionId, ...]: ...
@@ -492,12 +493,14 @@ class MasterCore:
         standing, push, pull = coordinator.cluster_standing(name, heartbeat.inc)
         if standing is ClusterStanding.LIVE:  # so that only names known to the Coordinator are kept
             self.heartbeats["cluster", name] = (heartbeat, now)
-            self._alignment.record_heartbeat(heartbeat)
+            if not reads_only(name):
+                self._alignment.record_heartbeat(heartbeat)
             if push is not None:  # its commit may wait for the numbers in this heartbeat
                 self._report_tokens(name, now)
         push_in_s = self._alignment.push_in_s(name, coordinator.window_timing(), now)
         progress, lease_s = coordinator.progress(), self._timing.lease_s
-        return ClusterHeartbeatAnswer(coordinator.proven_term, lease_s, standing, push, pull, progress, push_in_s)
+        head = coordinator.head() if reads_only(name) else None
+        return ClusterHeartbeatAnswer(coordinator.proven_term, lease_s, standing, push, pull, progress, push_in_s, head)
 
     def _answer_slave(self, heartbeat: SlaveHeartbeat, now: float) -> SlaveHeartbeatAnswer:
         coordinator = self._coordinator

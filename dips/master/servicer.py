@@ -12,14 +12,16 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import Message
 
 from dips.errors import Busy, CorruptManifest, DifferentModel, UnavailableMaster
+from dips.identity.names import PeerRole
 from dips.master.runtime import Runtime
 from dips.plain import to_plain
 from dips.protocol import events, heartbeats
 from dips.protocol.effects import Acknowledged, Failed, Result
 from dips.protocol.events import ManifestOffered
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
+from dips.protocol.view import RunView
 from dips.transport.gate import Guard
-from dips.view.judging import spell_view
+from dips.view.judging import narrow_view, spell_view
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer
@@ -89,14 +91,17 @@ class ManifestDesk:
 
 
 Reply = TypeVar("Reply", bound=Message)
+_LOOKERS = frozenset({PeerRole.OPERATOR, PeerRole.VIEWER})  # who see all of the run
 
 
 class ClusterServicer(ClusterServiceServicer):
     """The service called by agents."""
 
-    def __init__(self, runtime: Runtime, desk: ManifestDesk | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, desk: ManifestDesk | None = None, wall: Callable[[], float] = time.time
+    ) -> None:
         """`desk` compares models; None: there is no model yet."""
-        self._runtime, self._desk = runtime, desk
+        self._runtime, self._desk, self._wall = runtime, desk, wall
 
     async def Join(self, request: Any, context: Any) -> cluster_pb2.JoinReply:
         return await self._answer_question(request, events.ClusterJoined, cluster_pb2.JoinReply)
@@ -124,7 +129,9 @@ class ClusterServicer(ClusterServiceServicer):
         return await self._answer_question(request, events.RoundAwaited, cluster_pb2.AwaitRoundReply)
 
     async def RequestPull(self, request: Any, context: Any) -> cluster_pb2.RequestPullReply:
-        return await self._answer_question(request, events.PullRequested, cluster_pb2.RequestPullReply)
+        return await self._answer_question(
+            request, events.PullRequested, cluster_pb2.RequestPullReply, wall=self._wall()
+        )
 
     async def FinishPull(self, request: Any, context: Any) -> cluster_pb2.FinishPullReply:
         return await self._answer_question(request, events.PullFinished, cluster_pb2.FinishPullReply)
@@ -138,8 +145,11 @@ class ClusterServicer(ClusterServiceServicer):
     async def Leave(self, request: Any, context: Any) -> cluster_pb2.LeaveReply:
         return await self._answer_question(request, events.ClusterLeft, cluster_pb2.LeaveReply)
 
-    async def _answer_question(self, request: Message, question: type[Any], reply: type[Reply]) -> Reply:
-        result = await _ask_master(self._runtime, lambda req: messages.from_proto(request, question, req=req))
+    async def _answer_question(
+        self, request: Message, question: type[Any], reply: type[Reply], **local: float
+    ) -> Reply:
+        """`local`: fields of the question that do not travel."""
+        result = await _ask_master(self._runtime, lambda req: messages.from_proto(request, question, req=req, **local))
         return cast(Reply, messages.wrap_oneof(result, reply))
 
 
@@ -211,23 +221,42 @@ class OperatorServicer(OperatorServiceServicer):
 
 
 class StatusServicer(StatusServiceServicer):
-    """The service called by `dips status`, the live view and `dips check`."""
+    """The service called by `dips status`, the live view, `dips check` and whoever pulls.
 
-    def __init__(self, runtime: Runtime, agreed: Mapping[str, Any], page: str | None = None) -> None:
+    Operators and viewers see all; so does everybody in plain text. A cluster sees no other cluster, a puller none.
+    """
+
+    def __init__(
+        self, runtime: Runtime, agreed: Mapping[str, Any], page: str | None = None, guard: Guard | None = None
+    ) -> None:
         """`agreed` holds what never changes in a run: its name, shared options, their digest, the manifest; empty
         before it has a ledger. `page` is the URL of the page.
         """
-        self._runtime, self._agreed, self._page = runtime, agreed, page
+        self._runtime, self._agreed, self._page, self._guard = runtime, agreed, page, guard
 
     async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
-        return status_pb2.StatusReply(json=spell_view(replace(self._runtime.build_view(), page=self._page)))
+        return status_pb2.StatusReply(json=spell_view(replace(self._build_view(context), page=self._page)))
 
     async def Describe(self, request: Any, context: Any) -> status_pb2.DescribeReply:
-        view = self._runtime.build_view()
+        view = self._build_view(context)
         if not self._agreed:
             raise UnavailableMaster(f"run {view.run!r} {view.waiting}")
-        present = {key: to_plain(getattr(view, key)) for key in ("term", "head", "finished", "clusters", "slaves")}
-        return status_pb2.DescribeReply(json=json.dumps({**present, **self._agreed}))
+        present = {key: to_plain(getattr(view, key)) for key in ("term", "head", "finished", "clusters")}
+        slaves = {
+            name: {"state": s.state, "reason": s.reason, "lanes": s.lanes, "key": s.key}
+            for name, s in self._runtime.build_view().slaves.items()
+        }
+        return status_pb2.DescribeReply(json=json.dumps({**present, "slaves": slaves, **self._agreed}))
+
+    def _build_view(self, context: Any) -> RunView:
+        """Return what the caller may see."""
+        view = self._runtime.build_view()
+        if self._guard is None:
+            return view
+        caller = self._guard.identify_caller(context.auth_context())
+        if caller is not None and caller.role in _LOOKERS:
+            return view
+        return narrow_view(view, caller.cluster_name if caller is not None else "")
 
 
 async def _ask_master(runtime: Runtime, make: Callable[[int], events.Event]) -> Result:

@@ -4,8 +4,10 @@ With a lossy `pull_codec` θ′ is *made* of what travels: θ′ = θ + update, 
 holds θ′ bit for bit, as one that pulls all of it does (docs/protocol.md#updates). What rounding leaves over comes back
 through the momentum (`kernels.round_update`). Blocks begin with each parameter, so that any range can be cut out.
 
-What must stay true: a buffer is written by one unpublished update only, and never while a pull may read it; one buffer
-is always free of readers, so the next step never waits. All are allocated at start. Without a lossy codec it is empty.
+What must stay true: a buffer is written by one unpublished update only, and never while a pull that trains may read it;
+one buffer is always free of readers, so the next step never waits. Pulls that only read (exports, followers) hold no
+buffer: what they are lent may be written again, so its version is compared after each chunk is copied. All are
+allocated at start. Without a lossy codec it is empty.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dips.codecs import UPDATE_BLOCK, Codec
-from dips.ids import PullId, VersionId
+from dips.ids import PullId, VersionId, reads_only
 from dips.quantisers import QUANTISERS, Codes
 
 WRITTEN = 1  # buffers that no pull may hold, so that the next update has one
@@ -92,12 +94,17 @@ class Updates:
         self._writing = None
 
     def pin_chain(self, pull: PullId, version: VersionId) -> tuple[Update, ...]:
-        """Keep the updates that led to `version`, the last one last, for a pull: as many as there are and may be."""
+        """Keep the updates that led to `version`, the last one last, for a pull: as many as there are and may be.
+
+        A pull that only reads keeps none: they are lent, and it must compare `version` after it has read one.
+        """
         chain: list[Update] = []
         while len(chain) < self.codec.updates and (last := self._update_to(version)) is not None:
             chain.insert(0, last)
             assert last.parent is not None
             version = last.parent
+        if reads_only(pull.cluster):
+            return tuple(chain)
         while chain and self._count_read(chain) > self._count - WRITTEN:
             chain.pop(0)  # slow readers hold the others
         for update in chain:

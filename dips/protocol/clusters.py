@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, RemoteProtocolError
+from dips.ids import reads_only
 from dips.protocol import push_pull, seeding, transfers
 from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress, find_protocol_mismatch
 from dips.protocol.effects import (
@@ -147,9 +148,9 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWant
 
 def _find_other_base(run: RunState, event: ClusterJoined) -> Failed | None:
     """Return an error if a live cluster has other frozen parameters: adapters trained on two bases cannot be merged."""
-    if not event.frozen_digest:
+    if not event.frozen_digest or reads_only(event.cluster):
         return None
-    known = (c for c in run.clusters.values() if c.live and c.frozen_digest and c.name != event.cluster)
+    known = (c for c in run.clusters.values() if c.trains and c.frozen_digest and c.name != event.cluster)
     other = next((c for c in known if c.frozen_digest != event.frozen_digest), None)
     if other is None:
         return None
@@ -168,7 +169,7 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
             end_incarnation(run, old, ClusterCause.FENCED, reason, old.consumed, old.lost)
         old.begin_incarnation(inc, event.nonce, run.now)
         run.follow_cluster(old)
-    cluster = old or Cluster(event.cluster, inc, event.nonce, since=run.now)
+    cluster = old or Cluster(event.cluster, inc, event.nonce, since=run.now, moving=not reads_only(event.cluster))
     cluster.works_since, cluster.frozen_digest = run.now, event.frozen_digest
     run.clusters[event.cluster] = cluster
     run.emit_record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce))
@@ -185,6 +186,8 @@ def end_incarnation(
     last heartbeat (docs/rationale.md#37). Tokens that it reported as lost with dead trainers stay lost, even if more
     was settled since that heartbeat than it had reported in all.
     """
+    if cluster.reads:
+        consumed = reported_lost = 0
     committed = cluster.push if cluster.push and cluster.push.committed else None
     if cluster.push and not committed:
         push_pull.drop_push(run, cluster, reason)
@@ -214,7 +217,7 @@ def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
     still.
     """
     cluster = run.clusters.get(event.cluster)
-    if cluster is None or cluster.inc != event.inc or not cluster.live:
+    if cluster is None or cluster.inc != event.inc or not cluster.trains:
         return
     cluster.moving = event.moving
     if cluster.state is ClusterState.TRAINING and not event.moving:
@@ -240,6 +243,9 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
     """
     cluster = run.live_cluster(event.req, event.cluster, event.inc)
     if cluster is None:
+        return
+    if refused := push_pull.refuse_reader(cluster):
+        run.reply_to(event.req, refused)
         return
     if not 1 <= event.count <= MAX_RANGES_ASKED:
         run.reply_to(
@@ -295,6 +301,6 @@ def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
 def on_tokens_reported(run: RunState, event: TokensReported) -> None:
     """Record the progress of the present incarnation, for its next push and in case it is fenced."""
     cluster = run.clusters.get(event.cluster)
-    if cluster is not None and cluster.inc == event.inc:
+    if cluster is not None and cluster.inc == event.inc and not cluster.reads:
         cluster.consumed, cluster.lost = event.tokens_consumed, event.tokens_lost
         cluster.told = (cluster.told or ToldProgress()).raised(event.tokens_consumed, event.inner_steps)

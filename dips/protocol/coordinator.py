@@ -232,6 +232,9 @@ class Coordinator:
     def progress(self) -> Progress:
         return self._run.read_progress()
 
+    def head(self) -> VersionId:
+        return self._run.head
+
     def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]:
         """Return (standing, open push, open pull) of an incarnation, for the answer to its heartbeat."""
         run = self._run

@@ -12,7 +12,7 @@ from statistics import median
 
 from dips.codecs import Codec
 from dips.dataclass import dataclass
-from dips.ids import PullId, PushId, VersionId
+from dips.ids import PullId, PushId, VersionId, reads_only
 from dips.outer_step import NO_STEP, Factors, OuterStep
 from dips.protocol.claims import ToldProgress
 from dips.protocol.data import BegunRange
@@ -168,6 +168,7 @@ class Cluster:
     ranks: int = 1
     keys: tuple[str, ...] = ()  # public keys of those ranks, as of its last push or pull
     moving: bool = True  # its inner steps advance
+    read_before: bool = False  # it only pulls, and this incarnation has pulled a version
     consumed: int = 0  # tokens of this incarnation in all, as last reported by the Judge
     lost: int = 0  # part of `consumed`: tokens lost with dead trainers
     told: ToldProgress | None = None  # reported by heartbeats of this incarnation; None: no report yet
@@ -198,6 +199,16 @@ class Cluster:
         return self.state is not ClusterState.GONE
 
     @property
+    def reads(self) -> bool:
+        """Whether it only pulls: nothing waits for it, and nothing that it says of training counts."""
+        return reads_only(self.name)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it lives and may push."""
+        return self.live and not self.reads
+
+    @property
     def push_interval_s(self) -> float | None:
         """Median seconds between two pushes; None before the second."""
         return median(self.paces) if self.paces else None
@@ -219,7 +230,7 @@ class Cluster:
         """Start anew under the same name: counters stay, transfers and the outcome are dropped."""
         self.inc, self.nonce = inc, nonce
         self.state, self.cause, self.reason, self.since = ClusterState.JOINING, ClusterCause.JOINED, "joined", now
-        self.seq_high, self.base, self.moving = 0, None, True
+        self.seq_high, self.base, self.moving, self.read_before = 0, None, not self.reads, False
         self.consumed = self.lost = self.settled = self.settled_steps = 0
         self.told = None
         self.keys = ()

@@ -100,6 +100,7 @@ class ClusterCause(StrEnum):
     PULLS = "pulls"
     AWAITS_PULL = "awaits_pull"  # its push is settled; the cluster must ask for its pull
     TRAINS = "trains"
+    FOLLOWS = "follows"  # it only pulls, and has all of the version that its reason names
     ASKS_PUSH = "asks_push"
     AWAITS_SLOT = "awaits_slot"
     OPENS_PUSH = "opens_push"

@@ -187,6 +187,7 @@ class PullRequested:
     ranks: int
     version: VersionId | None = None  # an older version that the disks keep; None: the head
     keys: tuple[str, ...] = ()  # public, of each rank, as in PushRequested
+    wall: float = 0.0  # seconds since 1970, for the audit: the shell fills it in
 
 
 @dataclass(frozen=True, slots=True)

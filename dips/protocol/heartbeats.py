@@ -65,6 +65,7 @@ class ClusterHeartbeatAnswer:
     pull: PullId | None
     progress: Progress
     push_in_s: float = OWN_PACE  # aligned pace: seconds until its push should begin
+    head: VersionId | None = None  # for one that only pulls; None: others learn it from their rounds
 
 
 def remaining_s(nbytes: int, total: int, bytes_per_s: float) -> float:

@@ -100,7 +100,7 @@ def _emit_row(run: RunState, row: OperatorActed, budget: AuditBudget | None) -> 
     """Record the row with its texts cut to their limits, unless its budget has no room."""
     if budget is not None and not budget.take_row(run.now):
         return
-    passed_over = run.idle_rows.take_passed_over() + run.denied_rows.take_passed_over()
+    passed_over = sum(rows.take_passed_over() for rows in (run.idle_rows, run.denied_rows, run.read_rows))
     caller, action, arguments, outcome = map(cut_text, (row.caller, row.action, row.arguments, row.outcome))
     run.emit_record(OperatorActed(caller, action, arguments, outcome, row.refused, row.wall, passed_over))
 

@@ -8,8 +8,8 @@ from statistics import median
 
 from dips.codecs import Codec
 from dips.dataclass import replace
-from dips.errors import ConfigError, RemoteProtocolError, StalePush, StaleVersion
-from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.errors import ConfigError, Denied, RemoteProtocolError, StalePush, StaleVersion
+from dips.ids import GENESIS, PULLER, PullId, PushId, VersionId
 from dips.protocol import durability, transfers, window
 from dips.protocol.admission import SlotAnswer, SlotAsk
 from dips.protocol.claims import ToldProgress, find_absurd_seq, why_impossible, why_untold
@@ -45,7 +45,7 @@ from dips.protocol.events import (
 )
 from dips.protocol.order import MAX_RANKS, lowest_free
 from dips.protocol.rank_keys import MOST_FLIP_KEYS, find_wrong_keys
-from dips.protocol.records import ClusterDiverged
+from dips.protocol.records import ClusterDiverged, OperatorActed
 from dips.protocol.run_state import OLD_LEDGER, RunState, name_some
 from dips.protocol.transfer_book import too_slow
 from dips.protocol.transfers import close_pull
@@ -131,7 +131,14 @@ def on_push_requested(run: RunState, event: PushRequested) -> None:
         run.reply_to(event.req, _answer_push_request(run, cluster, event))
 
 
+def refuse_reader(cluster: Cluster) -> Failed | None:
+    """Return the answer for one that only pulls and asks for what clusters may; None for a cluster."""
+    return Failed(Denied, f"{cluster.name} only pulls, as its name says: it trains nothing") if cluster.reads else None
+
+
 def _answer_push_request(run: RunState, cluster: Cluster, event: PushRequested) -> Result:
+    if cannot := refuse_reader(cluster):
+        return cannot
     push = cluster.push
     if push and push.id == event.push:
         return _grant_of(run, push) if push.opened else Pending("the slaves are reserving a slot for it")
@@ -531,6 +538,8 @@ def _answer_pull_request(run: RunState, cluster: Cluster, event: PullRequested) 
     if waits:
         return Refused(run.options.timing.busy_retry_s, f"waits for {waits}")
     cluster.seq_high, cluster.ranks, cluster.keys = event.pull.seq, event.ranks, event.keys
+    if cluster.reads and not cluster.read_before:
+        _audit_reader(run, cluster, version, event.wall)
     begin_pull(run, cluster, event.pull, version)
     order = OpenPull(event.pull, version, event.keys)
     run.order_all(FanoutKind.OPEN_PULL, event.pull, order, run.options.timing.order_s)
@@ -571,14 +580,31 @@ def on_pull_finished(run: RunState, event: PullFinished) -> None:
         return
     if cluster.pull and cluster.pull.id == event.pull:
         version = cluster.pull.version
-        failed = "its pull failed: it trains on what it has"
-        cause, reason = (
-            (ClusterCause.TRAINS, f"trains on {version}") if event.installed else (ClusterCause.PULL_ENDED, failed)
-        )
-        transfers.close_pull(run, cluster, cause, reason)
+        transfers.close_pull(run, cluster, *_explain_end(cluster, event.installed, version))
         if event.installed:
             cluster.base = version
     run.reply_to(event.req, Acknowledged())
+
+
+def _explain_end(cluster: Cluster, installed: bool, version: VersionId) -> tuple[ClusterCause, str]:
+    if not installed:
+        return ClusterCause.PULL_ENDED, f"its pull failed: it {'keeps' if cluster.reads else 'trains on'} what it has"
+    if cluster.reads:
+        return ClusterCause.FOLLOWS, f"has {version}"
+    return ClusterCause.TRAINS, f"trains on {version}"
+
+
+def _audit_reader(run: RunState, cluster: Cluster, version: VersionId, wall: float) -> None:
+    """Record who takes the parameters out of the run: once for an incarnation, since a follower takes each version.
+
+    An operator's export always has its row; those of pullers share a budget.
+    """
+    cluster.read_before = True
+    if cluster.name.endswith(PULLER) and not run.read_rows.take_row(run.now):
+        return
+    outcome = f"{run.model_bytes} bytes of parameters, as incarnation {cluster.inc}"
+    passed_over = run.read_rows.take_passed_over()
+    run.emit_record(OperatorActed(cluster.name, "pull", str(version), outcome, False, wall, passed_over))
 
 
 def close_all_pulls(run: RunState, reason: str) -> None:

@@ -69,7 +69,7 @@ from dips.protocol.verdicts import PushEvidence, Settled, Verdict
 
 def hold_if_due(run: RunState, r: Round, push: Push) -> bool:
     """Before it is measured: hold a push that should be judged last; return whether it is held."""
-    live = [c.name for c in run.clusters.values() if c.live]
+    live = [c.name for c in run.clusters.values() if c.trains]
     if push.was_held or not run.penalty.waits_for_others(push.id.cluster, live):
         return False
     _hold(run, r, push, "has joined lately or was out of line")
@@ -180,7 +180,7 @@ def make_step(run: RunState, r: Round) -> Clipped:
     """Compute the coefficients of the round's outer step; its norm may turn out not to be finite."""
     o = run.options.outer
     cut = _clip(run, r, _scale_layers(run, r))
-    live = {cluster.name: cluster.last_tokens for cluster in run.clusters.values() if cluster.live}
+    live = {cluster.name: cluster.last_tokens for cluster in run.clusters.values() if cluster.trains}
     clusters = len(live.keys() | {push.id.cluster for push in r.folded})
     lr = rate_of_clusters(clusters) if isinstance(o.lr, str) else o.lr
     numbers = find_step(o.step)(_describe_round(run, r, live))
@@ -304,7 +304,7 @@ def _gather_evidence(run: RunState, r: Round, push: Push, fanout: Fanout) -> Pus
     """Return the evidence on a push: the slaves' measurements, and the round's state before it."""
     answers = _read_answers(run, fanout, Measured)
     before = [p.verdict.evidence for p in r.folded if p.verdict is not None]
-    live = [cluster.name for cluster in run.clusters.values() if cluster.live]
+    live = [cluster.name for cluster in run.clusters.values() if cluster.trains]
     compared = [evidence for evidence in before if evidence.witnesses >= evidence.strangers]
     cosines = [cosine for evidence in compared if (cosine := evidence.cosine) is not None]
     return PushEvidence(
@@ -473,7 +473,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     run.head, run.round = version, None
     run.committed_at[version] = run.now
     run.step_norms[version] = r.step_norm
-    run.met.append((len(row.folds), sum(c.live for c in run.clusters.values())))
+    run.met.append((len(row.folds), sum(c.trains for c in run.clusters.values())))
     run.durability.again_at = 0.0  # a new version tries the disks anew
     run.offers_changed()
     run.tokens_accepted += tokens
@@ -488,7 +488,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
 def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
     """Return the penalty's statistics after this round."""
     verdicts = [Settled(p.id.cluster, p.verdict, p.counted) for p in (*r.folded, *r.gated) if p.verdict is not None]
-    live = [c.name for c in run.clusters.values() if c.live]
+    live = [c.name for c in run.clusters.values() if c.trains]
     rows, history = run.penalty.compute_statistics(verdicts, live, r.theta_digest)
     if r.folded:
         history = replace(history, delta_norms=(*history.delta_norms, r.delta_norm)[-DELTA_NORMS_KEPT:])

@@ -229,7 +229,7 @@ class RunState:
         self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
         self.tuned = tuned  # by key, already in the options; `untuned` explains the ledger's changes that are not
         self.quarantined = dict(state.quarantined)  # reasons of operators' quarantines, by cluster: see operator.py
-        self.idle_rows, self.denied_rows = AuditBudget(now), AuditBudget(now)  # see operator.py
+        self.idle_rows, self.denied_rows, self.read_rows = (AuditBudget(now) for _ in range(3))  # see operator.py
         self.now = self.started = now
         self.out: list[Effect] = []
         self.slaves = {name: Slave(name, layers, i, since=now) for i, (name, layers) in enumerate(state.row.placement)}
@@ -246,7 +246,9 @@ class RunState:
         self.next_pushes = Timers()  # of clusters in training: see follow_cluster
         for peer in state.clusters:
             cluster = self.clusters[peer.name]
-            cluster.state = ClusterState.GONE if peer.ended else ClusterState.TRAINING
+            cluster.moving = not cluster.reads
+            resting = ClusterState.TRAINING if cluster.moving else ClusterState.IDLE
+            cluster.state = ClusterState.GONE if peer.ended else resting
             cluster.cause = ClusterCause.ENDED if peer.ended else ClusterCause.RECALLED
             cluster.reason, cluster.since = "its incarnation ended" if peer.ended else "known from the ledger", now
             self.follow_cluster(cluster)

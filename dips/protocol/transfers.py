@@ -49,7 +49,8 @@ def close_pull(run: RunState, cluster: Cluster, cause: ClusterCause, reason: str
     run.order_all(FanoutKind.STANDALONE, pull.id, ClosePull(pull.id), run.options.timing.order_s)
     if cluster.state is ClusterState.PULLING:
         resting = ClusterState.TRAINING if cluster.moving else ClusterState.IDLE
-        run.set_cluster_state(cluster, resting, cause if cluster.moving else ClusterCause.STALLED, reason)
+        stalled = not (cluster.moving or cluster.reads)
+        run.set_cluster_state(cluster, resting, ClusterCause.STALLED if stalled else cause, reason)
 
 
 # ---- asking ---------------------------------------------------------------------------------------------------------

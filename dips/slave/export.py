@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import ConfigError
-from dips.files import write_aside
+from dips.files import make_private_file, write_aside
 from dips.ids import GENESIS, VersionId
 from dips.store import tensorfile
 from dips.store.files import find_complete, read_layer, read_manifest
@@ -39,6 +39,7 @@ def export_snapshot(directories: Sequence[Path], version: VersionId | None, outp
     metadata = {"format": "pt", "run": first.run, "version": str(chosen)}  # transformers requires `format`
     try:
         with write_aside(output) as aside:
+            make_private_file(aside)
             tensorfile.write_tensors(aside, metadata, shapes, _read_layers(places))
     except OSError as error:
         raise ConfigError(f"{output}: {chosen} cannot be written: {error}") from error

@@ -14,6 +14,7 @@ import zmq
 
 from dips.codecs import Codec
 from dips.config import host_port
+from dips.errors import StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
@@ -381,7 +382,11 @@ class ZmqFlow:
     @_catch_bad_frames
     def _send_chunk(self, job: ChunkSend) -> None:
         if job.still_wanted():
-            header = job.make_header(self._run)
+            try:
+                header = job.make_header(self._run)
+            except StaleVersion as overtaken:
+                self._do_moves([self._sender.on_overtaken(job, str(overtaken))])
+                return
             frame = Outgoing(job.stream.peer, header, job.body, watch=job)
             self._lanes[job.stream.lane].post_frame(frame)
         else:

@@ -14,7 +14,7 @@ from dataclasses import field
 from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError, RemoteProtocolError, StalePush, StaleVersion
-from dips.ids import PullId, PushId, VersionId
+from dips.ids import PullId, PushId, VersionId, reads_only
 from dips.outer.versions import Versions
 from dips.protocol.effects import Commit, OpenPull, OpenPush, RankKeys
 from dips.protocol.order import MAX_RANKS, places_for_slave
@@ -147,8 +147,14 @@ class OpenTransfers:
         self.pulls[pull] = opened
 
     def _pin_version(self, pull: PullId, version: VersionId) -> Arrays:
-        """Pin a version in memory, or an older one in its snapshot file, so that a late reader needs no bank."""
+        """Pin a version in memory, or an older one in its snapshot file, so that a late reader needs no bank.
+
+        Who only reads gets the file if there is one: however slow it is, no outer step ever waits for its bank.
+        """
         memory = self.versions.served_version
+        if memory and reads_only(pull.cluster) and (source := self.disk.map_theta(version)) is not None:
+            self.versions.held.pin_file(pull, version)
+            return source
         try:
             return self.versions.held.pin_version(pull, version)
         except StaleVersion:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import xxhash
 
 from dips.codecs import ITEM_BYTES, Codec
-from dips.ids import PullId, VersionId
+from dips.errors import StaleVersion
+from dips.ids import PullId, VersionId, reads_only
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.slave.ports import Arrays, ByCluster, Move, Released, Say, SourceMoved, Tombstones, error_message
@@ -125,6 +126,7 @@ class OutStream:
     jobs: int = 0  # chunks asked for, not parked and not handed to libzmq
     over: bool = False  # DONE, superseded by a later epoch, or unreachable
     updates: tuple[Update, ...] = ()  # contents of each of its chunks; none: parameters
+    led_to: tuple[VersionId | None, ...] = ()  # the versions of these updates; a lent one may be written again
     ranges: type[Range] = Range  # class of its chunks, whose `nbytes` are the bytes as encoded
 
     def unsent(self, more: Iterable[Range] = ()) -> tuple[int, int]:
@@ -165,10 +167,19 @@ class OutgoingPull:
     chain: tuple[Update, ...] = ()  # the updates that led to the version, pinned as long as it is
     former: list[PullSource] = field(default_factory=list)  # earlier sources that still have chunks in flight
 
-    def find_updates(self, held: str) -> tuple[Update, ...]:
-        """Return the updates from the version that a rank holds to the pull's; () if they are not available."""
-        begins = [str(update.parent) for update in self.chain]
-        return self.chain[begins.index(held) :] if held in begins else ()
+    def find_updates(self, held: str) -> tuple[tuple[Update, ...], tuple[VersionId | None, ...]]:
+        """Return the updates from the version that a rank holds to the pull's, and the versions to which they lead; ()
+        if they are not available, or no longer.
+        """
+        links = [(update.parent, update.version) for update in self.chain]
+        begins, ends = [str(parent) for parent, _ in links], [version for _, version in links]
+        whole = ends[-1:] == [self.version] and all(
+            end == begin for end, (begin, _) in zip(ends, links[1:], strict=False)
+        )
+        if not whole or held not in begins:
+            return (), ()
+        first = begins.index(held)
+        return self.chain[first:], tuple(ends[first:])
 
     @property
     def idle(self) -> bool:
@@ -240,7 +251,7 @@ class ChunkSend:
         """
         layer, param, offset, _ = chunk = self.chunk
         body = self.make_body()
-        if self.stream.updates:
+        if self.stream.updates or reads_only(self.stream.pull.pull.cluster):  # a file's bytes vouch for no others
             checksum = xxhash.xxh3_64_intdigest(body)
         else:
             checksum = self.sender.checksums.chunk_checksum(self.stream.pull.version, chunk, body)
@@ -324,11 +335,13 @@ class Sender:
             pull.moved_at = now
             if place in self._latest:
                 self._end_stream(self._latest[place])
-            updates = pull.find_updates(name.held)
+            updates, led_to = pull.find_updates(name.held)
             dtype = updates[0].codec.update_dtype if updates else Codec.FP32.dtype
             ranges = range_type(dtype, len(updates))
             named = sum(ranges(*piece).nbytes for piece in pieces)
-            stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named, updates=updates, ranges=ranges)
+            stream = OutStream(
+                pull, lane, peer, name.epoch, name.stream_id, named, updates=updates, led_to=led_to, ranges=ranges
+            )
             pull.streams.append(stream)
             self._streams[lane, peer, name.stream_id] = self._latest[place] = stream
             body = encode_welcome(Welcome(named, self._chunk_bytes, dtype.number, len(updates)))
@@ -408,9 +421,23 @@ class Sender:
         return source.views[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
 
     def make_body(self, job: ChunkSend) -> Buffer:
-        """Return a chunk's body: updates are cut out and copied, parameters are sent from their place."""
+        """Return a chunk's body: updates are cut out and copied, parameters are sent from their place.
+
+        Raises StaleVersion if updates that were only lent have been written again (outer/updates.py).
+        """
         assert self._layout is not None
-        return cut_updates(self._layout, job.stream.updates, job.chunk) if job.stream.updates else job.body
+        stream = job.stream
+        if not stream.updates:
+            return job.body
+        body = cut_updates(self._layout, stream.updates, job.chunk)
+        if tuple(update.version for update in stream.updates) != stream.led_to:
+            raise StaleVersion(f"pull {stream.pull.pull} is too slow: newer versions took the place of its updates")
+        return body
+
+    def on_overtaken(self, job: ChunkSend, text: str) -> Say:
+        """Record that a chunk is to be had no more; return the message that tells the rank to pull anew."""
+        self.on_not_sent(job)
+        return error_message(job.stream.lane, job.stream.peer, job.stream.stream, "stale_version", text)
 
     def on_sent(self, job: ChunkSend, tracker: Tracker) -> None:
         """Record that the lane handed the chunk to libzmq, which reads it until the tracker is done."""

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cryptography import x509
 
 from dips.errors import ConfigError, Denied
 from dips.identity.certificates import identity_of
 from dips.identity.names import MASTER_NAME, PeerIdentity, PeerRole
-from dips.identity.tls_files import LoadedTls
+from dips.identity.paths import TlsFiles
+from dips.identity.tls_files import LoadedTls, load_tls
 from dips.transport.tls import TlsSource
 
 PROBE_S = 3.0  # timeout of a handshake that explains why a call failed
+PULLERS = (PeerRole.OPERATOR, PeerRole.PULLER)  # who may pull without being a cluster
 ALERT_S = 0.5  # TLS 1.3 reports only after the handshake that our certificate is refused
 
 
@@ -53,6 +57,19 @@ def master_peer(address: str, tls: TlsSource | None) -> Endpoint:
     """Return the endpoint of the run's master."""
     identity = PeerIdentity(MASTER_NAME, PeerRole.MASTER, tls.run) if tls is not None else None
     return Endpoint(f"the master at {address}", address, identity, tls)
+
+
+def credentials_peer(address: str, cert: Path, roles: Collection[PeerRole], warn: Callable[[str], None]) -> Endpoint:
+    """Return the endpoint of the run's master for the holder of a certificate; ConfigError unless it is of these roles.
+
+    cert  with its key and ca.crt beside it
+    warn  called with problems of these files, which are read again when they change
+    """
+    files = TlsFiles.beside(cert)
+    own = load_tls(files).identity
+    if own.role not in roles:
+        raise ConfigError(f"{cert}: expected a certificate of the role {' or '.join(roles)}, got one of {own}")
+    return master_peer(address, TlsSource(files, own.name, own.role, own.run, warn))
 
 
 def slave_peer(name: str, address: str, tls: TlsSource | None) -> Endpoint:

@@ -36,7 +36,7 @@ LEAST_FREE = 0.05  # of a slave's disk; less asks for a look
 PLAIN = frozenset(
     {
         *(ClusterCause.JOINED, ClusterCause.TRAINS, ClusterCause.ASKS_PUSH, ClusterCause.OPENS_PUSH),
-        *(ClusterCause.PUSHES, ClusterCause.COMMITTED, ClusterCause.PULLS, ClusterCause.LEFT),
+        *(ClusterCause.PUSHES, ClusterCause.COMMITTED, ClusterCause.PULLS, ClusterCause.LEFT, ClusterCause.FOLLOWS),
     }
 )
 QUIET = frozenset({ClusterCause.LEFT, ClusterCause.ENDED})  # gone, and nothing is wrong
@@ -55,6 +55,15 @@ def judge_run(view: RunView, heartbeats: Heartbeats, now: float, heartbeat_s: fl
     }
     judged = replace(view, clusters=clusters, slaves=slaves)
     return replace(judged, concerns=tuple(sort_concerns(_find_concerns(judged))))
+
+
+def narrow_view(view: RunView, cluster: str) -> RunView:
+    """Return what a cluster may see: how far the run is, and itself; no other cluster, no slave, no operator's work."""
+    return RunView(
+        run=view.run, waiting=view.waiting, term=view.term, uptime_s=view.uptime_s, head=view.head,
+        progress=view.progress, targets=view.targets, finished=view.finished,
+        clusters={name: c for name, c in view.clusters.items() if name == cluster},
+    )  # fmt: skip
 
 
 def sort_concerns(concerns: Iterator[Concern]) -> list[Concern]:
@@ -106,6 +115,8 @@ def judge_cluster(
         return ("crashing", Severity.ATTENTION, "") if crashing else ("stopped", Severity.ATTENTION, c.reason)
     if c.last is not None and c.last.kind is OutcomeKind.GATED:
         return c.state.value, Severity.ATTENTION, f"its last push was gated: {c.last.reason}"
+    if c.cause is ClusterCause.FOLLOWS:
+        return "following", Severity.GOOD, ""
     if c.state is ClusterState.IDLE and trainer is TrainerState.STARTING:
         return "starting", Severity.PLAIN, ""
     if c.state is ClusterState.IDLE:

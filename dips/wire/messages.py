@@ -75,7 +75,7 @@ _REALS = {
 
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
 _PACKED_TEXT = frozenset({"manifest"})  # travels as packed_manifest.py says, which bounds it
-_LOCAL = frozenset({"req", "rival_heard_s"})
+_LOCAL = frozenset({"req", "rival_heard_s", "wall"})
 _MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2, operator_pb2)
 
 

@@ -87,7 +87,7 @@ def test_versions_come_over_the_lanes(tmp_path: Path) -> None:
         assert [r.version.version for r in rounds if r.version and r.result] == [2, 4]
         assert {o.push.cluster for r in rounds for o in r.outcomes} == {"west"}
         passed = {c.name: (c.inc, c.ended) for c in state.clusters if c.name != "west"}
-        assert passed == {"export": (2, True), "on-version": (2, True)}
+        assert passed == {"export.puller": (2, True), "on-version.puller": (2, True)}
 
         older, of_disks = elsewhere / "older.safetensors", tmp_path / "older.safetensors"
         export("--master", run.address, "--output", str(older), "--version", "v2@r2")

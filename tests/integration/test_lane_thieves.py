@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ import numpy as np
 import pytest
 
 from dips.client.agent.agent import MasterLink
-from dips.client.rank.transfer import Piece, TransferIdentity, TransferRate, pull_pieces, push_pieces
-from dips.client.version_pull import _describe_run, _keep_lease, list_pieces
+from dips.client.rank.transfer import Piece, TransferIdentity, pull_pieces, push_pieces
+from dips.client.version_pull import CALL_S, _describe_run, list_pieces
 from dips.dataclass import replace
 from dips.errors import Denied, StalePush, UnavailableSlave
 from dips.identity.authority import Authority
@@ -23,7 +22,9 @@ from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.ids import PullId, PushId
 from dips.protocol.effects import Grant, Joined, Pending, Refused
+from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import ClusterJoined, PullFinished, PullRequested, PushAborted, PushRequested
+from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.manifest import Manifest
 from dips.transport import curve
 from dips.transport.endpoints import Endpoint, master_peer
@@ -70,6 +71,16 @@ class PlayedCluster:
         return answer
 
 
+async def keep_lease(link: MasterLink, name: str, inc: int, seq: int) -> None:
+    """Send heartbeats of a cluster that awaits transfer `seq`; end by the error of the first that is refused."""
+    while True:
+        beat = ClusterHeartbeat(
+            name, inc, TrainerState.STARTING, Activity.PULL, 0, 0, 0, 0, 0.0, None, 0, 0, 0.0, transfer_seq=seq
+        )
+        await link.send_heartbeat(beat, CALL_S)
+        await asyncio.sleep(0.3)
+
+
 @asynccontextmanager
 async def member(run: harness.Run, name: str, seq: int) -> AsyncIterator[PlayedCluster]:
     files = TlsFiles.of(Path(run.security["tls"]), name, PeerRole.CLUSTER)
@@ -80,8 +91,7 @@ async def member(run: harness.Run, name: str, seq: int) -> AsyncIterator[PlayedC
     event = ClusterJoined(0, name, f"nonce of {name}", RUN, manifest.digest, described["config_digest"])
     joined = await link.ask_master(event)
     assert isinstance(joined, Joined), joined
-    rates = [TransferRate(0, 0, 0.0)]
-    lease = asyncio.create_task(_keep_lease(link, PullId(name, joined.inc, seq), rates, threading.Event()))
+    lease = asyncio.create_task(keep_lease(link, name, joined.inc, seq))
     try:
         yield PlayedCluster(name, joined.inc, master, link, manifest, curve.new_keys(), lease)
     finally:
@@ -147,7 +157,7 @@ async def reach_for_all(run: harness.Run) -> None:
         with pytest.raises(Denied, match="revoked"):
             await asyncio.wait_for(eve.lease, WAIT_S)
         async with asyncio.timeout(WAIT_S):
-            while (await _describe_run(north.master))["clusters"]["eve"]["state"] != "gone":
+            while standing_of(run, "eve"):
                 await asyncio.sleep(0.1)
         late = replace(hers, deadline_s=1.0)
         async with asyncio.timeout(WAIT_S):
@@ -155,6 +165,12 @@ async def reach_for_all(run: harness.Run) -> None:
                 with suppress(StalePush):  # a slave has yet to get the order: its pull is there, and over
                     await fails(UnavailableSlave, "not connected", pull_pieces, late, eve.identity(1), eve.pieces(0.0))
                     break
+
+
+def standing_of(run: harness.Run, cluster: str) -> bool:
+    """Whether the ledger has the cluster as one that lives."""
+    with run.ledger() as ledger:
+        return not next(c.ended for c in ledger.read_state().clusters if c.name == cluster)
 
 
 def versions(run: harness.Run) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
-from dips.client.rank.transfer import PullTransfer, pull_pieces
+from dips.client.rank.transfer import LanePart, PullTransfer, pull_pieces
 from dips.codecs import Codec
-from dips.errors import UnavailableSlave
+from dips.errors import StaleVersion, UnavailableSlave
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
+from dips.outer.updates import Update
 from dips.outer.versions import Versions
 from dips.outer_step import nesterov_step
 from dips.wire.frame import BadFrame, Welcome
@@ -36,8 +40,14 @@ V3 = VersionId(3, 4)
 OTHER = VersionId(2, 9)
 
 
-def two_steps(codec: Codec, open_at: FlowUnderTest) -> dict[VersionId, Model]:
+def two_steps(codec: Codec, open_at: FlowUnderTest, pull: PullId = PULL) -> dict[VersionId, Model]:
     """Make v3@r4 and V of v0@r0, and open a pull of V; return θ of each."""
+    versions, thetas = make_two(codec)
+    open_at.flow.open_pull(pull, V, versions.held.pin_version(pull, V), versions.pin_updates(pull, V))
+    return thetas
+
+
+def make_two(codec: Codec) -> tuple[Versions, dict[VersionId, Model]]:
     fields = {
         i: tuple(zip(MANIFEST.layers[i].param_offsets(), (p.numel for p in MANIFEST.layers[i].parameters), strict=True))
         for i in LAYERS
@@ -61,8 +71,7 @@ def two_steps(codec: Codec, open_at: FlowUnderTest) -> dict[VersionId, Model]:
         versions.prepare_version(version, nesterov_step(1.0, 0.7, 0.8))
         versions.flip_version(version)
         thetas[version] = {i: a.copy() for i, a in versions.theta(version).items()}
-    open_at.flow.open_pull(PULL, V, versions.held.pin_version(PULL, V), versions.pin_updates(PULL, V))
-    return thetas
+    return versions, thetas
 
 
 def count_sent(slave: FlowUnderTest) -> int:
@@ -112,6 +121,38 @@ def test_updates_that_were_cut_are_resumed_and_added_once() -> None:
         stats = pull_pieces(slave.grant(1, [cut.address]), base(1), shares(target, 1)[0], held=GENESIS)
         assert same(target, thetas[V])
         assert stats.connections == 4
+
+
+class Overtaken(PullTransfer):
+    """A pull of one that only reads, whose first update is written again as soon as it was offered."""
+
+    lent: Update
+
+    def on_welcome(self, part: LanePart, welcome: Welcome, now: float) -> None:
+        super().on_welcome(part, welcome, now)
+        self.lent.version = self.lent.parent = None  # as Updates.begin_update does
+
+
+def test_who_only_reads_is_told_when_its_updates_are_written_again() -> None:
+    """It holds no buffer, gets no byte of another update, and all parameters when it asks anew."""
+    reader = PullId("eval.puller", 1, 1)
+    with running_flow() as slave:
+        versions, thetas = make_two(Codec.INT8)
+        chain = versions.pin_updates(reader, V)
+        assert len(chain) == 2 and not any(update.pulls for update in chain)
+        slave.flow.open_pull(reader, V, versions.held.pin_version(reader, V), chain)
+        target = {i: thetas[GENESIS][i].copy() for i in LAYERS}
+        moving = Overtaken(
+            slave.grant(1), base(1, cluster="eval.puller"), shares(target, 1)[0], 10.0, time.monotonic, held=GENESIS
+        )
+        moving.lent = chain[0]
+        with pytest.raises(StaleVersion, match="newer versions took the place"):
+            moving.run(threading.Event(), None)
+
+        again = PullId("eval.puller", 1, 2)
+        slave.flow.open_pull(again, V, versions.held.pin_version(again, V), chain)
+        pull_pieces(slave.grant(1), base(2, cluster="eval.puller"), shares(target, 1)[0], held=GENESIS)
+        assert same(target, thetas[V])
 
 
 def test_a_rank_believes_no_offer_that_it_cannot_take() -> None:

@@ -588,6 +588,7 @@ class ClusterHeartbeatAnswer(_message.Message):
     PULL_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     PUSH_IN_S_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     lease_s: _builtins.float
     standing: _builtins.str
@@ -599,6 +600,10 @@ class ClusterHeartbeatAnswer(_message.Message):
     def pull(self) -> _names_pb2.PullId: ...
     @_builtins.property
     def progress(self) -> Global___Progress: ...
+    @_builtins.property
+    def head(self) -> _names_pb2.VersionId:
+        """of one that only pulls"""
+
     def __init__(
         self,
         *,
@@ -609,10 +614,11 @@ class ClusterHeartbeatAnswer(_message.Message):
         pull: _names_pb2.PullId | None = ...,
         progress: Global___Progress | None = ...,
         push_in_s: _builtins.float = ...,
+        head: _names_pb2.VersionId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "pull", b"pull", "push", b"push"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "progress", b"progress", "pull", b"pull", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "progress", b"progress", "pull", b"pull", "push", b"push", "push_in_s", b"push_in_s", "standing", b"standing", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "lease_s", b"lease_s", "progress", b"progress", "pull", b"pull", "push", b"push", "push_in_s", b"push_in_s", "standing", b"standing", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,18 +25,18 @@ HEALTH = "/grpc.health.v1.Health/Check"
 # Who may what, written out a second time: a slip in the table of rights is no expectation of these tests. A role with
 # a star may in its own name only.
 EXPECTED = """
-    ClusterService/Join           cluster* operator*
+    ClusterService/Join           cluster* operator* puller*
     ClusterService/CompareManifest cluster* operator*
-    ClusterService/Heartbeat      cluster* operator*
+    ClusterService/Heartbeat      cluster* operator* puller*
     ClusterService/RequestPush    cluster*
     ClusterService/FinishPush     cluster*
     ClusterService/AbortPush      cluster*
     ClusterService/AwaitRound     cluster*
-    ClusterService/RequestPull    cluster* operator*
-    ClusterService/FinishPull     cluster* operator*
+    ClusterService/RequestPull    cluster* operator* puller*
+    ClusterService/FinishPull     cluster* operator* puller*
     ClusterService/AdmitProbe     cluster* operator*
     ClusterService/RequestRanges  cluster*
-    ClusterService/Leave          cluster* operator*
+    ClusterService/Leave          cluster* operator* puller*
     SlaveService/Register         slave*
     SlaveService/Heartbeat        slave*
     SlaveService/Staged           slave*
@@ -51,8 +51,8 @@ EXPECTED = """
     OperatorService/Seed          operator
     OperatorService/Drain         operator slave*
     OperatorService/DrainAll      operator
-    StatusService/Status          master slave cluster operator viewer
-    StatusService/Describe        master slave cluster operator viewer
+    StatusService/Status          cluster operator viewer
+    StatusService/Describe        cluster operator puller viewer
 """
 MAY = {f"/dips.v1.{method}": roles for method, *roles in map(str.split, EXPECTED.strip().splitlines())}
 MAY[HEALTH] = list(PeerRole)

@@ -229,3 +229,15 @@ def test_slices_cut_no_block_and_no_parameter() -> None:
         (0, 2 * BLOCK), (2 * BLOCK, 4 * BLOCK), (4 * BLOCK, 5 * BLOCK + 1), (5 * BLOCK + 1, 5 * BLOCK + 10),
     ]  # fmt: skip
     assert [(b.start, b.stop) for _, _, b in cuts] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+
+
+def test_who_only_reads_holds_no_buffer() -> None:
+    """However many follow, slow or dead: the next steps find a buffer, and clusters that train their updates."""
+    versions = made(Codec.INT8)
+    for n in range(1, 7):
+        step(versions, n)
+        lent = [versions.pin_updates(PullId(f"{k}.puller", 1, n), version(n)) for k in range(9)]
+        assert all(chain == lent[0] and len(chain) == min(n, Codec.INT8.updates) for chain in lent)
+        chain = versions.pin_updates(pull(n), version(n))
+        assert len(chain) == min(n, Codec.INT8.updates)
+        versions.unpin_version(pull(n))

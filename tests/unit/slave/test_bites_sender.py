@@ -140,9 +140,10 @@ def offering(*parents: VersionId) -> Sender:
             Codec.INT8,
             {0: np.full(ITEMS, k, np.int8)},
             {0: np.ones(-(-ITEMS // UPDATE_BLOCK), np.float32)},
+            version=version,
             parent=parent,
         )
-        for k, parent in enumerate(parents, 1)
+        for k, (parent, version) in enumerate(zip(parents, (*parents[1:], V), strict=True), 1)
     )
     sender.open_pull(PULL, V, {0: np.zeros(ITEMS, np.float32)}, 0.0, chain)
     return sender
@@ -162,6 +163,16 @@ def test_updates_are_for_who_holds_where_they_begin(held: str, depth: int) -> No
     body = job.make_body()
     assert len(body) == job.chunk.nbytes == (8 * 4 if depth == 0 else depth * (4 + 8))
     assert depth < 2 or bytes(body) == (np.float32(1).tobytes() + b"\1" * 8) + (np.float32(1).tobytes() + b"\2" * 8)
+
+
+def test_updates_that_are_not_what_led_to_the_version_are_offered_to_nobody() -> None:
+    """Those of one that only reads may have been written again before it says HELLO."""
+    for spoiled, version, parent in ((0, None, None), (0, VersionId(9, 9), V), (1, None, None)):
+        sender, who = offering(VersionId(0, 0), VersionId(1, 1)), replace(name(), held="v0@r0")
+        update = sender._pulls[PULL].chain[spoiled]
+        update.version, update.parent = version, parent
+        (say,) = sender.on_hello(0, b"p", who, (), 0.0)
+        assert isinstance(say, Say) and decode_welcome(say.body).depth == 0
 
 
 def test_a_moved_reader_goes_on_with_its_updates() -> None:

@@ -11,7 +11,7 @@ from dips.errors import (
     StalePush,
     StaleVersion,
 )
-from dips.ids import GENESIS, PushId, VersionId
+from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.effects import (
     ClosePull,
     Commit,
@@ -143,6 +143,23 @@ def test_a_pin_ends_when_the_flow_says_released() -> None:
     assert slave.shard.versions.held.pins == {}
     with pytest.raises(StalePush):
         slave.order(OpenPull(PULL, GENESIS))
+
+
+def test_who_only_reads_has_the_file_and_no_bank() -> None:
+    """Of the head, too; without a file it is pinned as others are, so that v0@r0 and late snapshots are to be had."""
+    slave, reader = ShardRig().ready(), PullId("eval.puller", 1, 1)
+    slave.order(OpenPull(reader, GENESIS))
+    held = slave.shard.versions.held
+    assert held.head is not None and held.head.pulls == {reader}
+    slave.disk.kept[GENESIS] = ({i: a.tobytes() for i, a in held.head.bank.arrays.items()}, {})
+    later = PullId("eval.puller", 1, 2)
+    slave.order(OpenPull(later, GENESIS))
+    assert held.pins == {reader: GENESIS, later: GENESIS} and held.head.pulls == {reader}
+    slave.order(ClosePull(later))
+    slave.shard.transfers.on_flow_event(Released(later, "closed"))
+    assert held.pins == {reader: GENESIS}
+    slave.order(OpenPull(PULL, GENESIS))
+    assert held.head.pulls == {reader, PULL}, "a cluster is served from memory"
 
 
 def test_heal_drops_what_the_master_does_not_list() -> None:
