@@ -52,8 +52,9 @@ class ClusterView:
     reason: str = ""
     since_s: float = 0.0  # in this state for this cause
     inc: int = 0
+    reads: bool = False  # it only pulls
     base: str | None = None
-    staleness: int | None = None
+    staleness: int | None = None  # of one that trains
     pace: str = ""  # when it pushes next, if clusters push together
     pace_s: float | None = None  # median time between two pushes
     last_push_steps: int | None = None
@@ -81,6 +82,11 @@ class ClusterView:
     @property
     def live(self) -> bool:
         return self.state is not ClusterState.GONE
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is here and may push."""
+        return self.live and not self.reads
 
     @property
     def loss(self) -> float | None:
@@ -357,8 +363,9 @@ def _view_cluster(run: RunState, c: Cluster, now: float) -> ClusterView:
         reason=c.reason,
         since_s=max(0.0, now - c.since),
         inc=c.inc,
+        reads=c.reads,
         base=str(c.base) if c.base else None,
-        staleness=run.staleness_of(c.base),
+        staleness=None if c.reads else run.staleness_of(c.base),
         pace_s=c.push_interval_s,
         last_push_steps=c.last_outcome.inner_steps if c.last_outcome else None,
         bandwidth_bytes_per_s=c.bytes_per_s,

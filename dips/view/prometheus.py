@@ -164,6 +164,6 @@ def _list_states(peers: Mapping[str, ClusterView | SlaveView], states: Iterable[
 
 def count_standings(view: RunView) -> dict[str, int]:
     """How many clusters have a lease; of these, how many can contribute; and how many did to the newest version."""
-    live = [c for c in view.clusters.values() if c.live]
+    live = [c for c in view.clusters.values() if c.trains]
     able = [c for c in live if c.heartbeat and c.heartbeat.trainer is TrainerState.TRAINING and not c.quarantined]
     return {"live": len(live), "participating": len(able), "contributing": view.newest.clusters}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import time
@@ -15,6 +16,7 @@ from google.protobuf.message import Message
 from dips.errors import class_named, treatment_of
 from dips.identity.paths import TlsFiles
 from dips.wire import messages
+from dips.wire.generated import status_pb2
 from dips.wire.generated.slave_pb2 import Order, OrderReply
 
 CALL_S = 5.0
@@ -54,6 +56,15 @@ def _result_of(reply: OrderReply) -> tuple[str, str]:
     cls = class_named(reply.error.error)
     assert cls is not None, reply
     return treatment_of(cls()).status, reply.error.why
+
+
+def describe(channel: grpc.Channel) -> dict[str, Any]:
+    """The run, as `dips check` and pullers ask for it."""
+    call = channel.unary_unary(
+        "/dips.v1.StatusService/Describe", lambda m: m.SerializeToString(), status_pb2.DescribeReply.FromString
+    )
+    described: dict[str, Any] = json.loads(call(status_pb2.DescribeRequest(), timeout=CALL_S).json)
+    return described
 
 
 def status_of(error: grpc.RpcError) -> str:

@@ -48,14 +48,6 @@ def run_goes_on(leasing: AttackedRun) -> Iterator[None]:
     leasing.require_memory()
 
 
-def describe(channel: grpc.Channel) -> dict[str, Any]:
-    call = channel.unary_unary(
-        "/dips.v1.StatusService/Describe", lambda m: m.SerializeToString(), status_pb2.DescribeReply.FromString
-    )
-    described: dict[str, Any] = json.loads(call(status_pb2.DescribeRequest(), timeout=callers.CALL_S).json)
-    return described
-
-
 def ask_cluster(channel: grpc.Channel, method: str, reply: type[Any], said: object) -> Any:
     """A question of ClusterService that is answered."""
     call = channel.unary_unary(f"/dips.v1.ClusterService/{method}", lambda m: m.SerializeToString(), reply.FromString)
@@ -85,7 +77,7 @@ def test_all_data_ranges_are_leased(leasing: AttackedRun) -> None:
     """s14 of the review: it held 3,970 of 4,000, and the others ended with code 0. By number, and by name."""
     files, held = leasing.certificate_of("north", PeerRole.CLUSTER), set[int]()
     with callers.channel_to(leasing.run.address, files, MASTER_SAN) as channel:
-        known = describe(channel)
+        known = callers.describe(channel)
         digest = Manifest.from_json(known["manifest"]).digest
         said = events.ClusterJoined(0, "north", "thief", RUN, digest, known["config_digest"], take_over=True)
         inc = ask_cluster(channel, "Join", cluster_pb2.JoinReply, said).inc
@@ -124,7 +116,9 @@ def test_huge_models_of_one_cluster(leasing: AttackedRun, run_goes_on: None) -> 
         for thread in offering:
             thread.join()
         assert leasing.read_standing().applied >= before.applied + ATTACK_S / 2, "a version in two seconds, at least"
-        whole = to_proto(events.ClusterJoined(0, "north", "n", RUN, offered.digest, describe(channel)["config_digest"]))
+        whole = to_proto(
+            events.ClusterJoined(0, "north", "n", RUN, offered.digest, callers.describe(channel)["config_digest"])
+        )
         status, details = callers.ask(channel, "ClusterService/Join", whole)
         assert (status, details) == ("OK", ""), "it is asked for its manifest, and has no incarnation"
     told = {(status, details[:90]) for status, details in answers}

@@ -83,6 +83,21 @@ def test_a_viewer_who_was_revoked_or_is_of_another_run(secured: AttackedRun) -> 
         secured.note_attack(f"metrics, with a certificate: {told}", "a viewer", "http", "ps0", "http_denied", 1)
 
 
+def test_a_cluster_reads_no_other_daemon(secured: AttackedRun) -> None:
+    """Nor does a slave, or a puller; its own port is open to its own name."""
+    west = secured.certificate_of("west", PeerRole.CLUSTER)
+    assert read(secured, "west", "/metrics", west)[0] == 200
+    for who, files in (
+        ("west.cluster", west),
+        ("ps1.slave", secured.certificate_of("ps1", PeerRole.SLAVE)),
+        ("eve.puller", secured.certificate_of("eve", PeerRole.PULLER)),
+    ):
+        for path in ("/metrics", "/api/state"):
+            status, said = read(secured, "master", path, files)
+            assert status == 403 and "may not read here" in said, (who, path, said)
+        secured.note_attack(f"metrics and page of the master, by {who}", who, "http", "master", "http_denied", 2)
+
+
 @pytest.mark.parametrize("daemon", DAEMONS)
 def test_handshakes_that_fail(secured: AttackedRun, daemon: str) -> None:
     """Another authority's certificate, an expired one, and plain text."""

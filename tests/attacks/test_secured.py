@@ -6,26 +6,31 @@ counted and no daemon has grown.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
-from dips.ids import GENESIS, PushId
+from dips.ids import GENESIS, PullId, PushId
 from dips.protocol import effects, events
 from dips.protocol.claims import MOST_TERMS_AHEAD
+from dips.protocol.enums import Activity, TrainerState
+from dips.protocol.heartbeats import ClusterHeartbeat
+from dips.protocol.manifest import Manifest
 from dips.transport.limits import HANDSHAKE_MS, PEER_CALLS_AT_ONCE
 from dips.wire.generated import operator_pb2, status_pb2
 from dips.wire.messages import to_proto
 from tests.attacks import callers
-from tests.attacks.callers import refused_with
+from tests.attacks.callers import describe, refused_with
 from tests.attacks.deployment import RUN, AttackedRun
 from tests.attacks.wild_dealer import WildDealer, hello
 from tests.integration.test_mistakes import tiny
@@ -47,6 +52,12 @@ def run_goes_on(secured: AttackedRun) -> Iterator[None]:
 
 def join(cluster: str) -> events.ClusterJoined:
     return events.ClusterJoined(0, cluster, "nonce", RUN, "0" * 64, "0" * 64, take_over=True)
+
+
+def look(channel: grpc.Channel) -> dict[str, Any]:
+    call = channel.unary_unary(f"/dips.v1.{STATUS}", lambda m: m.SerializeToString(), status_pb2.StatusReply.FromString)
+    status: dict[str, Any] = json.loads(call(status_pb2.StatusRequest(), timeout=callers.CALL_S).json)
+    return status
 
 
 def register(slave: str, term: int = 0) -> events.SlaveRegistered:
@@ -162,6 +173,68 @@ def test_whom_the_master_refuses(
     answer = refused_with(secured.run.address, files, MASTER_SAN, method, said)
     assert answer.startswith("PERMISSION_DENIED"), answer
     secured.note_attack(request.node.callspec.id, f"{name}.{role}", "rights", "master", "denied", 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("ClusterService/RequestPush", events.PushRequested(0, PushId("eve.puller", 1, 9), GENESIS, 1)),
+        ("ClusterService/RequestRanges", events.RangesRequested(0, "eve.puller", 1, 1, 1, ())),
+        ("ClusterService/RequestPull", events.PullRequested(0, PullId("west", 1, 9999), 1)),
+        (JOIN, join("west")),
+        (JOIN, join("eve")),
+        (STATUS, status_pb2.StatusRequest()),
+        ("OperatorService/Tune", operator_pb2.TuningAsked(changes=[operator_pb2.TunedOption(key="outer.lr", value=9)])),
+        ("OperatorService/Quarantine", operator_pb2.QuarantineAsked(cluster="west", reason="because")),
+        ("OperatorService/Drain", operator_pb2.DrainAsked(slave="ps0")),
+        ("OperatorService/Extend", operator_pb2.ExtensionAsked()),
+        ("OperatorService/Rollback", operator_pb2.RollbackAsked()),
+        (REGISTER, register("ps0")),
+    ],
+    ids=["push", "lease", "pull as another", "join as a cluster", "join as a cluster of its name", "look", "tune",
+         "quarantine", "drain", "extend", "roll back", "register"],
+)  # fmt: skip
+def test_what_a_puller_may_not(secured: AttackedRun, request: pytest.FixtureRequest, method: str, said: object) -> None:
+    """A stolen puller's key gives the parameters away, as any follower must have them, and nothing else."""
+    files = secured.certificate_of("eve", PeerRole.PULLER)
+    answer = refused_with(secured.run.address, files, MASTER_SAN, method, said)
+    assert answer.startswith("PERMISSION_DENIED"), answer
+    secured.note_attack(request.node.callspec.id, "eve.puller", "rights", "master", "denied", 1)
+
+
+def test_a_puller_that_says_that_it_trains(secured: AttackedRun) -> None:
+    """It joins, and no window waits for it: the run beside it goes on as before (`run_goes_on`)."""
+    files = secured.certificate_of("eve", PeerRole.PULLER)
+    with callers.channel_to(secured.run.address, files, MASTER_SAN) as channel:
+        described = describe(channel)
+        assert described["clusters"] == {}, "it sees nobody"
+        manifest = Manifest.from_json(described["manifest"])
+        event = events.ClusterJoined(0, "eve.puller", "n", RUN, manifest.digest, described["config_digest"])
+        assert callers.ask(channel, JOIN, event) == ("OK", "")
+        beat = ClusterHeartbeat(
+            "eve.puller", 1, TrainerState.TRAINING, Activity.INNER, 1, 5, 1, 0, 1.0, GENESIS, 0, 0, 0.0,
+            aligned_steps=10, step_s=0.1, since_push=5, tokens_consumed=1 << 40,
+        )  # fmt: skip
+        for _ in range(4):
+            assert callers.ask(channel, "ClusterService/Heartbeat", beat)[0] == "OK"
+            time.sleep(0.5)
+        assert callers.ask(channel, "ClusterService/Leave", events.ClusterLeft(0, "eve.puller", 1, 1 << 40))[0] == "OK"
+    viewer = secured.certificate_of("scraper", PeerRole.VIEWER)
+    with callers.channel_to(secured.run.address, viewer, MASTER_SAN) as channel:
+        seen = look(channel)["clusters"]["eve.puller"]
+    assert seen["state"] == "gone" and not seen["pace"] and seen["tokens_lost"] == 0, seen
+
+
+def test_what_a_cluster_sees_of_the_others(secured: AttackedRun) -> None:
+    """Itself, and how far the run is: no loss, norm, address or last line of another; what it needs to join besides."""
+    files = secured.certificate_of("west", PeerRole.CLUSTER)
+    with callers.channel_to(secured.run.address, files, MASTER_SAN) as channel:
+        status = look(channel)
+        described = describe(channel)
+    assert set(status["clusters"]) == set(described["clusters"]) == {"west"}
+    assert status["slaves"] == {} and status["concerns"] == [] and status["head"].startswith("v")
+    assert {key for slave in described["slaves"].values() for key in slave} == {"state", "reason", "lanes", "key"}
+    assert "east" not in json.dumps(status)
 
 
 @pytest.mark.parametrize(("name", "role"), [("north", PeerRole.CLUSTER), ("ada", PeerRole.OPERATOR)])

@@ -1,15 +1,27 @@
-"""Followers: each new version arrives whole within seconds of its row, with its name; and nobody notices them."""
+"""Followers: each new version arrives whole within seconds of its row, with its name; and nobody notices them.
+
+This file is also a training script of a larger model: `python test_follow.py`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
+import dips
+import dips.client
+from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 from dips.slave.export import export_snapshot
 from tests.integration import cluster_harness as harness
@@ -67,3 +79,107 @@ def test_a_command_sees_each_version_whole(tmp_path: Path) -> None:
         assert {o.push.cluster for r in rounds for o in r.outcomes} == {"west"}
         assert {c.name: c.ended for c in state.clusters}["follow.puller"]
         assert [(a.caller, a.action, a.arguments) for a in acts] == [("follow.puller", "pull", "v0@r0")]
+
+
+def large() -> torch.nn.Module:
+    """16 MB, so that a pull is seen on its way."""
+    torch.manual_seed(1)
+    return torch.nn.Linear(2048, 2048)
+
+
+def named(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def versions(run: harness.Run) -> int:
+    with run.ledger() as ledger:
+        return sum(r.version is not None for r in ledger.read_history(1000))
+
+
+@pytest.mark.timeout(300)
+def test_a_follower_that_is_stopped_costs_nobody_anything(tmp_path: Path) -> None:
+    """Stopped in the middle of a pull, with no bank for older versions: the run goes on, by updates, without a skipped
+    round; when it continues it has the newest version, whole (docs/architecture.md#invariant-12)."""
+    shared = {"penalty": {"gates": []}, "stop": {"versions": 1_000}, "pull_codec": "int8"}
+    file = tmp_path / "copy" / "model.safetensors"
+    with harness.Run(tmp_path, named(large()), shared=shared, slave={"pinned": 0}, master={"keep_every": 1}) as run:
+        run.start_master()
+        run.start_slaves()
+        run.start_cluster("west", [sys.executable, str(Path(__file__))], steps=2)
+        run.until(lambda: versions(run) >= 2, 90, "two versions")
+        words = [sys.executable, "-m", "dips.cli", "follow", "--master", run.address, "--output", str(file)]
+        follower = run._start("follower", words)
+        aside = file.with_name(f".unfinished-{file.name}")
+        end = time.monotonic() + 60
+        while not aside.exists():
+            assert time.monotonic() < end, follower.tail()
+            time.sleep(0.001)
+        os.kill(follower.pid, signal.SIGSTOP)
+        assert aside.exists() and not file.exists(), "it is in the middle of its first pull"
+        try:
+            before = versions(run)
+            run.until(lambda: versions(run) >= before + 6, 60, "versions while it stands")
+        finally:
+            os.kill(follower.pid, signal.SIGCONT)
+        run.until(file.exists, 60, "it continues")
+
+        def held() -> VersionId:
+            with safe_open(file, "np") as opened:
+                return VersionId.parse(opened.metadata()["version"])
+
+        run.until(lambda: held().version >= before + 6, 60, "it has a version that was made meanwhile")
+        assert follower.terminate() == 0 and not aside.exists()
+        assert "stopped" in follower.log.read_text()
+        version, followed = held(), load_file(file)
+        export_snapshot([tmp_path / name for name in run.slaves], version, tmp_path / "disks.safetensors")
+        of_disks = load_file(tmp_path / "disks.safetensors")
+        assert all(np.array_equal(of_disks[name], followed[name]) for name in of_disks), version
+        with run.ledger() as ledger:
+            assert not [r for r in ledger.read_history(1000) if r.kind == "skipped"]
+
+
+@pytest.mark.timeout(180)
+def test_a_model_that_is_another_one_stays_as_it_was(tmp_path: Path) -> None:
+    """The names that differ are said; a function may take the tensors instead; nothing waits at the end."""
+    with harness.Run(tmp_path, tensors(), slaves=1) as run:
+        run.start_master()
+        run.start_slaves()
+        other = script.ConstantModel()
+        other.head = torch.nn.Linear(3, 2)
+        before = {name: p.clone() for name, p in other.state_dict().items()}
+        with pytest.raises(
+            ConfigError, match=r"head.weight: expected the run's shape \(1, 3\), the model's is \(2, 3\)"
+        ):
+            dips.follow(other, run.address)
+        with pytest.raises(ConfigError, match="is not of this model; missing"):
+            dips.follow(torch.nn.Linear(2, 2), run.address)
+        assert all(torch.equal(p, before[name]) for name, p in other.state_dict().items())
+        with pytest.raises(ConfigError, match="plain text is allowed on loopback only"):
+            dips.follow(other, "10.0.0.1:7800")
+
+        model, taken = script.ConstantModel().to(torch.bfloat16), dict[str, torch.Tensor]()
+
+        def install(given: Mapping[str, torch.Tensor]) -> None:
+            taken.update({name: tensor.clone() for name, tensor in given.items()})
+
+        with dips.follow(model, run.address, name="one") as one, dips.follow(install, run.address, name="two") as two:
+            assert one.version == two.version == one.update() == two.update(0.1) == "v0@r0" and not one.finished
+        for name, theta in tensors().items():
+            assert np.array_equal(taken[name].numpy(), theta)
+            assert torch.equal(model.get_parameter(name), torch.from_numpy(theta).to(torch.bfloat16))
+        with pytest.raises(ConfigError, match="is closed"):
+            one.update()
+
+
+def train_large() -> None:
+    model = large()
+    with dips.client.OuterLoop(model) as outer:
+        while not outer.finished:
+            with torch.no_grad():
+                model.weight.add_(1e-3)
+            time.sleep(0.1)
+            outer.step(tokens=8)
+
+
+if __name__ == "__main__":
+    train_large()

@@ -107,7 +107,8 @@ SHOWN = ("run", "term", "uptime_s", "head", "progress", "finished", "rounds", "d
 
 
 def _judge_health(view: RunView, concerns: list[Concern]) -> dict[str, Any]:
-    live, count = sum(c.live for c in view.clusters.values()), len(view.clusters)
+    live = sum(c.trains for c in view.clusters.values())
+    count = sum(not c.reads for c in view.clusters.values())
     ready = sum(s.state is SlaveState.READY for s in view.slaves.values())
     level = _level_of(view, live, concerns)
     return {
@@ -162,7 +163,7 @@ def _find_old_concerns(view: RunView, memory: PageMemory, head_age_s: float | No
 def _explain_lateness(view: RunView, memory: PageMemory, head_age_s: float | None) -> str | None:
     """A head that is much older than the usual time between versions, while somebody is here."""
     made = [r.round.ended for r in memory.rounds if r.round.version is not None and r.round.ended is not None]
-    if head_age_s is None or not any(c.live for c in view.clusters.values()) or len(made) <= LEAST_ROUNDS:
+    if head_age_s is None or not any(c.trains for c in view.clusters.values()) or len(made) <= LEAST_ROUNDS:
         return None
     usual_s = median(b - a for a, b in pairwise(made))
     if head_age_s <= max(LEAST_LATE_S, LATE_ROUNDS * usual_s):
