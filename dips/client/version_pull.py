@@ -87,7 +87,7 @@ class VersionPuller:
         self._master, self._name = master, check_name(name, "puller")
         self._rate = TransferRate(0, 0, 0.0)
         self._inc = self._seq = 0
-        self._told = asyncio.Event()  # set by each heartbeat's answer
+        self._told = asyncio.Event()  # set by each heartbeat's answer, and by the end of the lease
         self._cancel = threading.Event()  # of the present transfer
 
     async def __aenter__(self) -> VersionPuller:
@@ -152,11 +152,9 @@ class VersionPuller:
         """
         while self.head == held and self.finished != held:
             self._told.clear()
-            told = asyncio.create_task(self._told.wait())
-            await asyncio.wait((told, self._lease), return_when=asyncio.FIRST_COMPLETED)
-            told.cancel()
             if self._lease.done():
                 self._lease.result()
+            await self._told.wait()
         return self.head != held
 
     async def _join(self, config_digest: str) -> Joined:
@@ -225,6 +223,12 @@ class VersionPuller:
         """Send heartbeats and learn the head; raise StaleIncarnation if the incarnation was replaced or its lease ran
         out.
         """
+        try:
+            await self._send_heartbeats()
+        finally:
+            self._told.set()
+
+    async def _send_heartbeats(self) -> None:
         pause_s = HEARTBEAT_S
         while True:
             rate = self._rate
