@@ -173,10 +173,7 @@ class OutgoingPull:
         """
         links = [(update.parent, update.version) for update in self.chain]
         begins, ends = [str(parent) for parent, _ in links], [version for _, version in links]
-        whole = ends[-1:] == [self.version] and all(
-            end == begin for end, (begin, _) in zip(ends, links[1:], strict=False)
-        )
-        if not whole or held not in begins:
+        if held not in begins or [str(version) for version in ends] != [*begins[1:], str(self.version)]:
             return (), ()
         first = begins.index(held)
         return self.chain[first:], tuple(ends[first:])

@@ -103,7 +103,7 @@ def test_a_follower_that_is_stopped_costs_nobody_anything(tmp_path: Path) -> Non
     shared = {"penalty": {"gates": []}, "stop": {"versions": 1_000}, "pull_codec": "int8"}
     file = tmp_path / "copy" / "model.safetensors"
     slave = {"pinned": 0}
-    with harness.Run(tmp_path, named(large()), shared=shared, slave=slave) as run:
+    with harness.Run(tmp_path, named(large()), shared=shared, slave=slave, master={"keep_every": 1}) as run:
         run.start_master()
         run.start_slaves()
         run.start_cluster("west", [sys.executable, str(Path(__file__))], steps=2)

@@ -51,9 +51,15 @@ def the_daemons(enrolled: Enrolled) -> TlsSource:
 
 
 @pytest.mark.parametrize("role", list(PeerRole))
-def test_every_role_of_the_run_may_read(enrolled: Enrolled, tls: TlsSource, role: PeerRole) -> None:
+def test_operators_and_viewers_may_read(enrolled: Enrolled, tls: TlsSource, role: PeerRole) -> None:
+    """Of the other roles only the daemon itself: a cluster does not read what another one's loss is."""
     name = "master" if role is PeerRole.MASTER else "eve"
-    assert Door(tls, None).check_request("/metrics", {}, der_of(enrolled.enroll(name, role))) is None
+    refusal = Door(tls, None).check_request("/metrics", {}, der_of(enrolled.enroll(name, role)))
+    if role in (PeerRole.OPERATOR, PeerRole.VIEWER):
+        assert refusal is None
+    else:
+        assert refusal is not None and refusal.status == 403 and "may not read here" in refusal.reason
+    assert Door(tls, None).check_request("/metrics", {}, der_of(tls.files)) is None
 
 
 def test_without_a_certificate_only_probes_are_answered(tls: TlsSource) -> None:

@@ -36,7 +36,7 @@ class ScriptedRun:
         row = RunRow("r", "c", manifest.to_json(), (("s", layers),), ("0" * 32,) * len(layers), (100.0,) * len(layers))
         versions = (VersionRow(GENESIS, GENESIS, True, 0, False),)
         state = LedgerState(row, 1, 1, versions, (), (), (), (), history, (), Intervals(), None)
-        self.ledger, self.now, self._req = state, 0.0, 0
+        self.first, self.now, self._req = state, 0.0, 0
         self.machine = Coordinator(state, manifest, options, self.now)
         self.effects: list[Effect] = []  # every effect, in order
         self.orders: deque[Order] = deque()

@@ -58,7 +58,7 @@ def test_one_that_only_pulls_does_so_after_a_restart_of_the_master() -> None:
     """Its name says so, since the ledger keeps no more of it."""
     run = make("a")
     peers = tuple(PeerRow(name, 1, "n", False) for name in ("a", "eval.puller"))
-    again = Coordinator(replace(run.ledger, clusters=peers), run.manifest, OPTIONS, 0.0)
+    again = Coordinator(replace(run.first, clusters=peers), run.manifest, OPTIONS, 0.0)
     states = {name: c.state for name, c in again.build_view(0.0).clusters.items()}
     assert states == {"a": ClusterState.TRAINING, "eval.puller": ClusterState.IDLE}
 
