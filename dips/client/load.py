@@ -126,7 +126,7 @@ class ModelFollower:
     def __init__(self, place: nn.Module | Install, master: Endpoint, name: str) -> None:
         """Join and install the newest version. Errors as of dips.follow."""
         self.version: str | None = None  # that the model holds
-        self.finished = False  # the run has ended, and its last version was installed or is the next
+        self._ended = False  # the run has, and its last version has arrived
         self._place, self._master, self._name = place, master, name
         self._room: F32 = np.empty(0, np.float32)
         self._views: dict[str, torch.Tensor] = {}  # of the array, by name
@@ -151,6 +151,12 @@ class ModelFollower:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended and the model holds its last version."""
+        with self._lock:
+            return self._ended and str(self._arrived) == self.version
 
     def update(self, timeout_s: float | None = 0.0) -> str:
         """Install the newest version that has arrived; return the name of the version that is installed now.
@@ -182,7 +188,7 @@ class ModelFollower:
 
     def _has_news(self) -> bool:
         arrived = self._arrived is not None and str(self._arrived) != self.version
-        return arrived or self._failure is not None or self.finished
+        return arrived or self._failure is not None or self._ended
 
     def _install(self) -> None:
         if not isinstance(self._place, nn.Module):
@@ -211,7 +217,7 @@ class ModelFollower:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
             with self._lock:
-                self._failure, self.finished = failure, failure is None
+                self._failure, self._ended = failure, failure is None
                 self._lock.notify_all()
 
     async def _follow(self) -> None:
@@ -236,10 +242,14 @@ class ModelFollower:
         with self._lock:
             self._arrived = version
             self._lock.notify_all()
-        while self._wanted:
+        while self._is_awaited(version):
             self._taken.clear()
-            if self._wanted:
+            if self._is_awaited(version):
                 await self._taken.wait()
+
+    def _is_awaited(self, version: VersionId) -> bool:
+        """Read without the lock, which `update` holds while it copies: heartbeats must go on."""
+        return self._wanted and str(version) != self.version
 
     def _call_soon(self, call: Callable[[], object]) -> None:
         if not self._loop.is_closed():

@@ -57,6 +57,10 @@ def check_files(files: CheckedFiles, labels: tuple[str, ...] = (), now: datetime
     rows, known = list(files.rows), set[str]()
     for path, run in files.runs:
         processes = [(MASTER_NAME, PeerRole.MASTER), *((s.name, PeerRole.SLAVE) for s in run.slaves)]
+        if run.master.on_version is not None:
+            from dips.commands.version_process import PULLED_AS
+
+            processes.append((PULLED_AS, PeerRole.PULLER))
         processes.append((OPERATOR, PeerRole.OPERATOR))
         known |= {f"{name}.{role}" for name, role in processes}
         rows += _check_run(path, run)

@@ -16,14 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import dips
 import dips.client
 from dips.errors import ConfigError
+from dips.identity.names import PeerRole
 from dips.ids import GENESIS, VersionId
 from dips.slave.export import export_snapshot
+from tests.enrolled import enroll_all
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
@@ -52,8 +55,7 @@ def test_a_command_sees_each_version_whole(tmp_path: Path) -> None:
     (tmp_path / "seen-files").mkdir()
     (tmp_path / "note.py").write_text(NOTE)
     with harness.Run(tmp_path, tensors(), shared=shared, master={"keep_every": 1}) as run:
-        run.start_master()
-        run.start_slaves()
+        start(run)
         command = f"{sys.executable} {tmp_path / 'note.py'} {tmp_path / 'seen-files'}"
         words = [sys.executable, "-m", "dips.cli", "follow", "--master", run.address, "--command", command]
         follower = run._start("follower", words)
@@ -91,6 +93,16 @@ def named(model: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
+def start(run: harness.Run, of_master: Path | None = None) -> None:
+    """Start master and slaves, and wait until they are ready; `of_master`: a run file for the master alone."""
+    of_slaves, told = run.file, run.directory / "master.log"
+    run.file = of_master or of_slaves
+    run.start_master()
+    run.file = of_slaves
+    run.start_slaves()
+    run.until(lambda: told.read_text().count('"slave_ready"') == len(run.slaves), 60, "all slaves have registered")
+
+
 def versions(run: harness.Run) -> int:
     with run.ledger() as ledger:
         return sum(r.version is not None for r in ledger.read_history(1000))
@@ -104,8 +116,7 @@ def test_a_follower_that_is_stopped_costs_nobody_anything(tmp_path: Path) -> Non
     file = tmp_path / "copy" / "model.safetensors"
     slave = {"pinned": 0}
     with harness.Run(tmp_path, named(large()), shared=shared, slave=slave, master={"keep_every": 1}) as run:
-        run.start_master()
-        run.start_slaves()
+        start(run)
         run.start_cluster("west", [sys.executable, str(Path(__file__))], steps=2)
         run.until(lambda: versions(run) >= 2, 90, "two versions")
         words = [sys.executable, "-m", "dips.cli", "follow", "--master", run.address, "--output", str(file)]
@@ -143,8 +154,7 @@ def test_a_follower_that_is_stopped_costs_nobody_anything(tmp_path: Path) -> Non
 def test_a_model_that_is_another_one_stays_as_it_was(tmp_path: Path) -> None:
     """The names that differ are said; a function may take the tensors instead; nothing waits at the end."""
     with harness.Run(tmp_path, tensors(), slaves=1) as run:
-        run.start_master()
-        run.start_slaves()
+        start(run)
         other = script.ConstantModel()
         other.head = torch.nn.Linear(3, 2)
         before = {name: p.clone() for name, p in other.state_dict().items()}
@@ -170,6 +180,45 @@ def test_a_model_that_is_another_one_stays_as_it_was(tmp_path: Path) -> None:
             assert torch.equal(model.get_parameter(name), torch.from_numpy(theta).to(torch.bfloat16))
         with pytest.raises(ConfigError, match="is closed"):
             one.update()
+
+
+@pytest.mark.timeout(240)
+def test_with_certificates_a_puller_pulls_and_so_does_on_version(tmp_path: Path) -> None:
+    """Over encrypted lanes, by the role `puller`; another role's certificate is refused before anything is asked."""
+    names = [("master", PeerRole.MASTER), ("ps0", PeerRole.SLAVE), ("west", PeerRole.CLUSTER)]
+    pullers = [("serve", PeerRole.PULLER), ("on-version", PeerRole.PULLER), ("eve", PeerRole.VIEWER)]
+    security, certs = enroll_all(tmp_path / "certs", "test", [*names, *pullers]), tmp_path / "certs"
+    shared = {"penalty": {"gates": []}, "stop": {"versions": 2}}
+    with harness.Run(tmp_path, tensors(), shared=shared, slaves=1, security=security) as run:
+        content = yaml.safe_load(run.file.read_text())
+        content["slaves"][0]["directory"] = "elsewhere"
+        command = [sys.executable, "-c", "import os; os.stat(os.environ['DIPS_MODEL'])"]
+        content["master"] |= {"keep_every": 1, "on_version": {"every": 1, "command": command}}
+        of_master = run.file.with_name("master.yaml")
+        of_master.write_text(yaml.safe_dump(content))
+        start(run, of_master)
+        model = script.ConstantModel()
+        with dips.follow(model, run.address, certs / "serve.puller.crt") as follower:
+            assert follower.version == "v0@r0"
+            run.wait(run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")], steps=20), 90)
+            while not follower.finished:
+                version = follower.update(60)
+            assert version == follower.update() and version.startswith("v2@")
+        with pytest.raises(ConfigError, match="expected a certificate of the role operator or puller"):
+            dips.follow(model, run.address, certs / "eve.viewer.crt")
+
+        def results() -> list[bool]:
+            with run.ledger() as ledger:
+                return [r.result.ok for r in ledger.read_history() if r.result is not None]
+
+        run.until(lambda: len(results()) == 2, 90, "both versions are looked at")
+        assert results() == [True, True]
+        with run.ledger() as ledger:
+            acts = [(a.caller, a.action) for a in ledger.read_audit()]
+        assert acts.count(("serve.puller", "pull")) == 1 and acts.count(("on-version.puller", "pull")) == 2
+    export_snapshot([tmp_path / "ps0"], VersionId.parse(version), tmp_path / "disks.safetensors")
+    for name, theta in load_file(tmp_path / "disks.safetensors").items():
+        assert np.array_equal(model.get_parameter(name).detach().numpy(), theta)
 
 
 def train_large() -> None:

@@ -72,13 +72,13 @@ def generate(master: str, out: Path) -> None:
     torch.set_num_threads(1)
     model = build()
     with dips.follow(model, master) as follower, out.open("a", buffering=1) as lines:
-        while True:
-            last, began = follower.finished, time.monotonic()
+        finished = False
+        while not finished:
+            began = time.monotonic()
             version, took_s = follower.update(), time.monotonic() - began
             tokens, digest = complete(model)
             lines.write(f"{json.dumps([version, tokens, digest, took_s])}\n")
-            if last:
-                break
+            finished = follower.finished
 
 
 # ---- the test --------------------------------------------------------------------------------------------------------

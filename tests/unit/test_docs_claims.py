@@ -183,10 +183,11 @@ def test_every_exit_code_is_explained() -> None:
 
 
 def test_environment_variables_are_read() -> None:
-    """A variable that is named is one that the client, the logs or a script of deploy/ know."""
+    """A variable that is named is one that the client, the logs, followers or a script of deploy/ know."""
     read = [
         *(ROOT / "dips" / "client").rglob("*.py"),
         ROOT / "dips" / "telemetry" / "logs.py",
+        ROOT / "dips" / "commands" / "follow.py",
         *(ROOT / "deploy").rglob("*.sh"),
         *(ROOT / "deploy").rglob("*.sbatch"),
     ]
