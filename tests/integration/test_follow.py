@@ -182,6 +182,40 @@ def test_a_model_that_is_another_one_stays_as_it_was(tmp_path: Path) -> None:
             one.update()
 
 
+SLEEPER = """
+import os, pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text("ended")
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_its_end_is_the_commands(tmp_path: Path) -> None:
+    """SIGTERM and Ctrl-C reach the command, which may tidy up; then the follower leaves the run, with exit code 0."""
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    with harness.Run(tmp_path, tensors(), slaves=1) as run:
+        start(run)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            told = tmp_path / f"told-{number}"
+            command = f"{sys.executable} {tmp_path / 'sleeper.py'} {told}"
+            words = [sys.executable, "-m", "dips.cli", "follow", "--master", run.address, "--command", command]
+            follower = run._start("follower", words)
+            run.until(lambda told=told: told.exists() and told.read_text(), 60, "the command runs")
+            pid = int(told.read_text())
+            os.kill(follower.pid, number)
+            follower.wait_for_end(30)
+            assert follower.code == 0 and told.read_text() == "ended"
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        with run.ledger() as ledger:
+            (peer,) = ledger.read_state().clusters
+        assert peer.name == "follow.puller" and peer.inc == 2 and peer.ended
+
+
 @pytest.mark.timeout(240)
 def test_with_certificates_a_puller_pulls_and_so_does_on_version(tmp_path: Path) -> None:
     """Over encrypted lanes, by the role `puller`; another role's certificate is refused before anything is asked."""
