@@ -260,14 +260,14 @@ async def follow_versions(
     take       called with each version that is whole: a later one than the last or, after a rollback, an earlier one.
                The next is pulled when it returns; versions that pass meanwhile are left out
     warn       called with a sentence when master or slaves do not answer, which is tried again
-    Errors     those of VersionPuller until it has joined once; then Denied, ConfigError, those of `make_room`, `take`
+    Errors     those of VersionPuller until a version has come; then Denied, ConfigError, those of `make_room`, `take`
     """
     following = _Following(master, name, make_room, take, warn)
     while True:
         try:
             return await following.join_and_pull()
         except (Unavailable, Stale) as error:
-            if not following.has_joined:
+            if not following.has_pulled:
                 raise
             warn(f"{error}; tried again in {AGAIN_S:g} s")
             await asyncio.sleep(AGAIN_S)
@@ -282,19 +282,18 @@ class _Following:
     make_room: MakeRoom
     take: Callable[[VersionId], Awaitable[None]]
     warn: Warn
-    has_joined: bool = False
+    has_pulled: bool = False  # a version; until then the caller is told what fails, and may be wrong
     held: VersionId | None = None  # by the array; None: nothing whole
     taken: VersionId | None = None
 
     async def join_and_pull(self) -> VersionId:
         """Follow as one incarnation; return the run's last version."""
         async with VersionPuller(self.master, self.name) as puller:
-            self.has_joined = True
             while await puller.wait_for_news(self.taken):
                 try:
                     await self._pull_version(puller)
                 except (Unavailable, Stale) as error:
-                    if puller.is_over:
+                    if puller.is_over or not self.has_pulled:
                         raise
                     self.warn(f"{error}; tried again in {AGAIN_S:g} s")
                     await asyncio.sleep(AGAIN_S)
@@ -303,7 +302,7 @@ class _Following:
 
     async def _pull_version(self, puller: VersionPuller) -> None:
         before, self.held = self.held, None  # while it moves
-        self.held = (await puller.pull(self.make_room, held=before)).version
+        self.held, self.has_pulled = (await puller.pull(self.make_room, held=before)).version, True
         if self.held != self.taken:
             await self.take(self.held)
             self.taken = self.held

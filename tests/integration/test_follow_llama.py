@@ -26,7 +26,7 @@ from dips.ids import VersionId
 from dips.slave.export import export_snapshot
 from tests.integration import cluster_harness as harness
 
-# FOLLOW_FULL=1: some 20 minutes on two cores.
+# FOLLOW_FULL=1: four minutes on two busy cores.
 VERSIONS, KILLS = (100, 20) if os.environ.get("FOLLOW_FULL") else (20, 4)
 PROMPT, NEW_TOKENS = [1, 5, 9, 2], 12
 SLAVES = 2
