@@ -187,7 +187,7 @@ def end_incarnation(
     was settled since that heartbeat than it had reported in all.
     """
     if cluster.reads:
-        consumed = reported_lost = 0
+        consumed = reported_lost = 0  # whatever its heartbeats say
     committed = cluster.push if cluster.push and cluster.push.committed else None
     if cluster.push and not committed:
         push_pull.drop_push(run, cluster, reason)
@@ -301,6 +301,6 @@ def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
 def on_tokens_reported(run: RunState, event: TokensReported) -> None:
     """Record the progress of the present incarnation, for its next push and in case it is fenced."""
     cluster = run.clusters.get(event.cluster)
-    if cluster is not None and cluster.inc == event.inc and not cluster.reads:
+    if cluster is not None and cluster.inc == event.inc:
         cluster.consumed, cluster.lost = event.tokens_consumed, event.tokens_lost
         cluster.told = (cluster.told or ToldProgress()).raised(event.tokens_consumed, event.inner_steps)
