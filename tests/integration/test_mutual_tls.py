@@ -105,7 +105,7 @@ async def test_another_role(enrolled: Enrolled) -> None:
     ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
     viewer = source_of(enrolled.enroll("west", PeerRole.VIEWER), "west", PeerRole.VIEWER)
     async with master(ours) as (address, _):
-        with pytest.raises(Denied, match="is for cluster or operator; this certificate is of viewer 'west'"):
+        with pytest.raises(Denied, match="is for cluster or operator or puller; this certificate is of viewer 'west'"):
             await join(master_peer(address, viewer), "west")
 
 
