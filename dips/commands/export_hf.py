@@ -52,6 +52,7 @@ def write_hf_directory(file: Path, directory: Path, source: ModelSource) -> None
     aside = directory.with_name(f".unfinished-{directory.name}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
+        aside.mkdir(mode=0o700)  # as the file of another export: for its owner
         model.save_pretrained(aside)
         for pattern in COPIED if like else ():
             for path in sorted(like.glob(pattern)):  # type: ignore[union-attr]

@@ -103,6 +103,7 @@ def test_the_directory_is_read_by_from_pretrained(
 ) -> None:
     """Bit for bit the trained model's logits, with its configuration; the head is the embedding, one tensor."""
     assert str(V3) in exported.export(tmp_path / "hf", "--format", "hf", "--factory", f"{__name__}:build")
+    assert (tmp_path / "hf").stat().st_mode & 0o777 == 0o700, "for its owner"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert torch.equal(logits_of(model), logits_of(trained))
     assert model.config.num_hidden_layers == 2
