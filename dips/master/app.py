@@ -20,7 +20,7 @@ from dips.errors import ConfigError
 from dips.files import keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import MASTER_NAME, PeerRole
-from dips.master import genesis, operate, restore, waiting
+from dips.master import genesis, operate, restore, standby, waiting
 from dips.master.core import MasterCore, Step
 from dips.master.journal import SEGMENTS_KEPT, Journal
 from dips.master.ledger import Ledger
@@ -69,6 +69,10 @@ def serve_command(
         str | None,
         typer.Option(help="debug (every event and order), info, warning or error, instead of the file's log_level."),
     ] = None,
+    stands_by: Annotated[
+        bool,
+        typer.Option("--standby", help="Wait until the master that serves is lost, then take its place."),
+    ] = False,
 ) -> None:
     """The master of one run: decides which push counts and when the global model takes its next outer step.
 
@@ -76,6 +80,9 @@ def serve_command(
     started again on the same directory it goes on from the last version, and clusters and slaves reconnect to it.
     One master for a run: a second one on the same ledger refuses to start. The master starts and supervises slaves
     whose `supervisor` is `exec`; SIGTERM stops them, too.
+
+    With --standby, on another machine and with the same `master.mirror`, it takes the place of a master that is lost,
+    and opens no port before. Both machines may run this command; clusters and slaves dial a name that leads to both.
 
     Its decisions and their inputs are in <master.directory>/journal-*.jsonl (the newest eight).
 
@@ -94,7 +101,7 @@ def serve_command(
     fixed = logs.check_level(log_level)
     run_file = load_run(config)
     log = logs.configure_log("master", run_file.shared.run, fixed or run_file.log_level)
-    raise typer.Exit(asyncio.run(serve(run_file, log, file=config, fixed_level=fixed is not None)))
+    raise typer.Exit(asyncio.run(serve(run_file, log, file=config, fixed_level=fixed is not None, stands_by=stands_by)))
 
 
 def main() -> None:
@@ -109,11 +116,13 @@ async def serve(
     ready: Callable[[str], None] = lambda _: None,
     file: Path | None = None,
     fixed_level: bool = False,
+    stands_by: bool = False,
 ) -> int:
     """Serve until stopped; return the exit code. `ready` is called with host:port once calls are answered.
 
     `file` is the path of `config`: it is watched while the master runs, and the slaves that the master starts read it.
-    With `fixed_level` the file does not change the log's level.
+    With `fixed_level` the file does not change the log's level. With `stands_by` it first waits until the master that
+    serves is lost.
 
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
@@ -128,9 +137,12 @@ async def serve(
         connections = CLUSTERS * AGENT_CONNECTIONS + slaves * SLAVE_CONNECTIONS
         daemon.raise_open_files(connections, f"{CLUSTERS} clusters and {slaves} slaves", log)
         make_private_directory(config.master.directory, "master.directory")
-        restore.restore_if_lost(config, log)
         files = config.tls_files(MASTER_NAME, PeerRole.MASTER)
         tls = daemon.open_certificates(files, MASTER_NAME, PeerRole.MASTER, config.shared.run, log)
+        if not stands_by:
+            restore.restore_if_lost(config, log)
+        elif not await standby.stand_by(config, tls, log, stack):
+            return 0
         guard = Guard(tls, config.clusters) if tls is not None else None
         report = partial(_report_call, log)
         if not genesis.ledger_path(config).exists():
@@ -150,7 +162,7 @@ async def serve(
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
         page = MasterPage(config.shared.agreed)
-        runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page)
+        runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page, stands_by)
         checker = await _add_services(server, runtime, guard, row, _describe_run(config, row), _name_page(config))
         await server.start()
         await _serve_http(config, tls, runtime, page, log, stack)
@@ -181,14 +193,14 @@ def _report_call(log: logs.Log, method: str, error: BaseException) -> None:
 
 def _build_runtime(
     config: RunFile, ledger: Ledger, outside: MasterOutside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack,
-    page: MasterPage,
+    page: MasterPage, stands_by: bool,
 ) -> Runtime:  # fmt: skip
     """Begin a term and build the state machines from the ledger's state."""
     term, now, timing = ledger.start_term(), time.monotonic(), config.timing_options()
     journal = Journal(config.master.directory, config.shared.run, term, SEGMENTS_KEPT, log)
     stack.callback(journal.close)
     state = ledger.read_state()
-    outside.begin_mirror(config, term, log)
+    outside.begin_mirror(config, term, log, bound=stands_by)
     _warn_of_other_targets(config, ledger, log)
     timeline.record_mark("term_begins", term=term)
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
@@ -198,7 +210,10 @@ def _build_runtime(
     page.recall_ledger(ledger, state)
     step = page.watch_steps(_logged_step(coordinator, journal, log))
     core = MasterCore(coordinator, Judge.from_state(timing, state, now), timing, now, step=step)
-    return Runtime(core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal)
+    return Runtime(
+        core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal, left_s=outside.left_s,
+        explain_end=outside.explain_end,
+    )  # fmt: skip
 
 
 def _warn_of_other_targets(config: RunFile, ledger: Ledger, log: logs.Log) -> None:

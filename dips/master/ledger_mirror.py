@@ -3,7 +3,11 @@
 The master waits for the mirror as it waits for its own disk, up to MIRROR_S. A mirror that takes longer, is full or
 gone is no longer waited for: rounds go on, `dips status` shows how far it lags, and it is waited for again as soon as
 it has caught up. So a ledger that is restored from a mirror that kept up has everything that was ever acknowledged;
-from one that lagged it may not, and restore.py provides for that.
+from one that lagged it may not, and restore.py provides for that. While a standby may take over (`bind`) it is waited
+for without end: then the lease decides (standby.py).
+
+A later term is looked for after each write and before its effects leave; who claims a term does so before it reads. So
+either this master finds the claim, or its successor finds the transaction: no clock is needed for that.
 
 One daemon thread writes, in order. The queue is bounded: a mirror that falls too far behind gets a new base instead.
 """
@@ -30,6 +34,7 @@ from dips.transport.backoff import Backoff
 MOST_QUEUED = 1_000  # transactions; with more, a new base is mostly smaller than what it replaces
 LOGS_TO_A_BASE = 1_000  # transactions, then a new base, so that a restore reads no more files
 BACKOFF_S = (0.5, 30.0)  # first and longest pause between two tries of a mirror that fails
+BOUND_PAUSE_S = 0.5  # longest such pause while it is waited for without end
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class LedgerMirror:
         self._unqueued = 0  # transactions that the next base contains
         self._reason = "nothing was written yet"
         self._logs = 0
-        self._ended = self._fenced = False
+        self._ended = self._fenced = self._bound = False
         self._thread = threading.Thread(target=self._keep, name="ledger-mirror", daemon=True)
 
     def start(self) -> bool:
@@ -88,16 +93,33 @@ class LedgerMirror:
             if self._fenced:
                 raise StaleTerm(self._reason)
             self._put(_Waiting(number, MirroredTransaction(tuple(records), wall), self._clock(), done))
-            if self._behind:
+            if self._behind and not self._bound:
                 return
+        written = asyncio.wrap_future(done)
         try:
             async with asyncio.timeout(self._patience_s):
-                await asyncio.wrap_future(done)
+                await asyncio.shield(written)
         except TimeoutError:
             with self._changed:
                 self._fall_behind(f"it took longer than {self._patience_s:g} s")
+                waits = self._bound
+            if waits:
+                await written
         if self._fenced:
             raise StaleTerm(self._reason)
+
+    def bind(self) -> bool:
+        """Wait for the mirror without end from now on, unless it lags; return whether it is waited for."""
+        with self._changed:
+            self._bound = self._bound or not self._behind
+            return self._bound and not self._behind
+
+    def unbind(self) -> None:
+        """Wait no longer than the patience again; what waits for a mirror that lags leaves."""
+        with self._changed:
+            self._bound = False
+            if self._behind:
+                self._release_all()
 
     def view(self) -> LedgerMirrorView:
         """Return how far the mirror lags, for status and metrics."""
@@ -134,9 +156,6 @@ class LedgerMirror:
     def _keep(self) -> None:
         while self._wait_for_work():
             try:
-                self._require_newest()
-                if self._fenced:
-                    continue
                 if self._base_due:
                     self._write_base()
                 else:
@@ -145,17 +164,18 @@ class LedgerMirror:
             except (DipsError, OSError, RuntimeError) as error:  # RuntimeError: the ledger's thread has ended
                 pause_s = self._backoff.next_pause_s()
                 with self._changed:
-                    self._fall_behind(str(error))
-                    self._release_all()
-                    self._changed.wait_for(lambda: self._ended, pause_s)
+                    if not self._bound:
+                        self._fall_behind(str(error))
+                        self._release_all()
+                    self._changed.wait_for(lambda: self._ended, min(pause_s, BOUND_PAUSE_S if self._bound else pause_s))
 
     def _wait_for_work(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._base_due or bool(self._queue))
             return not self._ended
 
-    def _require_newest(self) -> None:
-        """Stop if a later master has begun in this mirror; slaves fence this one, but it should end before that."""
+    def _is_newest(self) -> bool:
+        """Return whether no later term is claimed in this mirror; end if one is. Called after each write."""
         newest = restore.newest_term(self._store)
         if newest > self._term:
             with self._changed:
@@ -163,10 +183,13 @@ class LedgerMirror:
                 self._fall_behind(f"this is term {self._term}, its mirror {self._store.url} has term {newest}")
                 self._release_all()
                 self._ended = True
+        return not self._fenced
 
     def _write_base(self) -> None:
         number, content = self._take_base()
         restore.write_base(self._store, self._run, self._term, number, content)
+        if not self._is_newest():
+            return
         with self._changed:
             self._base_due, self._logs, self._unqueued = False, 0, 0
             while self._queue and self._queue[0].number <= number:
@@ -178,6 +201,8 @@ class LedgerMirror:
         with self._changed:
             waiting = self._queue[0]
         restore.write_transaction(self._store, self._run, self._term, waiting.number, waiting.written)
+        if not self._is_newest():
+            return
         with self._changed:
             if self._queue and self._queue[0] is waiting:
                 self._queue.popleft()

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-import xxhash
-
 from dips.config import RunFile
-from dips.dataclass import dataclass
+from dips.dataclass import dataclass, replace
 from dips.errors import ConfigError, Corrupt, FailedMirror
 from dips.master import genesis
-from dips.master.ledger import Ledger, hold_ledger, put_in_place
+from dips.master.ledger import Ledger, hold_ledger, put_in_place, remove_beside
+from dips.plain import from_plain, to_plain
 from dips.protocol import codec
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import LedgerRestored, LedgerState, Record, RoundEnded, RoundReserved
-from dips.store.mirror import MirrorStore
+from dips.protocol.standby import SeenLease, TermLease
+from dips.store.mirror import MirrorStore, insist, read_sealed, seal
 from dips.telemetry.logs import Log
 
 # ---- ledger rebuild -------------------------------------------------------------------------------------------------
@@ -83,16 +83,16 @@ def _gap_records(state: LedgerState) -> list[Record]:
 #     0000000003-0000000120.base   the ledger's file as it was in term 3, after the 120th transaction of that term
 #     0000000003-0000000121.log    the records of the 121st, encoded by codec.py, with their wall-clock time
 #
-# Each begins with one line of JSON: format, run, and the length and xxh3-128 of the rest; a file that does not match
-# its line is incomplete and is not used. A ledger is the newest base of the newest term with every transaction that
+# All are sealed (dips/store/mirror.py). A ledger is the newest base of the newest term with every transaction that
 # follows it without a gap.
 
 
-FORMAT = 1
 FOLDER = "ledger"
 MOST_LOG_BYTES = 256 << 20  # a transaction of a run with thousands of clusters has some MB
 MOST_BASE_BYTES = 64 << 30
-_NAME = re.compile(r"(\d{10})-(\d{10})\.(base|log)")
+MOST_LEASE_BYTES = 1 << 16
+MOST_NUMBER = 10**10 - 1  # of ten digits
+_NAME = re.compile(r"(\d{10})-(\d{10})\.(base|log|term)")
 
 
 def newest_term(store: MirrorStore) -> int:
@@ -103,17 +103,17 @@ def newest_term(store: MirrorStore) -> int:
 def write_base(store: MirrorStore, run: str, term: int, number: int, content: bytes) -> None:
     """Write a base, then remove all files of this and earlier terms that it replaces."""
     name = f"{term:010d}-{number:010d}.base"
-    store.write_file(f"{FOLDER}/{name}", _seal_content(run, content))
-    for other in store.list_names(FOLDER):
-        found = _NAME.fullmatch(other)
-        if found and other != name and (int(found[1]), int(found[2])) <= (term, number):
-            store.remove_path(f"{FOLDER}/{other}")
+    store.write_file(f"{FOLDER}/{name}", seal(run, content))
+    for found in filter(None, map(_NAME.fullmatch, store.list_names(FOLDER))):
+        replaced = (int(found[1]), int(found[2])) <= ((term - 1, MOST_NUMBER) if found[3] == "term" else (term, number))
+        if replaced and found[0] != name:
+            store.remove_path(f"{FOLDER}/{found[0]}")
 
 
 def write_transaction(store: MirrorStore, run: str, term: int, number: int, written: MirroredTransaction) -> None:
     """Write the file of one transaction."""
     content = json.dumps([written.wall, codec.encode_value(written.records)], separators=(",", ":")).encode()
-    store.write_file(f"{FOLDER}/{term:010d}-{number:010d}.log", _seal_content(run, content))
+    store.write_file(f"{FOLDER}/{term:010d}-{number:010d}.log", seal(run, content))
 
 
 def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
@@ -134,14 +134,18 @@ def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
 
 def _list_bases(store: MirrorStore) -> list[tuple[int, int]]:
     """Return term and number of every base, the newest first."""
-    found = [match for match in map(_NAME.fullmatch, store.list_names(FOLDER)) if match and match[3] == "base"]
+    found = [
+        match
+        for match in map(_NAME.fullmatch, insist(lambda: store.list_names(FOLDER)))
+        if match and match[3] == "base"
+    ]
     return sorted(((int(m[1]), int(m[2])) for m in found), reverse=True)
 
 
 def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) -> MirroredLedger | None:
     """Return the first of these bases that is complete, with the transactions that follow it."""
     for term, number in bases:
-        base = _read_sealed(store, run, f"{term:010d}-{number:010d}.base", MOST_BASE_BYTES)
+        base = read_sealed(store, run, f"{FOLDER}/{term:010d}-{number:010d}.base", MOST_BASE_BYTES)
         if base is not None:
             return MirroredLedger(term, base, tuple(_read_transactions(store, run, term, number)))
     return None
@@ -150,41 +154,73 @@ def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) 
 def _read_transactions(store: MirrorStore, run: str, term: int, number: int) -> Sequence[MirroredTransaction]:
     """Return all transactions that follow a base without a gap; the last one may be incomplete if its master ended."""
     followed = []
-    while (content := _read_sealed(store, run, f"{term:010d}-{number + 1:010d}.log", MOST_LOG_BYTES)) is not None:
+    while (
+        content := read_sealed(store, run, f"{FOLDER}/{term:010d}-{number + 1:010d}.log", MOST_LOG_BYTES)
+    ) is not None:
         wall, spelled = json.loads(content)
         followed.append(MirroredTransaction(codec.decode_value(spelled), wall))
         number += 1
     return followed
 
 
-def _seal_content(run: str, content: bytes) -> bytes:
-    head = {"format": FORMAT, "run": run, "bytes": len(content), "xxh3": xxhash.xxh3_128_hexdigest(content)}
-    return json.dumps(head).encode() + b"\n" + content
+# ---- leases ---------------------------------------------------------------------------------------------------------
+# The lease of each term lies beside its transactions, and is one of the files that say which term is the newest:
+#
+#     0000001005-0000000000.term   made exclusively: who makes it has claimed term 1005; with each renewal the number
+#     0000001005-0000000017.term   rises, so a write that comes late replaces nothing
 
 
-def _read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | None:
-    """Return the content of a file; None if there is none, or it is incomplete."""
-    raw = store.read_file(f"{FOLDER}/{name}", most)
-    if raw is None:
-        return None
-    line, _, content = raw.partition(b"\n")
-    where = f"{store.url}/{FOLDER}/{name}"
+def claim_term(store: MirrorStore, run: str, holder: str, *, claimable: bool, above: int) -> TermLease | None:
+    """Claim the first term that a ledger restored from here may have, where `above` is the newest; None if another
+    was faster. What the mirror has after that is all that any earlier master can have told.
+    """
+    lease = TermLease(above + SPARE + 1, 0, holder, claimable)  # which `build_file` begins
+    return lease if write_lease(store, run, lease) else None
+
+
+def write_lease(store: MirrorStore, run: str, lease: TermLease) -> bool:
+    """Write a lease, number 0 exclusively; return whether the term is its holder's."""
+    name = _name_lease(lease.term, lease.number)
+    content = seal(run, json.dumps(to_plain(lease)).encode())
+    if lease.number == 0:
+        return store.create_whole(name, content)
+    store.write_file(name, content)
+    return True
+
+
+def remove_leases_before(store: MirrorStore, lease: TermLease) -> None:
+    """Remove the leases of this term that were written before; number 0 stays, so that the term is claimed once."""
+    for found in filter(None, map(_NAME.fullmatch, store.list_names(FOLDER))):
+        if found[3] == "term" and int(found[1]) == lease.term and 0 < int(found[2]) < lease.number:
+            store.remove_path(f"{FOLDER}/{found[0]}")
+
+
+def look_at_lease(store: MirrorStore, run: str) -> SeenLease:
+    """Return the newest term and its lease, or what is wrong with it; raise FailedMirror if the store fails."""
+    names = insist(lambda: store.list_names(FOLDER))
+    found = [(int(m[1]), int(m[2]), m[3]) for m in map(_NAME.fullmatch, names) if m]
+    newest = max((term for term, _, _ in found), default=0)
+    number = max((n for term, n, kind in found if (term, kind) == (newest, "term")), default=-1)
+    if number < 0:
+        return SeenLease(newest)
+    name = _name_lease(newest, number)
     try:
-        head = json.loads(line)
-        whole = (len(content), xxhash.xxh3_128_hexdigest(content)) == (head["bytes"], head["xxh3"])
-        written_by, of = head["format"], head["run"]
-    except (ValueError, KeyError, TypeError):
-        return None  # incomplete within its first line
-    if not whole:
-        return None
-    if written_by != FORMAT:
-        raise Corrupt(
-            f"{where}: expected a mirror of format {FORMAT}, got {written_by!r}; restore it with the Di-PS that "
-            "wrote it, or begin a new run from its `dips export`"
-        )
-    if of != run:
-        raise Corrupt(f"{where}: expected the ledger of run {run!r}, got one of {of!r}")
-    return content
+        content = read_sealed(store, run, name, MOST_LEASE_BYTES)
+        if content is None:
+            return SeenLease(newest, number, problem=f"{store.url}/{name}: the lease is not whole")
+        lease = from_plain(TermLease, json.loads(content))
+    except Corrupt as error:
+        return SeenLease(newest, number, problem=str(error))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return SeenLease(newest, number, problem=f"{store.url}/{name}: is no lease of this version of Di-PS: {error}")
+    if (lease.term, lease.number) != (newest, number):
+        problem = f"{store.url}/{name}: expected the lease {newest}-{number}, got {lease.term}-{lease.number}"
+        return SeenLease(newest, number, problem=problem)
+    return SeenLease(newest, number, lease)
+
+
+def _name_lease(term: int, number: int) -> str:
+    return f"{FOLDER}/{term:010d}-{number:010d}.term"
 
 
 # ---- restore --------------------------------------------------------------------------------------------------------
@@ -192,6 +228,8 @@ def _read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | 
 
 
 ASIDE = ".restoring"
+RESTORING = "a master that restores"  # the holder of the term of a restored ledger, which serves a later one
+OLD = "ledger.old.sqlite"  # of a master whose successor serves; one is kept
 
 
 def mirror_of(config: RunFile) -> MirrorStore | None:
@@ -200,9 +238,9 @@ def mirror_of(config: RunFile) -> MirrorStore | None:
     return None if url is None else MirrorStore(url, config.shared.run, "master", of=directory)
 
 
-def restore_if_lost(config: RunFile, log: Log) -> None:
+def restore_if_lost(config: RunFile, log: Log, claimed: int | None = None) -> None:
     """Restore the ledger and the initial model from the mirror if they are lost; do nothing if they exist or have no
-    mirror.
+    mirror. A term is claimed before the mirror is read, or was by the caller; the master serves a later one.
 
     Raise ConfigError if the existing ledger is older than its mirror's; FailedMirror if a mirror that is needed cannot
     be read; Corrupt if it is of another run.
@@ -213,14 +251,18 @@ def restore_if_lost(config: RunFile, log: Log) -> None:
     if path.exists():
         _check_not_older(path, store, log)
         return
+    run = config.shared.run
     with hold_ledger(path):  # one master restores it, and a second one finds it
-        found = read_newest(store, config.shared.run)
-        if found is None:
+        if not _list_bases(store):
             return  # a run that has not begun
-        genesis.fetch_initial(
-            store, config.shared.run, config.master.directory
-        )  # first: a directory with a ledger is not restored
-        state = build_file(found, path)
+        while claimed is None:
+            lease = claim_term(store, run, RESTORING, claimable=False, above=newest_term(store))
+            claimed = None if lease is None else lease.term
+        found = read_newest(store, run)
+        if found is None:
+            raise Corrupt(f"{store.url}/{FOLDER}: its bases are gone")
+        genesis.fetch_initial(store, run, config.master.directory)  # first: a directory with a ledger is not restored
+        state = build_file(replace(found, term=claimed - SPARE - 1), path)
     log.warning(
         "ledger_restored", mirror=store.url, term=found.term, head=str(state.versions[-1].version),
         transactions_since_base=len(found.transactions),
@@ -257,10 +299,32 @@ def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
     except FailedMirror as error:
         log.warning("ledger_mirror_lags", reason=str(error))
         return
-    with closing(Ledger.open(path, readonly=True, verified=False)) as ledger:  # the master verifies it when it opens it
-        term = ledger.read_term()
+    term = _term_of(path)
     if mirrored > term:
         raise ConfigError(
             f"{path} knows terms up to {term}, its mirror {store.url} has term {mirrored}: this file is an old copy; "
             "put the newest one back, or move it away to have it restored from the mirror"
         )
+
+
+def set_aside_old(config: RunFile, newest: int, log: Log) -> None:
+    """Move the ledger of a former master away, if it knows no term as new as this one, so that it can be restored."""
+    path = genesis.ledger_path(config)
+    if not path.exists() or _term_of(path) >= newest:
+        return
+    Ledger.open(path, wall=time.time, verified=False).close()  # moves its WAL into the file
+    with hold_ledger(path):
+        path.replace(path.with_name(OLD))
+        remove_beside(path)
+    log.warning("old_ledger_set_aside", ledger=str(path.with_name(OLD)), newest_term=newest)
+
+
+def own_ledger_is_newest(config: RunFile, newest: int) -> bool:
+    """Return whether this directory has the ledger of the newest term: its master only starts again."""
+    path = genesis.ledger_path(config)
+    return path.exists() and _term_of(path) >= newest
+
+
+def _term_of(path: Path) -> int:
+    with closing(Ledger.open(path, readonly=True, verified=False)) as ledger:  # the master verifies it when it opens it
+        return ledger.read_term()

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from grpc import aio
 
 from dips.config import RunFile
-from dips.errors import ConfigError, DipsError, UnavailableMaster, UnavailableSlave
+from dips.errors import ConfigError, DipsError, StaleTerm, UnavailableMaster, UnavailableSlave
 from dips.ids import VersionId
 from dips.master import restore
 from dips.master.core import (
@@ -32,10 +33,12 @@ from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
 from dips.master.meters import RoundMeters, find_newest, follow_newest
+from dips.master.standby import LeaseKeeper, name_holder
 from dips.protocol.effects import Exit, Note, Order, Reply, Result, name_subject
 from dips.protocol.events import Event, OrderAnswered, OrderFailed
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.records import Record
+from dips.protocol.slaves import EXIT_STALE
 from dips.protocol.view import RunView
 from dips.tasks import Fail, start_task
 from dips.telemetry import logs
@@ -171,23 +174,40 @@ class MasterOutside:
         self._thread = ThreadPoolExecutor(1, "ledger")
         self._written = 0  # transactions of this term, counted on the ledger's thread
         self._mirror: LedgerMirror | None = None
+        self._lease: LeaseKeeper | None = None
         self._on_version: VersionProcesses | None = None
         self._track: TrackProcesses | None = None
         self._newest = find_newest(ledger.read_history(ROUNDS_BACK))  # replaced as a whole
         self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
 
-    def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
-        """Begin to mirror the ledger; waits for the first base as long as for a transaction."""
+    def begin_mirror(self, config: RunFile, term: int, log: logs.Log, *, bound: bool = False) -> None:
+        """Claim the term in the mirror, and begin to mirror the ledger; waits for each as long as for a transaction.
+
+        With `bound` it waits for the mirror without end. Raise StaleTerm if another master has a later term.
+        """
         store = restore.mirror_of(config)
         if store is None:
             return
         if store.shares_disk():
             log.warning("mirror_on_the_same_disk", mirror=store.url, problem="lost with the ledger; is it mounted?")
+        run, directory = config.shared.run, config.master.directory
+        self._lease = LeaseKeeper(store, run, term, name_holder(config), directory, log, bound=bound)
+        if not self._lease.start(MIRROR_S):
+            raise StaleTerm(self._lease.explain_end())
         self._mirror = LedgerMirror(
-            store, config.shared.run, term, lambda: self._thread.submit(self._take_base).result(),
+            store, run, term, lambda: self._thread.submit(self._take_base).result(),
             MIRROR_S, time.monotonic, log,
         )  # fmt: skip
         self._mirror.start()
+        self._lease.follow_mirror(self._mirror)
+
+    def left_s(self) -> float:
+        """Return how long this master may serve from now on: inf without a lease that a standby watches."""
+        return inf if self._lease is None else self._lease.left_s()
+
+    def explain_end(self) -> str:
+        """Return why it may not serve any more."""
+        return "" if self._lease is None else self._lease.explain_end()
 
     def begin_on_version(self, config: RunFile, file: Path | None, log: logs.Log, fail: Fail) -> None:
         """Begin to run the run file's command for every n-th version; `fail` is called with exceptions of its task."""
@@ -221,6 +241,7 @@ class MasterOutside:
             view,
             newest=self._newest,
             ledger_mirror=None if self._mirror is None else self._mirror.view(),
+            lease=None if self._lease is None else self._lease.view(),
             on_version=None if self._on_version is None else self._on_version.view(),
             track=None if self._track is None else self._track.view(),
         )
@@ -250,6 +271,8 @@ class MasterOutside:
         if self._track is not None:
             await self._track.stop()
         await self._links.close()
+        if self._lease is not None:
+            self._lease.close()
         if self._mirror is not None:
             self._mirror.close()
         self._thread.shutdown()
@@ -285,7 +308,11 @@ class Runtime:
         log: Log,
         timeline: Timeline,
         journal: Journal | None = None,
+        left_s: Callable[[], float] = lambda: inf,
+        explain_end: Callable[[], str] = str,
     ) -> None:
+        """`left_s` returns how long this master may serve from now on; then it ends, and `explain_end` says why."""
+        self._left_s, self._explain_end = left_s, explain_end
         self._core, self._outside, self._clock = core, outside, clock
         self._log, self._timeline, self._journal, self.meters = log, timeline, journal, RoundMeters()
         self._inbox: deque[Callable[[float], None]] = deque()
@@ -293,6 +320,7 @@ class Runtime:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._last_req = 0
         self._writing: asyncio.Task[None] | None = None
+        self._lost = False  # the lease
         self._orders: set[asyncio.Task[None]] = set()
         self.on_slave_heartbeat: Callable[[SlaveHeartbeat], None] = lambda heartbeat: None  # called with each
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -354,7 +382,8 @@ class Runtime:
         try:
             ends: list[asyncio.Future[Any]] = [self._code, loop]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            await self._flush_records()
+            if not self._lost:
+                await self._flush_records()
         finally:
             tasks = [loop, *self._orders, *([self._writing] if self._writing else [])]
             for task in tasks:
@@ -370,12 +399,14 @@ class Runtime:
         try:
             while not self._code.done():
                 now = self._clock()
+                if not self._may_serve():
+                    return
                 self._core.on_wake(now)
                 while self._inbox:
                     self._inbox.popleft()(now)
                 self._core.tick(now)
                 self._carry_out(self._core.take_actions())
-                await self._sleep_until(self._core.sleep_until(now))
+                await self._sleep_until(min(self._core.sleep_until(now), self._clock() + self._left_s()))
         except Exception as error:  # noqa: BLE001 (whatever it is: the core's state can no longer be trusted)
             self._log.critical("the coordinator failed", error=repr(error), exc_info=error)
             self.stop(EXIT_BUG)
@@ -402,7 +433,19 @@ class Runtime:
 
     # ---- carrying out ----------------------------------------------------------------------------------------------
 
+    def _may_serve(self) -> bool:
+        """Return whether the lease lasts; if not, end: a standby may begin soon, and nothing leaves any more."""
+        if self._left_s() > 0.0:
+            return True
+        if not self._code.done():
+            self._lost = True
+            self._log.error("exit", code=EXIT_STALE, reason=self._explain_end())
+            self.stop(EXIT_STALE)
+        return False
+
     def _carry_out(self, actions: list[Action]) -> None:
+        if not self._may_serve():
+            return
         for action in actions:
             match action:
                 case Order():

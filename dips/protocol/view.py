@@ -220,6 +220,32 @@ class LedgerMirrorView:
 
 
 @dataclass(frozen=True, slots=True)
+class StandbyView:
+    """A second master that waits."""
+
+    name: str = ""
+    ready: bool = False
+    reason: str = ""
+    heard_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseView:
+    """The lease of the master that serves, in its mirror."""
+
+    holder: str = ""
+    claimable: bool = False  # a standby takes over when it is not renewed
+    age_s: float | None = None
+    reason: str = ""  # why it could not be renewed
+    standbys: tuple[StandbyView, ...] = ()
+
+    @property
+    def ready(self) -> int:
+        """Return how many standbys would take over now."""
+        return sum(standby.ready for standby in self.standbys) if self.claimable else 0
+
+
+@dataclass(frozen=True, slots=True)
 class VersionProcessView:
     """`master.on_version`: what runs, and how the last one ended."""
 
@@ -284,6 +310,7 @@ class RunView:
     pace_warning: str = ""  # why clusters that should push together cannot
     newest: NewestView = NewestView()
     ledger_mirror: LedgerMirrorView | None = None
+    lease: LeaseView | None = None
     on_version: VersionProcessView | None = None
     track: TrackView | None = None
     journal: JournalView | None = None

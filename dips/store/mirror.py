@@ -12,20 +12,23 @@ in the mirror and a note of it in the mirrored directory: from then on a place w
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import fsspec
+import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
-from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedMirror
+from dips.errors import ConfigError, Corrupt, CorruptSnapshot, DipsError, FailedMirror
 from dips.files import make_directory, sync_path, write_durably
 from dips.ids import VersionId
 from dips.store.files import ASIDE, SyncQueue, copy_layer, require_sizes, write_manifest
@@ -36,7 +39,10 @@ MARKER = "dips-mirror"  # a file in each folder of a mirror, with unique content
 SEEN = "mirror.seen"  # a file in the mirrored directory: the mirror's URL and marker
 MOST_MARKER_BYTES = 4096
 MOST_MANIFEST_BYTES = 64 << 20
+FORMAT = 1  # of sealed files
+TRIES, AGAIN_S = 4, 0.1  # of a small request; a store that is busy refuses some
 _SECRET = re.compile("//[^/@]*@")  # user and password, which must not be logged
+T = TypeVar("T")
 
 
 class MirrorStore:
@@ -104,6 +110,25 @@ class MirrorStore:
         with self._translate_errors(name):
             self._require_mirror(marks=True)
             self._put_path(self._full_path(name), content)
+
+    def create_whole(self, name: str, content: bytes) -> bool:
+        """Write a whole file under a name that is free; return False, and change nothing, if it is taken by another.
+
+        Of several that try at once one succeeds. A file with just this content is this one: an answer was lost.
+        """
+        with self._translate_errors(name):
+            self._require_mirror(marks=True)
+            path = self._full_path(name)
+            try:
+                if self._local:
+                    self._link_new(Path(path), content)
+                else:
+                    self._fs.pipe_file(path, content, mode="create")
+            except FileExistsError:
+                self._fs.invalidate_cache()
+                found: bytes = self._fs.cat_file(path)
+                return found == content
+        return True
 
     @contextmanager
     def create_file(self, name: str) -> Iterator[IO[bytes]]:
@@ -174,6 +199,21 @@ class MirrorStore:
         make_directory(path.parent)
         write_durably(path, content, path.with_name(ASIDE + path.name))
 
+    @staticmethod
+    def _link_new(path: Path, content: bytes) -> None:
+        """Make a durable file appear whole under a free name; raise FileExistsError if it is taken."""
+        make_directory(path.parent)
+        aside = path.with_name(f"{ASIDE}{uuid.uuid4().hex}")
+        try:
+            with aside.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(aside, path)
+            sync_path(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+
     def _require_mirror(self, *, marks: bool = False) -> None:
         """Raise FailedMirror unless the mirror exists and is the one written to before; with `marks` mark a new one."""
         if self._local and not Path(self._root).is_dir():
@@ -225,6 +265,54 @@ class MirrorStore:
 
 def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+def insist(request: Callable[[], T]) -> T:
+    """Repeat a small request that a busy store refuses; raise FailedMirror if it fails TRIES times in a row."""
+    for _ in range(TRIES - 1):
+        try:
+            return request()
+        except FailedMirror:
+            time.sleep(AGAIN_S)
+    return request()
+
+
+# ---- sealed files ---------------------------------------------------------------------------------------------------
+# Files that are read whole: one line of JSON with format, run, and the length and xxh3-128 of the rest. A file that
+# does not match its line is incomplete and is not used.
+
+
+def seal(run: str, content: bytes) -> bytes:
+    """Return the bytes of a sealed file."""
+    head = {"format": FORMAT, "run": run, "bytes": len(content), "xxh3": xxhash.xxh3_128_hexdigest(content)}
+    return json.dumps(head).encode() + b"\n" + content
+
+
+def read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | None:
+    """Return the content of a sealed file; None if there is none, or it is incomplete. Raise Corrupt if it is of
+    another run or format, FailedMirror if the store fails.
+    """
+    raw = insist(lambda: store.read_file(name, most))
+    if raw is None:
+        return None
+    line, _, content = raw.partition(b"\n")
+    where = f"{store.url}/{name}"
+    try:
+        head = json.loads(line)
+        whole = (len(content), xxhash.xxh3_128_hexdigest(content)) == (head["bytes"], head["xxh3"])
+        written_by, of = head["format"], head["run"]
+    except (ValueError, KeyError, TypeError):
+        return None  # incomplete within its first line
+    if not whole:
+        return None
+    if written_by != FORMAT:
+        raise Corrupt(
+            f"{where}: expected a mirror of format {FORMAT}, got {written_by!r}; restore it with the Di-PS that "
+            "wrote it, or begin a new run from its `dips export`"
+        )
+    if of != run:
+        raise Corrupt(f"{where}: expected the ledger of run {run!r}, got one of {of!r}")
+    return content
 
 
 # ---- copies of versions ---------------------------------------------------------------------------------------------

@@ -1,0 +1,368 @@
+"""The two masters' shells around dips/protocol/standby.py: one renews the lease in its mirror, the other waits for it.
+
+    <mirror>/<run>/master/ledger/0000001005-0000000017.term    the lease (restore.py)
+    <mirror>/<run>/master/standby/NAME                         a standby that is there; changed as long as it runs
+
+Each is written by one thread or task of one process. A store that fails for longer than a lease ends the master that
+serves (exit code 75) only if a standby may take over; otherwise rounds go on, as without a standby.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Protocol
+
+from prometheus_client.core import Metric
+
+from dips import daemon
+from dips.config import RunFile
+from dips.errors import ConfigError, Corrupt, DipsError, FailedMirror
+from dips.files import write_durably
+from dips.http import HttpSubject
+from dips.master import restore
+from dips.protocol.standby import (
+    LOOK_S,
+    RENEW_S,
+    LeaseHolder,
+    LeaseWatch,
+    PresentStandbys,
+    StandbyState,
+)
+from dips.protocol.view import LeaseView, StandbyView
+from dips.store.mirror import MirrorStore, insist, read_sealed, seal
+from dips.telemetry.logs import Log
+from dips.telemetry.metrics import MetricRow, Status, make_families
+from dips.transport.tls import TlsSource
+
+FOLDER = "standby"
+BOUND = "lease.bound"  # a file in the master's directory: a standby may have been told that it may claim
+MOST_STANDBYS = 8  # that are read; more are not told of
+MOST_BYTES = 1 << 16  # of a standby's file
+AGAIN_S = 0.5  # between two tries of a store that fails
+
+
+def read_clock() -> float:
+    """Return monotonic seconds that go on while the machine sleeps: a lease ends then, too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def name_holder(config: RunFile) -> str:
+    """Return this process's name for people."""
+    return f"{socket.gethostname()} ({config.master.listen}, pid {os.getpid()})"
+
+
+# ---- who serves -----------------------------------------------------------------------------------------------------
+
+
+class BindableMirror(Protocol):
+    """The part of LedgerMirror that the keeper uses."""
+
+    def bind(self) -> bool: ...
+    def unbind(self) -> None: ...
+
+
+class LeaseKeeper:
+    """Keeps the lease of one term in the store, on a thread of its own, since a base may take long to write."""
+
+    def __init__(
+        self,
+        store: MirrorStore,
+        run: str,
+        term: int,
+        holder: str,
+        directory: Path,
+        log: Log,
+        *,
+        bound: bool = False,
+        claimed_at: float | None = None,
+        clock: Callable[[], float] = read_clock,
+    ) -> None:
+        """Keep the lease of this term, which the first write claims, or which was claimed by a write begun at
+        `claimed_at`.
+
+        With `bound`, or the file BOUND in the directory, nothing is served without a lease.
+        """
+        self._store, self._run, self._log, self._clock = store, run, log, clock
+        self.term, self._name, self._note = term, holder, directory / BOUND
+        self._changed = threading.Condition()
+        self._holder = LeaseHolder(term, holder, bound=bound or self._note.exists())
+        self._present = PresentStandbys()
+        self._standbys: tuple[StandbyView, ...] = ()
+        self._mirror: BindableMirror | None = None
+        self._reason = ""
+        self._tried = self._written = self._ended = self._hurry = False
+        if claimed_at is not None:
+            self._holder.on_written(self._holder.begin_write(bound, claimed_at), term, claimed_at)
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+
+    def start(self, patience_s: float) -> bool:
+        """Write the first lease; return whether the term is this master's, or it may serve without a lease.
+
+        A store that fails is waited for, unless no standby can have taken over.
+        """
+        self._thread.start()
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._tried, patience_s) or not self._is_decided():
+                self._log.warning("lease_awaited", store=self._store.url, reason=self._reason)
+                self._tried = False
+            return not self._holder.over
+
+    def follow_mirror(self, mirror: BindableMirror) -> None:
+        """Let standbys take over from now on, as far as this mirror keeps up."""
+        with self._changed:
+            self._mirror, self._hurry = mirror, True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop writing; a write in progress is not waited for."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def left_s(self) -> float:
+        """Return how long this master may serve from now on: inf without a standby, below 0 if it must stop."""
+        with self._changed:
+            return self._holder.serves_until() - self._clock()
+
+    def explain_end(self) -> str:
+        """Return why this master may not serve any more."""
+        with self._changed:
+            why = self._reason or "a later term is claimed there"
+            return f"the lease of term {self.term} in {self._store.url} has ended: {why}"
+
+    def view(self) -> LeaseView:
+        """Return the lease and the standbys, for status and metrics."""
+        with self._changed:
+            age_s = self._holder.age_s(self._clock())
+            return LeaseView(self._name, self._holder.claimable, age_s, self._reason, self._standbys)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _is_decided(self) -> bool:
+        return self._written or self._holder.over or not self._holder.bound
+
+    def _keep(self) -> None:
+        while not self._ended and not self._holder.over:
+            begun = self._clock()
+            try:
+                self._renew(begun)
+                due, reason = begun + self._holder.pause_s(bool(self._standbys)), ""
+            except (DipsError, OSError) as error:
+                due, reason = self._clock() + AGAIN_S, str(error)
+            with self._changed:
+                if reason and not self._reason:
+                    self._log.warning("lease_not_renewed", store=self._store.url, reason=reason)
+                self._reason, self._tried = reason, True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._ended or self._hurry, max(0.0, due - self._clock()))
+                self._hurry = False
+
+    def _renew(self, begun: float) -> None:
+        claimable = self._may_be_claimed() and self._write_note()
+        with self._changed:
+            lease = self._holder.begin_write(claimable, begun)
+        ours = insist(lambda: restore.write_lease(self._store, self._run, lease))
+        newest = insist(lambda: restore.newest_term(self._store)) if ours else lease.term + 1
+        with self._changed:
+            self._holder.on_written(lease, newest, self._clock())
+            self._written = not self._holder.over
+        if self._holder.over:
+            return
+        if not lease.claimable:
+            self._note.unlink(missing_ok=True)
+            if self._mirror is not None:
+                self._mirror.unbind()
+        restore.remove_leases_before(self._store, lease)
+        self._look_for_standbys()
+
+    def _may_be_claimed(self) -> bool:
+        """Return whether a standby may take over: one is there, and the mirror has all that was told."""
+        if self._mirror is None:
+            return self._holder.bound
+        return any(standby.ready for standby in self._standbys) and self._mirror.bind()
+
+    def _write_note(self) -> bool:
+        """Note durably that a standby may be told so, before it is; return whether that could be done."""
+        try:
+            if not self._note.exists():
+                write_durably(self._note, f"term {self.term}\n".encode(), self._note.with_suffix(".tmp"))
+        except OSError as error:
+            self._log.error("standby_not_allowed", file=str(self._note), reason=str(error))
+            return False
+        return True
+
+    def _look_for_standbys(self) -> None:
+        names = insist(lambda: self._store.list_names(FOLDER))[:MOST_STANDBYS]
+        found: dict[str, StandbyView] = {}
+        numbers: dict[str, int] = {}
+        for name in names:
+            try:
+                content = json.loads(read_sealed(self._store, self._run, f"{FOLDER}/{name}", MOST_BYTES) or b"")
+                found[name] = StandbyView(str(content["name"]), bool(content["ready"]), str(content["reason"]))
+                numbers[name] = int(content["number"])
+            except (Corrupt, ValueError, KeyError, TypeError) as error:
+                self._log.warning("standby_refused", file=f"{self._store.url}/{FOLDER}/{name}", reason=str(error))
+        now = self._clock()
+        present = self._present.on_look(numbers, now)
+        with self._changed:
+            self._standbys = tuple(replace(found[n], heard_s=self._present.heard_s(n, now)) for n in present)
+
+
+# ---- who waits ------------------------------------------------------------------------------------------------------
+
+
+SELF = (
+    MetricRow("dips_standby_ready", "ready", "1 while this standby would take over from a master that is lost."),
+    MetricRow("dips_standby_term", "term", "The newest term that this standby has seen."),
+    MetricRow("dips_standby_refused", "refused", "Leases that it could not use.", counter=True),
+    MetricRow("dips_standby_failed", "failed", "Looks at the store that failed.", counter=True),
+)
+
+
+@dataclass
+class _Counts:
+    ready: bool = False
+    term: int = 0
+    refused: int = 0
+    failed: int = 0
+
+
+class Standby:
+    """A master that waits: it reads the lease, and says that it is there."""
+
+    def __init__(self, config: RunFile, store: MirrorStore, log: Log, clock: Callable[[], float] = read_clock) -> None:
+        self._config, self._store, self._log, self._clock = config, store, log, clock
+        self._run, self._name = config.shared.run, name_holder(config)
+        self._file, self._number, self._told = f"{FOLDER}/{uuid.uuid4().hex[:12]}", 0, -inf
+        self._said: StandbyState | None = None
+        self.watch, self.counts = LeaseWatch(), _Counts()
+
+    def look(self) -> LeaseKeeper | None:
+        """Look once, and tell the master of it when that is due; return the lease if this master may serve now.
+
+        Blocks as long as the store does.
+        """
+        keeper = None
+        try:
+            keeper = self._look_once()
+            if keeper is None and self.counts.term and self._clock() - self._told >= RENEW_S:
+                self._tell()
+        except (DipsError, OSError) as error:
+            self.watch.on_failed(str(error))
+            self.counts.failed += 1
+        self.counts.ready = self.watch.state is StandbyState.READY
+        if self._said is not self.watch.state:
+            calm = self.watch.state in (StandbyState.READY, StandbyState.CLAIMS)
+            (self._log.info if calm else self._log.warning)(
+                "stands_by", state=self.watch.state.value, reason=self.watch.reason
+            )
+            self._said = self.watch.state
+        return keeper
+
+    def leave(self) -> None:
+        """Say that no standby is here any more, if the store can be told."""
+        try:
+            self._store.remove_path(self._file)
+        except FailedMirror as error:
+            self._log.warning("standby_leaves", reason=str(error))
+
+    def _look_once(self) -> LeaseKeeper | None:
+        begun = self._clock()
+        seen = restore.look_at_lease(self._store, self._run)
+        before = self.watch.state
+        self.watch.on_look(seen, begun, self._clock())
+        self.counts.term = seen.newest_term
+        self.counts.refused += self.watch.state is StandbyState.REFUSED and before is not StandbyState.REFUSED
+        if self.watch.state is not StandbyState.CLAIMS:
+            return None
+        begun = self._clock()
+        lease = restore.claim_term(self._store, self._run, self._name, claimable=True, above=seen.newest_term)
+        if lease is None:
+            return None  # another standby was faster: the next look sees its lease
+        self._log.warning("term_claimed", term=lease.term, reason=self.watch.reason)
+        return LeaseKeeper(
+            self._store, self._run, lease.term, self._name, self._config.master.directory, self._log, bound=True,
+            claimed_at=begun,
+        )  # fmt: skip
+
+    def _tell(self) -> None:
+        state = self.watch.state
+        self._number += 1
+        # Ready for a lease that allows it: the master allows it when one is there.
+        ready = state in (StandbyState.READY, StandbyState.FORBIDDEN)
+        content = {"name": self._name, "number": self._number, "ready": ready, "reason": self.watch.reason}
+        insist(lambda: self._store.write_file(self._file, seal(self._run, json.dumps(content).encode())))
+        self._told = self._clock()
+
+
+async def stand_by(config: RunFile, tls: TlsSource | None, log: Log, stack: AsyncExitStack) -> bool:
+    """Wait until this master is to serve; return False if it was stopped before. Its ledger is in place then.
+
+    A term that it claimed for the restore is renewed until its ledger's next one is; `stack` ends that.
+
+    Raise ConfigError if the run file is not one of a standby.
+    """
+    store = restore.mirror_of(config)
+    if store is None:
+        raise ConfigError("master.mirror: a standby needs the mirror of the master whose place it takes, got none")
+    if any(slave.supervisor == "exec" for slave in config.slaves):
+        raise ConfigError("slaves.supervisor: slaves that a standby starts would be on its own machine: got exec")
+    standby, stopped = Standby(config, store, log), asyncio.Event()
+    async with AsyncExitStack() as waiting:
+        subject = HttpSubject(
+            "master", lambda: standby.counts, _collect, lambda: f"stands by: {standby.watch.reason}",
+            daemon.list_disks(config.master.directory, config.master.mirror),
+        )  # fmt: skip
+        await daemon.open_http(config.master.http, config.http_token, tls, subject, log, waiting)
+        waiting.enter_context(daemon.end_signals(stopped.set))
+        stopping = asyncio.ensure_future(stopped.wait())
+        waiting.callback(stopping.cancel)
+        serves = None
+        while serves is None and not stopping.done():
+            work = asyncio.ensure_future(asyncio.to_thread(_try_to_serve, standby, config, log, stack))
+            await asyncio.wait([work, stopping], return_when=asyncio.FIRST_COMPLETED)
+            serves = work.result() if work.done() else None
+            if serves is None:
+                await asyncio.wait([stopping], timeout=LOOK_S)
+        leaving = asyncio.ensure_future(asyncio.to_thread(standby.leave))
+        await asyncio.wait([leaving], timeout=LOOK_S)
+    return serves is not None
+
+
+def _try_to_serve(standby: Standby, config: RunFile, log: Log, stack: AsyncExitStack) -> bool | None:
+    """Look once; return True if this master is to serve, with its ledger in place."""
+    keeper = standby.look()
+    if keeper is None:
+        newest, state = standby.counts.term, standby.watch.state
+        ours = state is not StandbyState.LOOKING and restore.own_ledger_is_newest(config, newest)
+        return True if ours else None
+    stack.callback(keeper.close)
+    return _take_over(config, keeper, log) or None
+
+
+def _take_over(config: RunFile, keeper: LeaseKeeper, log: Log) -> bool:
+    """Restore the ledger while the lease of the claimed term is renewed; the master then begins the next term.
+
+    Return False if the term is over already.
+    """
+    if not keeper.start(RENEW_S):
+        log.warning("term_lost", term=keeper.term, reason=keeper.explain_end())
+        return False
+    restore.set_aside_old(config, keeper.term, log)
+    restore.restore_if_lost(config, log, claimed=keeper.term)
+    return True
+
+
+def _collect(status: Status) -> Iterator[Metric]:
+    yield from make_families(SELF, [((), status)], ())

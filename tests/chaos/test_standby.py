@@ -1,0 +1,137 @@
+"""Two masters on one mirror: one is lost, cut off or stopped, the other serves; no version is lost, none counts twice.
+
+Each master is a machine: a directory, an address, and a way to the mirror that can be taken away. Lines lead to the one
+that serves, as a name with both addresses does (tests/integration/test_standby.py has such a name).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dips.protocol.standby import CLAIM_S
+from tests.chaos.deployment import SEEN_S, Deployment, address
+from tests.chaos.wires import Loop
+from tests.integration.cluster_harness import Process, daemon
+
+STALE = 75
+SERVES_S = 20.0  # from the loss of a master until the other one serves
+KILLS = int(os.environ.get("DIPS_STANDBY_KILLS", "3"))
+
+
+class Pair:
+    """A deployment whose master runs on either of two machines, `a` and `b`."""
+
+    def __init__(self, directory: Path, loop: Loop) -> None:
+        self.deployment = Deployment(directory, loop, mirrors=True)
+        self.directory, self.serves, self.started = directory, "a", 0
+        self.files = dict[str, Path]()
+        self.processes = dict[str, Process]()
+        self.addresses = {"a": self.deployment.address, "b": address()}
+        shutil.move(self.deployment.master_directory, self.of("a"))
+        for name, listen in self.addresses.items():
+            self.connect(name)
+            file = yaml.safe_load(self.deployment.file.read_text())
+            file["master"] |= {"directory": str(self.of(name)), "listen": listen, "mirror": str(self.way(name))}
+            for slave in file["slaves"]:
+                slave["initial_model"] = str(self.of("a") / "initial")
+            self.files[name] = directory / f"{name}.yaml"
+            self.files[name].write_text(yaml.safe_dump(file))
+        shutil.copy(self.files["a"], self.deployment.file)
+        self.deployment.master_directory = self.of("a")
+
+    def of(self, name: str) -> Path:
+        return self.directory / f"machine-{name}"
+
+    def way(self, name: str) -> Path:
+        """The mirror, as this machine reaches it."""
+        return self.directory / f"mirror-of-{name}"
+
+    def connect(self, name: str) -> None:
+        self.way(name).symlink_to(self.directory / "mirror")
+
+    def cut_off(self, name: str) -> None:
+        """Take the mirror away from one machine."""
+        self.way(name).unlink()
+
+    def start(self, name: str) -> Process:
+        """Start a master that waits, unless its ledger is the newest."""
+        self.started += 1
+        words = [*daemon("master"), "--config", str(self.files[name]), "--standby"]
+        process = self.processes[name] = self.deployment._start(f"master-{name}-{self.started}", words)
+        return process
+
+    def wait_until_claimable(self) -> None:
+        """Wait until the master that serves lets its standby take over."""
+        self.deployment.wait_for_status(
+            lambda s: s["lease"]["claimable"] and any(x["ready"] for x in s["lease"]["standbys"]), SEEN_S,
+            "a standby is ready",
+        )  # fmt: skip
+
+    def is_serving(self, name: str) -> bool:
+        return '"serving"' in self.processes[name].log.read_text()
+
+    def lead_to(self, name: str) -> None:
+        """Lead everybody to this master."""
+        self.serves = name
+        self.deployment.address, self.deployment.master_directory = self.addresses[name], self.of(name)
+        for line in self.deployment.to_master.values():
+            line.calls.retarget(self.addresses[name])
+            line.wire.cut()
+
+    def wait_for_takeover(self, name: str, within_s: float = SERVES_S) -> float:
+        """Wait until this standby serves, and lead everybody to it; return how long that took, in seconds."""
+        since = time.monotonic()
+        self.deployment.until(lambda: self.is_serving(name), within_s, f"{name} serves")
+        took_s = time.monotonic() - since
+        self.lead_to(name)
+        return took_s
+
+    def lose(self, name: str) -> None:
+        """The machine is gone: its process and its directory."""
+        self.processes[name].kill()
+        shutil.rmtree(self.of(name))
+
+    @property
+    def other(self) -> str:
+        return "b" if self.serves == "a" else "a"
+
+
+@pytest.fixture
+def pair(tmp_path: Path, loop: Loop) -> Iterator[Pair]:
+    """A run with a master on `a` and a standby on `b` that is ready, under clusters that train."""
+    pair = Pair(tmp_path, loop)
+    with pair.deployment as deployment:
+        pair.start("a")
+        deployment.start_slaves()
+        for name in deployment.clusters:
+            deployment.cluster(name)
+        for name in deployment.clusters:
+            deployment.seen_after(deployment.timeline(name), "pull_end", within_s=90)
+        deployment._set_deadlines()
+        pair.start("b")
+        pair.wait_until_claimable()
+        yield pair
+        deployment.check()
+
+
+def test_the_masters_machine_is_lost(pair: Pair) -> None:
+    """Process and directory are gone at once: the standby serves within SERVES_S, and nothing that was told is undone."""
+    deployment = pair.deployment
+    deployment.progress(2, by=deployment.clusters)
+    told = deployment.head()
+    pair.lose("a")
+    took_s = pair.wait_for_takeover("b")
+    print(f"served after {took_s:.1f} s")
+    deployment.progress(2, by=deployment.clusters)
+    assert told in deployment.lineage()
+    with deployment.ledger() as ledger:
+        assert {p.name: p.inc for p in ledger.read_state().clusters} == dict.fromkeys(deployment.clusters, 1)
