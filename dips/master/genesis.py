@@ -26,7 +26,7 @@ from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest,
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 from dips.store.files import ASIDE, put_version, write_version
-from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, list_versions
+from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, insist, list_versions
 
 Tensor = npt.NDArray[np.float32]
 
@@ -131,7 +131,10 @@ def fetch_initial(store: MirrorStore, run: str, directory: Path) -> None:
     """Restore what is missing of the root of v0@r0 from the mirror."""
     root, shared = directory / INITIAL, directory / INITIAL_SHARED
     make_directory(root)
-    if not shared.exists() and (content := store.read_file(str(INITIAL_SHARED), MOST_SHARED_BYTES)) is not None:
+    if (
+        not shared.exists()
+        and (content := insist(lambda: store.read_file(str(INITIAL_SHARED), MOST_SHARED_BYTES))) is not None
+    ):
         write_durably(shared, content, shared.with_suffix(".tmp"))
     initial = store.subfolder(str(INITIAL))
     if not (directory / INITIAL_VERSION).exists() and GENESIS in list_versions(initial):

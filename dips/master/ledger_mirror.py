@@ -75,7 +75,8 @@ class LedgerMirror:
         """Write the first base; return whether it was written within the patience. The thread goes on in any case."""
         self._thread.start()
         with self._changed:
-            return self._changed.wait_for(lambda: not self._behind, self._patience_s)
+            self._changed.wait_for(lambda: not self._behind or self._fenced, self._patience_s)
+            return not self._behind
 
     def close(self) -> None:
         """Stop writing; a write in progress is not waited for."""
@@ -183,19 +184,29 @@ class LedgerMirror:
                 self._fall_behind(f"this is term {self._term}, its mirror {self._store.url} has term {newest}")
                 self._release_all()
                 self._ended = True
+                self._changed.notify_all()
         return not self._fenced
 
     def _write_base(self) -> None:
-        number, content = self._take_base()
-        restore.write_base(self._store, self._run, self._term, number, content)
-        if not self._is_newest():
-            return
         with self._changed:
-            self._base_due, self._logs, self._unqueued = False, 0, 0
+            self._base_due = False  # a queue that overflows from here on needs another one
+        try:
+            number, content = self._take_base()
+            restore.write_base(self._store, self._run, self._term, number, content)
+            if not self._is_newest():
+                return
+        except BaseException:
+            with self._changed:
+                self._base_due = True
+            raise
+        with self._changed:
+            self._logs = 0
             while self._queue and self._queue[0].number <= number:
                 self._end(self._queue.popleft())
-            if not self._queue:
-                self._catch_up()
+            if not self._base_due:
+                self._unqueued = 0
+                if not self._queue:
+                    self._catch_up()
 
     def _write_next(self) -> None:
         with self._changed:

@@ -7,6 +7,7 @@ import re
 import shutil
 import sqlite3
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -97,23 +98,23 @@ _NAME = re.compile(r"(\d{10})-(\d{10})\.(base|log|term)")
 
 def newest_term(store: MirrorStore) -> int:
     """Return the newest term with a file in the mirror; 0 if there is none."""
-    return max((int(found[1]) for found in map(_NAME.fullmatch, store.list_names(FOLDER)) if found), default=0)
+    return max((int(found[1]) for found in _list_files(store)), default=0)
 
 
 def write_base(store: MirrorStore, run: str, term: int, number: int, content: bytes) -> None:
     """Write a base, then remove all files of this and earlier terms that it replaces."""
     name = f"{term:010d}-{number:010d}.base"
-    store.write_file(f"{FOLDER}/{name}", seal(run, content))
-    for found in filter(None, map(_NAME.fullmatch, store.list_names(FOLDER))):
+    insist(lambda: store.write_file(f"{FOLDER}/{name}", seal(run, content)))
+    for found in _list_files(store):
         replaced = (int(found[1]), int(found[2])) <= ((term - 1, MOST_NUMBER) if found[3] == "term" else (term, number))
         if replaced and found[0] != name:
-            store.remove_path(f"{FOLDER}/{found[0]}")
+            _remove(store, found[0])
 
 
 def write_transaction(store: MirrorStore, run: str, term: int, number: int, written: MirroredTransaction) -> None:
     """Write the file of one transaction."""
     content = json.dumps([written.wall, codec.encode_value(written.records)], separators=(",", ":")).encode()
-    store.write_file(f"{FOLDER}/{term:010d}-{number:010d}.log", seal(run, content))
+    insist(lambda: store.write_file(f"{FOLDER}/{term:010d}-{number:010d}.log", seal(run, content)))
 
 
 def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
@@ -134,12 +135,16 @@ def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
 
 def _list_bases(store: MirrorStore) -> list[tuple[int, int]]:
     """Return term and number of every base, the newest first."""
-    found = [
-        match
-        for match in map(_NAME.fullmatch, insist(lambda: store.list_names(FOLDER)))
-        if match and match[3] == "base"
-    ]
-    return sorted(((int(m[1]), int(m[2])) for m in found), reverse=True)
+    return sorted(((int(m[1]), int(m[2])) for m in _list_files(store) if m[3] == "base"), reverse=True)
+
+
+def _list_files(store: MirrorStore) -> list[re.Match[str]]:
+    """Return term, number and kind of every file."""
+    return [match for match in map(_NAME.fullmatch, insist(lambda: store.list_names(FOLDER))) if match]
+
+
+def _remove(store: MirrorStore, name: str) -> None:
+    insist(lambda: store.remove_path(f"{FOLDER}/{name}"))
 
 
 def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) -> MirroredLedger | None:
@@ -174,7 +179,7 @@ def claim_term(store: MirrorStore, run: str, holder: str, *, claimable: bool, ab
     """Claim the first term that a ledger restored from here may have, where `above` is the newest; None if another
     was faster. What the mirror has after that is all that any earlier master can have told.
     """
-    lease = TermLease(above + SPARE + 1, 0, holder, claimable)  # which `build_file` begins
+    lease = TermLease(above + SPARE + 1, 0, holder, claimable, uuid.uuid4().hex)  # a term that `build_file` begins
     return lease if write_lease(store, run, lease) else None
 
 
@@ -182,23 +187,23 @@ def write_lease(store: MirrorStore, run: str, lease: TermLease) -> bool:
     """Write a lease, number 0 exclusively; return whether the term is its holder's."""
     name = _name_lease(lease.term, lease.number)
     content = seal(run, json.dumps(to_plain(lease)).encode())
-    if lease.number == 0:
-        return store.create_whole(name, content)
-    store.write_file(name, content)
+    if lease.number == 0:  # an answer that was lost leaves our own file
+        made = insist(lambda: store.create_whole(name, content))
+        return made or insist(lambda: store.read_file(name, MOST_LEASE_BYTES)) == content
+    insist(lambda: store.write_file(name, content))
     return True
 
 
 def remove_leases_before(store: MirrorStore, lease: TermLease) -> None:
     """Remove the leases of this term that were written before; number 0 stays, so that the term is claimed once."""
-    for found in filter(None, map(_NAME.fullmatch, store.list_names(FOLDER))):
+    for found in _list_files(store):
         if found[3] == "term" and int(found[1]) == lease.term and 0 < int(found[2]) < lease.number:
-            store.remove_path(f"{FOLDER}/{found[0]}")
+            _remove(store, found[0])
 
 
 def look_at_lease(store: MirrorStore, run: str) -> SeenLease:
     """Return the newest term and its lease, or what is wrong with it; raise FailedMirror if the store fails."""
-    names = insist(lambda: store.list_names(FOLDER))
-    found = [(int(m[1]), int(m[2]), m[3]) for m in map(_NAME.fullmatch, names) if m]
+    found = [(int(m[1]), int(m[2]), m[3]) for m in _list_files(store)]
     newest = max((term for term, _, _ in found), default=0)
     number = max((n for term, n, kind in found if (term, kind) == (newest, "term")), default=-1)
     if number < 0:

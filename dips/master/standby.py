@@ -96,7 +96,7 @@ class LeaseKeeper:
         self._store, self._run, self._log, self._clock = store, run, log, clock
         self.term, self._name, self._note = term, holder, directory / BOUND
         self._changed = threading.Condition()
-        self._holder = LeaseHolder(term, holder, bound=bound or self._note.exists())
+        self._holder = LeaseHolder(term, holder, bound=bound or self._note.exists(), nonce=uuid.uuid4().hex)
         self._present = PresentStandbys()
         self._standbys: tuple[StandbyView, ...] = ()
         self._mirror: BindableMirror | None = None
@@ -158,8 +158,8 @@ class LeaseKeeper:
             try:
                 self._renew(begun)
                 due, reason = begun + self._holder.pause_s(bool(self._standbys)), ""
-            except (DipsError, OSError) as error:
-                due, reason = self._clock() + AGAIN_S, str(error)
+            except Exception as error:  # noqa: BLE001 (whatever it is: a lease that is not renewed ends)
+                due, reason = self._clock() + AGAIN_S, str(error) or repr(error)
             with self._changed:
                 if reason and not self._reason:
                     self._log.warning("lease_not_renewed", store=self._store.url, reason=reason)
@@ -172,8 +172,8 @@ class LeaseKeeper:
         claimable = self._may_be_claimed() and self._write_note()
         with self._changed:
             lease = self._holder.begin_write(claimable, begun)
-        ours = insist(lambda: restore.write_lease(self._store, self._run, lease))
-        newest = insist(lambda: restore.newest_term(self._store)) if ours else lease.term + 1
+        ours = restore.write_lease(self._store, self._run, lease)
+        newest = restore.newest_term(self._store) if ours else lease.term + 1
         with self._changed:
             self._holder.on_written(lease, newest, self._clock())
             self._written = not self._holder.over
@@ -356,12 +356,17 @@ def _take_over(config: RunFile, keeper: LeaseKeeper, log: Log) -> bool:
 
     Return False if the term is over already.
     """
-    if not keeper.start(RENEW_S):
-        log.warning("term_lost", term=keeper.term, reason=keeper.explain_end())
-        return False
-    restore.set_aside_old(config, keeper.term, log)
-    restore.restore_if_lost(config, log, claimed=keeper.term)
-    return True
+    ours = keeper.start(RENEW_S)
+    while ours and keeper.left_s() > 0.0:
+        try:
+            restore.set_aside_old(config, keeper.term, log)
+            restore.restore_if_lost(config, log, claimed=keeper.term)
+            return True
+        except FailedMirror as error:
+            log.warning("restore_failed", reason=str(error))
+            time.sleep(AGAIN_S)
+    log.warning("term_lost", term=keeper.term, reason=keeper.explain_end())
+    return False
 
 
 def _collect(status: Status) -> Iterator[Metric]:

@@ -36,6 +36,7 @@ class TermLease:
     number: int
     holder: str  # for people
     claimable: bool  # a standby may take over when this is not renewed
+    nonce: str = ""  # of the process that wrote it: two never write the same bytes
 
 
 # ---- who serves -----------------------------------------------------------------------------------------------------
@@ -44,9 +45,9 @@ class TermLease:
 class LeaseHolder:
     """The lease of the master that serves. All times are seconds of its own monotonic clock."""
 
-    def __init__(self, term: int, holder: str, *, bound: bool) -> None:
+    def __init__(self, term: int, holder: str, *, bound: bool, nonce: str = "") -> None:
         """With `bound` it serves only with a lease: a standby may have been told that it may claim."""
-        self._term, self._holder, self._bound = term, holder, bound
+        self._term, self._holder, self._bound, self._nonce = term, holder, bound, nonce
         self._number = -1
         self._begun = self._renewed = -inf
         self._claimable = False  # in the newest lease that is known to be written
@@ -75,7 +76,7 @@ class LeaseHolder:
             self._bound, self._renewed = True, now
         self._number += 1
         self._begun = now
-        return TermLease(self._term, self._number, self._holder, claimable)
+        return TermLease(self._term, self._number, self._holder, claimable, self._nonce)
 
     def on_written(self, lease: TermLease, newest_term: int, now: float) -> None:
         """Record that the lease of the last `begin_write` is written, and then this was the newest term in the store.

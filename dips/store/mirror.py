@@ -112,9 +112,9 @@ class MirrorStore:
             self._put_path(self._full_path(name), content)
 
     def create_whole(self, name: str, content: bytes) -> bool:
-        """Write a whole file under a name that is free; return False, and change nothing, if it is taken by another.
+        """Write a whole file under a name that is free; return False, and change nothing, if it is taken.
 
-        Of several that try at once one succeeds. A file with just this content is this one: an answer was lost.
+        Of several that try at once one succeeds. It may be the caller's own, if an answer was lost.
         """
         with self._translate_errors(name):
             self._require_mirror(marks=True)
@@ -125,9 +125,7 @@ class MirrorStore:
                 else:
                     self._fs.pipe_file(path, content, mode="create")
             except FileExistsError:
-                self._fs.invalidate_cache()
-                found: bytes = self._fs.cat_file(path)
-                return found == content
+                return False
         return True
 
     @contextmanager
@@ -326,7 +324,7 @@ def read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | N
 def list_versions(store: MirrorStore) -> list[VersionId]:
     """Return the versions with a folder in the mirror, ascending by round; they may be incomplete."""
     found = []
-    for name in store.list_names():
+    for name in insist(store.list_names):
         try:
             found.append(VersionId.parse(name))
         except ValueError:  # not a version's folder
@@ -337,7 +335,7 @@ def list_versions(store: MirrorStore) -> list[VersionId]:
 def read_copy(store: MirrorStore, run: str, slave: str, version: VersionId) -> tuple[bytes, VersionManifest]:
     """Return a copy's manifest, as bytes too; raise CorruptSnapshot unless the copy is whole and of this slave."""
     where = f"{store.url}/{version}"
-    text = store.read_file(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES)
+    text = insist(lambda: store.read_file(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES))
     if text is None:
         raise CorruptSnapshot(f"{where} has no manifest: it was not copied to its end")
     try:
@@ -345,7 +343,7 @@ def read_copy(store: MirrorStore, run: str, slave: str, version: VersionId) -> t
     except UnicodeDecodeError as error:
         raise CorruptSnapshot(f"{where}/{MANIFEST_FILE}: is no manifest: {error}") from error
     manifest.require_owner(run, slave, version, where)
-    require_sizes(manifest, store.list_sizes(str(version)), where)
+    require_sizes(manifest, insist(lambda: store.list_sizes(str(version))), where)
     return text, manifest
 
 

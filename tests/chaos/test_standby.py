@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dips.protocol.standby import CLAIM_S
 from tests.chaos.deployment import SEEN_S, Deployment, address
 from tests.chaos.wires import Loop
 from tests.integration.cluster_harness import Process, daemon
@@ -124,7 +123,7 @@ def pair(tmp_path: Path, loop: Loop) -> Iterator[Pair]:
 
 
 def test_the_masters_machine_is_lost(pair: Pair) -> None:
-    """Process and directory are gone at once: the standby serves within SERVES_S, and nothing that was told is undone."""
+    """Process and directory are gone at once: the standby serves within SERVES_S; nothing that was told is undone."""
     deployment = pair.deployment
     deployment.progress(2, by=deployment.clusters)
     told = deployment.head()
@@ -135,3 +134,73 @@ def test_the_masters_machine_is_lost(pair: Pair) -> None:
     assert told in deployment.lineage()
     with deployment.ledger() as ledger:
         assert {p.name: p.inc for p in ledger.read_state().clusters} == dict.fromkeys(deployment.clusters, 1)
+
+
+def test_a_master_that_is_cut_off_from_the_mirror_steps_down(pair: Pair) -> None:
+    """It is alive, and everybody reaches it: it ends before the standby serves, and θ is the reference's."""
+    deployment = pair.deployment
+    deployment.progress(2, by=deployment.clusters)
+    told, first = deployment.head(), pair.processes["a"]
+    pair.cut_off("a")
+    since = time.monotonic()
+    deployment.until(lambda: first.code is not None or pair.is_serving("b"), SERVES_S, "the first one ends")
+    assert first.code == STALE and not pair.is_serving("b")
+    pair.wait_for_takeover("b", SERVES_S - (time.monotonic() - since))
+    deployment.progress(2, by=deployment.clusters)
+    assert told in deployment.lineage()
+    pair.connect("a")
+    pair.start("a")  # it comes back as a standby, beside a ledger that is old
+    pair.wait_until_claimable()
+    assert (pair.of("a") / "ledger.old.sqlite").exists()
+
+
+def test_a_master_that_is_stopped_wakes_beside_its_successor(pair: Pair) -> None:
+    """It knows nothing of the time that passed, and has an outer step in hand: nothing of it leaves, and it ends."""
+    deployment = pair.deployment
+    first = pair.processes["a"]
+    trap = deployment.orders["ps0"].calls.trap("fold", "after")
+    trap.caught()
+    os.kill(first.pid, signal.SIGSTOP)
+    pair.wait_for_takeover("b")
+    deployment.progress(2, by=deployment.clusters)
+    trap.release(forward=False)
+    os.kill(first.pid, signal.SIGCONT)
+    deployment.wait_for_end(first, STALE)
+    deployment.progress(2, by=deployment.clusters)
+
+
+def test_standbys_that_are_cut_off_or_die_hold_nothing_up(pair: Pair) -> None:
+    """Rounds go on without a pause, and the master serves without the store again when the standby is gone."""
+    deployment = pair.deployment
+    pair.cut_off("b")
+    deployment.progress(4, by=deployment.clusters)
+    deployment.wait_for_status(lambda s: not s["lease"]["claimable"], SEEN_S, "the standby is gone")
+    pair.cut_off("a")  # nobody may take over: the mirror lags, and that is all
+    deployment.wait_for_status(lambda s: s["ledger_mirror"]["red"], SEEN_S, "the mirror lags")
+    deployment.progress(4, by=deployment.clusters)
+    assert pair.processes["a"].code is None
+    pair.connect("a")
+    pair.connect("b")
+    pair.wait_until_claimable()
+
+
+@pytest.mark.timeout(120 + 90 * KILLS)
+def test_either_is_killed_again_and_again(pair: Pair) -> None:
+    """At any moment, with its directory or without; whoever was killed comes back. DIPS_STANDBY_KILLS: how often."""
+    deployment, rng = pair.deployment, random.Random(int(os.environ.get("DIPS_STANDBY_SEED", "1")))
+    for n in range(KILLS):
+        deployment.progress(rng.randrange(1, 4))
+        told = deployment.head()
+        serves, waits = pair.serves, pair.other
+        victim, with_disk = rng.choice((serves, serves, waits)), rng.random() < 0.5
+        print(f"kill {n}: {victim}, which {'serves' if victim == serves else 'waits'}, {with_disk=}")
+        if with_disk:
+            pair.lose(victim)
+        else:
+            pair.processes[victim].kill()
+        if victim == serves:
+            pair.wait_for_takeover(waits)
+        pair.start(victim)
+        deployment.progress(1)
+        assert told in deployment.lineage(), f"kill {n}"
+        pair.wait_until_claimable()

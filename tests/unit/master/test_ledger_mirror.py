@@ -193,6 +193,30 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
     assert like(restored(config), knew)
 
 
+def test_what_overflows_while_a_base_is_written_comes_with_the_next(
+    config: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base was taken before: it does not have what left the queue since."""
+    monkeypatch.setattr("dips.master.ledger_mirror.MOST_QUEUED", 3)
+    writes, begins, honest = threading.Event(), threading.Event(), restore.write_base
+
+    def write(*arguments: Any) -> None:
+        begins.set()
+        assert writes.wait(10.0)
+        honest(*arguments)
+
+    monkeypatch.setattr("dips.master.restore.write_base", write)
+    term = Term(config, patience_s=0.05)
+    assert begins.wait(10.0)
+    for records in itertools.islice(transactions(), 7):
+        term.write(records)
+    writes.set()
+    until(lambda: not term.mirror.view().red, "it has caught up")
+    knew = term.end()
+    lose(config)
+    assert like(restored(config), knew)
+
+
 def test_a_hung_mirror_is_waited_for_once(config: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """After MIRROR_S the transaction is told without it, and the next ones do not wait."""
     term = Term(config, patience_s=0.2)

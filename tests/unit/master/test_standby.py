@@ -1,0 +1,514 @@
+"""The lease in the mirror and who claims a term: on a disk, in an object store, and in one that refuses every third
+request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import structlog
+import yaml
+from fsspec.implementations.memory import MemoryFileSystem
+
+from dips.config import RunFile, load_run
+from dips.errors import ConfigError, FailedMirror, StaleTerm
+from dips.master import genesis, restore, standby
+from dips.master.ledger import Ledger
+from dips.master.standby import BOUND, LeaseKeeper, Standby
+from dips.protocol.records import RoundReserved
+from dips.protocol.standby import CLAIM_S, SERVE_S, StandbyState, TermLease
+from dips.store.mirror import MirrorStore, read_sealed, seal
+from tests.unit.master.test_ledger_mirror import TENSORS, Term, until
+
+LOG = structlog.get_logger()
+REFUSES_EVERY = 3
+
+
+class BusyFileSystem(MemoryFileSystem):
+    """An object store that refuses every third request: 503, slow down."""
+
+    protocol = "busy"
+    store: dict[str, Any] = {}  # noqa: RUF012 (as fsspec has it)
+    pseudo_dirs = [""]  # noqa: RUF012
+    requests, is_busy = 0, False
+
+    def _count(self) -> None:
+        BusyFileSystem.requests += 1
+        if BusyFileSystem.is_busy and BusyFileSystem.requests % REFUSES_EVERY == 0:
+            raise OSError("503 Slow Down")
+
+    def ls(self, path: str, *arguments: Any, **options: Any) -> Any:
+        self._count()
+        return super().ls(path, *arguments, **options)
+
+    def pipe_file(self, path: str, *arguments: Any, **options: Any) -> Any:
+        self._count()
+        return super().pipe_file(path, *arguments, **options)
+
+    def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
+        self._count()
+        return super().cat_file(path, *arguments, **options)
+
+    def rm(self, path: str, *arguments: Any, **options: Any) -> Any:
+        self._count()
+        return super().rm(path, *arguments, **options)
+
+
+fsspec.register_implementation("busy", BusyFileSystem, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are renewed and looked at more often than they have to be; how long they last stays."""
+    for name, value in (("RENEW_S", 0.05), ("IDLE_S", 0.05)):
+        monkeypatch.setattr(f"dips.protocol.standby.{name}", value)
+    monkeypatch.setattr("dips.master.standby.RENEW_S", 0.0)
+    monkeypatch.setattr("dips.master.standby.AGAIN_S", 0.02)
+    monkeypatch.setattr("dips.store.mirror.AGAIN_S", 0.001)
+
+
+@pytest.fixture(params=["file", "memory", "busy"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where the mirror is."""
+    for store in (MemoryFileSystem, BusyFileSystem):
+        store.store.clear()
+    if request.param == "file":
+        (tmp_path / "mirror").mkdir()
+        return (tmp_path / "mirror").as_uri()
+    return f"{request.param}://{tmp_path}/mirror"
+
+
+def begun(tmp_path: Path, url: str, *machines: str, **master: Any) -> list[RunFile]:
+    """A run that has begun on the first of these machines; the run file of each."""
+    configs = list[RunFile]()
+    for name in machines:
+        slave = {"name": "s0", "master": "127.0.0.1:1", "directory": "s0", "initial_model": f"{name}/initial"}
+        content = {
+            "shared": {"run": "r"}, "master": {"directory": name, "mirror": url, **master}, "slaves": [slave],
+            "tls": False,
+        }  # fmt: skip
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+        configs.append(load_run(tmp_path / f"{name}.yaml"))
+    BusyFileSystem.is_busy = False
+    genesis.make_run(configs[0], TENSORS)
+    BusyFileSystem.is_busy = True
+    return configs
+
+
+def persist(work: Callable[[], Any]) -> Any:
+    """Do it in spite of a store that is busy, as a person does."""
+    for _ in range(200):
+        try:
+            return work()
+        except (FailedMirror, ConfigError):
+            continue
+    return work()
+
+
+def mirror(config: RunFile) -> MirrorStore:
+    store = restore.mirror_of(config)
+    assert store is not None
+    return store
+
+
+class Serving(Term):
+    """A master that serves: its ledger, its mirror and its lease."""
+
+    def __init__(self, config: RunFile, *, bound: bool = False) -> None:
+        super().__init__(config)
+        name = config.master.directory.name
+        self.lease = LeaseKeeper(mirror(config), "r", self.term, name, config.master.directory, LOG, bound=bound)
+        assert self.lease.start(5.0)
+        self.lease.follow_mirror(self.mirror)
+
+    def die(self) -> None:
+        """As kill -9 leaves it."""
+        self.lease.close()
+        self.lease._thread.join(5.0)
+        self.end()
+
+
+class Clock:
+    """A standby's; time passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Waiting:
+    """A standby that looks when the test says so."""
+
+    def __init__(self, config: RunFile) -> None:
+        self.clock, self.config = Clock(), config
+        self.standby = Standby(config, mirror(config), LOG, self.clock)
+
+    def look(self, after_s: float = 1.0) -> StandbyState:
+        self.clock.now += after_s
+        keeper = self.standby.look()
+        assert keeper is None or self.standby.watch.state is StandbyState.CLAIMS
+        return self.standby.watch.state
+
+    def until(self, state: StandbyState) -> None:
+        """Look until it is so, while no time passes for its clock."""
+        until(lambda: self.look(0.0) is state, f"{state}: {self.standby.watch.reason}")
+
+    def take_over(self) -> LeaseKeeper | None:
+        """Take over, as it does when it has seen no renewal for CLAIM_S; the term that it claimed, if it did."""
+        for _ in range(100):
+            keeper = self.standby.look()
+            if keeper is not None:
+                assert standby._take_over(self.config, keeper, LOG)
+                return keeper
+            if self.standby.watch.state is StandbyState.READY:
+                self.clock.now += CLAIM_S
+        return None
+
+
+@pytest.fixture
+def ended() -> Iterator[list[Any]]:
+    """What is closed at the end of a test."""
+    ended: list[Any] = []
+    yield ended
+    for each in ended:
+        each.close()
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+
+def test_of_those_who_claim_a_term_at_once_one_has_it(tmp_path: Path, url: str) -> None:
+    """Whoever is late is told so, and leaves what is there as it was."""
+    (config,) = begun(tmp_path, url, "a")
+    with ThreadPoolExecutor(8) as threads:
+        for above in range(5):
+            ready = threading.Barrier(8)
+
+            def claim(n: int, above: int = above, ready: threading.Barrier = ready) -> TermLease | None:
+                ready.wait()
+                return persist(
+                    lambda: restore.claim_term(mirror(config), "r", f"master {n}", claimable=True, above=above)
+                )
+
+            claims = [lease for lease in threads.map(claim, range(8)) if lease is not None]
+            assert len(claims) == 1
+            assert restore.look_at_lease(mirror(config), "r").lease == claims[0]
+
+
+def test_two_masters_that_restore_at_once_get_terms_of_their_own(tmp_path: Path, url: str) -> None:
+    """And the earlier one is told so before anything of its leaves (the review's s05)."""
+    first, a, b = begun(tmp_path, url, "first", "a", "b")
+    persist(lambda: Serving(first).die())
+    for config in (a, b):
+        config.master.directory.mkdir()
+        persist(lambda config=config: restore.restore_if_lost(config, LOG))
+    one, other = Term(a), Term(b)
+    try:
+        assert one.term < other.term
+        with pytest.raises(StaleTerm, match=f"this is term {one.term}, its mirror .* has term"):
+            one.write([RoundReserved(9000, 0.0)])
+        other.write([RoundReserved(9001, 0.0)])
+    finally:
+        one.end()
+        other.end()
+    found = restore.read_newest(mirror(first), "r")
+    assert found is not None and found.term == other.term
+
+
+@pytest.mark.parametrize("when", ["before the claim", "between claim and restore"])
+def test_what_was_told_is_restored_and_what_was_not_is_refused(tmp_path: Path, when: str, ended: list[Any]) -> None:
+    """A transaction that is written before a claim is the successor's; one that comes after it is told to nobody,
+    though its master has not read a clock meanwhile."""
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master = Serving(a)
+    master.lease.close()  # it is stopped: neither renews nor looks at its lease
+    b.master.directory.mkdir()
+    if when == "before the claim":
+        master.write([RoundReserved(1, 0.0)])
+    lease = restore.claim_term(mirror(b), "r", "b", claimable=True, above=master.term)
+    assert lease is not None
+    if when != "before the claim":
+        with pytest.raises(StaleTerm):
+            master.write([RoundReserved(1, 0.0)])
+    restore.restore_if_lost(b, LOG, claimed=lease.term)
+    ledger = Ledger.open(genesis.ledger_path(b))
+    state = ledger.read_state()
+    ledger.close()
+    assert state.term == lease.term
+    assert state.unknown_rounds == ((2, 2 + restore.SPARE),), "round 1 is in the ledger, whether it was told or not"
+    master.end()
+
+
+# ---- a standby -------------------------------------------------------------------------------------------------------
+
+
+def test_a_standby_takes_over_with_everything_that_was_told(tmp_path: Path, url: str, ended: list[Any]) -> None:
+    """The master lets it, is lost, and the standby has its ledger; a third one waits on the new lease."""
+    a, b, c = begun(tmp_path, url, "a", "b", "c")
+    master = persist(lambda: Serving(a))
+    one, other = Waiting(b), Waiting(c)
+    for waiting in (one, other):
+        waiting.config.master.directory.mkdir()
+        waiting.until(StandbyState.READY)
+    assert until_view(master, lambda view: view.ready == 2)
+    master.write([RoundReserved(1, 0.0)])
+    knew = master.ledger.read_state()
+    master.die()
+    shutil.rmtree(a.master.directory)
+    keeper = one.take_over()
+    assert keeper is not None
+    ended.append(keeper)
+    ledger = Ledger.open(genesis.ledger_path(b))
+    state = ledger.read_state()
+    ledger.close()
+    assert state.versions == knew.versions and state.next_round > 1
+    assert state.term == keeper.term > knew.term
+    other.clock.now += CLAIM_S
+    assert other.look() is StandbyState.READY, "it has seen a new lease, and waits anew"
+    successor = Serving(b, bound=True)
+    ended.append(successor.lease)
+    assert successor.term == keeper.term + 1
+    until(lambda: keeper.left_s() < 0, "the term of the restore is over")
+    assert successor.lease.left_s() > 0
+    successor.die()
+
+
+def until_view(master: Serving, holds: Callable[[Any], Any]) -> bool:
+    until(lambda: holds(master.lease.view()), f"{master.lease.view()}")
+    return True
+
+
+def test_two_standbys_that_claim_at_once(tmp_path: Path, url: str, ended: list[Any]) -> None:
+    """One has the term; the other waits again."""
+    a, b, c = begun(tmp_path, url, "a", "b", "c")
+    master = persist(lambda: Serving(a))
+    both = [Waiting(b), Waiting(c)]
+    for waiting in both:
+        waiting.until(StandbyState.READY)
+    master.die()
+    for waiting in both:
+        waiting.until(StandbyState.READY)
+        waiting.clock.now += CLAIM_S
+    with ThreadPoolExecutor(2) as threads:
+        found = [keeper for keeper in threads.map(lambda w: w.standby.look(), both) if keeper is not None]
+    ended += found
+    assert len(found) <= 1  # a busy store may have refused both
+    if found:
+        for waiting in both:
+            waiting.until(StandbyState.READY)
+
+
+def test_a_master_that_cannot_renew_stops_before_a_standby_may_begin(tmp_path: Path, ended: list[Any]) -> None:
+    """A store that is gone ends the lease after SERVE_S; without a standby it ends nothing."""
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master = Serving(a)
+    ended.append(master.lease)
+    assert master.lease.left_s() > 1e9
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    until(lambda: "is not there" in master.lease.view().reason, "it cannot be renewed")
+    assert master.lease.left_s() > 1e9
+    (tmp_path / "away").rename(tmp_path / "mirror")
+    Waiting(b).until(StandbyState.READY)
+    until_view(master, lambda view: view.claimable)
+    assert (a.master.directory / BOUND).exists()
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    left_s = master.lease.left_s()
+    assert 0 < left_s <= SERVE_S
+    time.sleep(0.2)
+    assert master.lease.left_s() < left_s - 0.1
+    master.end()
+
+
+def test_a_mirror_that_lags_forbids_a_takeover_before_anything_leaves_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
+) -> None:
+    """While a standby may take over, a transaction waits longer than the patience; then the lease forbids it, and
+    rounds go on as without a standby."""
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master = Serving(a)
+    ended.append(master.lease)
+    waiting = Waiting(b)
+    waiting.until(StandbyState.READY)
+    until_view(master, lambda view: view.claimable)
+    allowed, told = list[bool](), threading.Event()
+
+    def fail(*arguments: object) -> None:
+        raise FailedMirror("quota exceeded")
+
+    monkeypatch.setattr("dips.master.restore.write_transaction", fail)
+    master.mirror._patience_s = 0.2
+
+    def write() -> None:
+        master.write([RoundReserved(1, 0.0)])
+        allowed.append(restore.look_at_lease(mirror(b), "r").lease.claimable)  # type: ignore[union-attr]
+        told.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    assert told.wait(10.0)
+    assert allowed == [False], "it left while a standby might have taken over without it"
+    assert waiting.look() is StandbyState.FORBIDDEN
+    assert not (a.master.directory / BOUND).exists()
+    monkeypatch.undo()
+    until(lambda: not master.mirror.view().red, "it has caught up")
+    master.end()
+
+
+def test_a_standby_that_leaves_or_dies_binds_nobody_any_more(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
+) -> None:
+    """One that leaves says so; one that died has not changed its file for PRESENT_S."""
+    monkeypatch.setattr("dips.protocol.standby.PRESENT_S", 0.3)
+    a, b = begun(tmp_path, url, "a", "b")
+    master = persist(lambda: Serving(a))
+    ended.append(master.lease)
+    for leave in (True, False):
+        waiting = Waiting(b)
+        until(lambda w=waiting: w.look(0.0) and master.lease.view().claimable, "it lets the standby take over")
+        if leave:
+            waiting.standby.leave()
+        until(lambda: not master.lease.view().claimable and master.lease.left_s() > 1e9, "it is free again")
+    master.end()
+
+
+def test_a_master_that_was_bound_waits_for_its_store(tmp_path: Path, ended: list[Any]) -> None:
+    """A standby may have taken over while it was away: it does not serve before it has a lease. One that was not bound
+    serves."""
+    (tmp_path / "mirror").mkdir()
+    (a,) = begun(tmp_path, str(tmp_path / "mirror"), "a")
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    free = LeaseKeeper(mirror(a), "r", 1, "a", a.master.directory, LOG)
+    ended.append(free)
+    assert free.start(0.1) and free.left_s() > 1e9
+    (a.master.directory / BOUND).touch()
+    bound = LeaseKeeper(mirror(a), "r", 2, "a", a.master.directory, LOG)
+    ended.append(bound)
+    started = threading.Event()
+    threading.Thread(target=lambda: (bound.start(0.1), started.set()), daemon=True).start()
+    assert not started.wait(0.5)
+    free.close()
+    (tmp_path / "away").rename(tmp_path / "mirror")
+    assert started.wait(10.0) and bound.left_s() > 0
+
+
+def test_a_term_that_another_claimed_is_not_served(tmp_path: Path, url: str, ended: list[Any]) -> None:
+    """A second master on a copy of the ledger has the same number, and is refused."""
+    (a,) = begun(tmp_path, url, "a")
+    for name, ours in (("a", True), ("copy", False)):
+        keeper = LeaseKeeper(mirror(a), "r", 7, name, tmp_path / name, LOG)
+        ended.append(keeper)
+        keeper.start(5.0)  # a store that is busy may have refused it as yet
+        until(lambda k=keeper, o=ours: k._written if o else k.left_s() < 0, f"{name} has it: {ours}")
+
+
+def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, ended: list[Any]) -> None:
+    """It comes back as a standby: what it has is old, is kept beside, and is not served."""
+    a, b = begun(tmp_path, url, "a", "b")
+    master = persist(lambda: Serving(a))
+    waiting = Waiting(b)
+    waiting.until(StandbyState.READY)
+    until_view(master, lambda view: view.claimable)
+    master.die()
+    keeper = waiting.take_over()
+    assert keeper is not None
+    ended.append(keeper)
+    assert not restore.own_ledger_is_newest(a, keeper.term)
+    assert restore.own_ledger_is_newest(b, keeper.term)
+    restore.set_aside_old(a, keeper.term, LOG)
+    assert sorted(p.name for p in a.master.directory.glob("ledger*sqlite*")) == [
+        "ledger.old.sqlite",
+        "ledger.sqlite.lock",
+    ]
+    restore.set_aside_old(b, keeper.term, LOG)
+    assert genesis.ledger_path(b).exists()
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda whole, lease: whole[: len(whole) // 2], "not whole"),
+        (lambda whole, lease: b"", "not whole"),
+        (lambda whole, lease: seal("other", lease), "expected the ledger of run 'r', got one of 'other'"),
+        (lambda whole, lease: whole.replace(b'"format": 1', b'"format": 9'), "expected a mirror of format 1, got 9"),
+        (lambda whole, lease: seal("r", b"[]"), "no lease of this version"),
+        (lambda whole, lease: seal("r", lease.replace(b'"term":', b'"later":')), "no lease of this version"),
+        (lambda whole, lease: seal("r", lease.replace(b'"number": ', b'"number": 7')), "expected the lease"),
+    ],
+)
+def test_a_lease_that_cannot_be_used_is_refused_in_a_sentence(
+    tmp_path: Path, spoil: Callable[[bytes, bytes], bytes], says: str, ended: list[Any]
+) -> None:
+    """It is counted, it is never claimed from, and the next renewal mends it; the master does not notice."""
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master, waiting = Serving(a), Waiting(b)
+    waiting.until(StandbyState.READY)
+    until_view(master, lambda view: view.claimable)
+    master.lease.close()
+    master.lease._thread.join(5.0)
+    store = mirror(a)
+    name = sorted(n for n in store.list_names("ledger") if n.endswith(".term"))[-1]
+    whole = store.read_file(f"ledger/{name}", 1 << 16)
+    content = read_sealed(store, "r", f"ledger/{name}", 1 << 16)
+    assert whole is not None and content is not None
+    store.write_file(f"ledger/{name}", spoil(whole, content))
+    for _ in range(3):
+        assert waiting.look(CLAIM_S) is StandbyState.REFUSED
+    assert says in waiting.standby.watch.reason and waiting.standby.counts.refused == 1
+    master.write([RoundReserved(1, 0.0)])
+    number = int(name[11:21]) + 1
+    assert restore.write_lease(store, "r", TermLease(master.term, number, "a", True))
+    assert waiting.look() is StandbyState.READY
+    master.end()
+
+
+def test_files_of_standbys_that_cannot_be_used_harm_nobody(tmp_path: Path, ended: list[Any]) -> None:
+    """Torn, of another run, or very many: the master renews its lease, and sees the standby that is there."""
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master = Serving(a)
+    ended.append(master.lease)
+    store = mirror(a)
+    store.write_file("standby/0", b"torn")
+    store.write_file("standby/1", seal("other", b"{}"))
+    store.write_file("standby/2", seal("r", json.dumps({"name": "x", "number": "?"}).encode()))
+    Waiting(b).until(StandbyState.READY)
+    until_view(master, lambda view: view.claimable and len(view.standbys) == 1)
+    master.end()
+
+
+@pytest.mark.parametrize("keys", [{"mirror": None}, {"slaves": "exec"}])
+def test_a_standby_that_could_not_serve_is_refused_at_once(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Without a mirror there is nothing to watch; slaves that a master starts are on its own machine."""
+    (tmp_path / "mirror").mkdir()
+    begun(tmp_path, str(tmp_path / "mirror"), "a")
+    file = yaml.safe_load((tmp_path / "a.yaml").read_text())
+    if "mirror" in keys:
+        del file["master"]["mirror"]
+    else:
+        file["slaves"][0]["supervisor"] = "exec"
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(file))
+
+    async def stand_by() -> None:
+        async with AsyncExitStack() as stack:
+            await standby.stand_by(load_run(tmp_path / "a.yaml"), None, LOG, stack)
+
+    with pytest.raises(ConfigError, match="master.mirror" if "mirror" in keys else "slaves.supervisor"):
+        asyncio.run(stand_by())
