@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dips.client.agent import metrics as agent_metrics
+from dips.master import standby
 from dips.slave import metrics as slave_metrics
 from dips.telemetry import metrics
 from dips.telemetry.metrics import Table
@@ -20,6 +21,7 @@ BEGIN, END = "<!-- {} begins: python -m tests.metric_names --write -->", "<!-- {
 ROLES: dict[str, tuple[Table, ...]] = {
     "process": metrics.TABLES,
     "master": prometheus.TABLES,
+    "standby": standby.TABLES,
     "slave": slave_metrics.TABLES,
     "agent": agent_metrics.TABLES,
 }

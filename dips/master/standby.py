@@ -42,7 +42,7 @@ from dips.protocol.standby import (
 from dips.protocol.view import LeaseView, StandbyView
 from dips.store.mirror import MirrorStore, insist, read_sealed, seal
 from dips.telemetry.logs import Log
-from dips.telemetry.metrics import MetricRow, Status, make_families
+from dips.telemetry.metrics import MetricRow, Status, Table, make_families
 from dips.transport.tls import TlsSource
 
 FOLDER = "standby"
@@ -145,7 +145,9 @@ class LeaseKeeper:
         """Return the lease and the standbys, for status and metrics."""
         with self._changed:
             age_s = self._holder.age_s(self._clock())
-            return LeaseView(self._name, self._holder.claimable, age_s, self._reason, self._standbys)
+            return LeaseView(
+                self._name, self._holder.claimable, age_s, bool(self._reason), self._reason, self._standbys
+            )
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -228,6 +230,7 @@ SELF = (
     MetricRow("dips_standby_refused", "refused", "Leases that it could not use.", counter=True),
     MetricRow("dips_standby_failed", "failed", "Looks at the store that failed.", counter=True),
 )
+TABLES: tuple[Table, ...] = ((SELF, ()),)
 
 
 @dataclass

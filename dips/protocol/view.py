@@ -236,8 +236,13 @@ class LeaseView:
     holder: str = ""
     claimable: bool = False  # a standby takes over when it is not renewed
     age_s: float | None = None
-    reason: str = ""  # why it could not be renewed
+    failing: bool = False  # it could not be renewed
+    reason: str = ""
     standbys: tuple[StandbyView, ...] = ()
+
+    @property
+    def present(self) -> int:
+        return len(self.standbys)
 
     @property
     def ready(self) -> int:

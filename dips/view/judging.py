@@ -192,6 +192,11 @@ def find_run_concerns(run: RunView) -> Iterator[Concern]:
     if (mirror := run.ledger_mirror) is not None and mirror.red:
         lag = f"{mirror.behind_transactions} transactions, {mirror.behind_s:.0f} s behind"
         yield Concern(Severity.ATTENTION, "mirror of the ledger", f"{lag}: {mirror.reason}")
+    if (lease := run.lease) is not None and lease.claimable and lease.failing:
+        yield Concern(Severity.ATTENTION, "lease", f"not renewed; this master ends when it cannot be: {lease.reason}")
+    for standby in () if lease is None else lease.standbys:
+        if not standby.ready:
+            yield Concern(Severity.ATTENTION, f"standby {standby.name}", f"not ready: {standby.reason}")
     if (done := run.on_version) is not None and done.red:
         yield Concern(Severity.ATTENTION, "on_version", f"{done.version or 'none yet'}: {done.reason}")
     if run.track is not None and run.track.red:

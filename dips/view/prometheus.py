@@ -46,6 +46,10 @@ RUN = (
         "dips_ledger_mirror_behind_transactions", "ledger_mirror.behind_transactions", "Lost with the master's disk."
     ),
     MetricRow("dips_ledger_mirror_behind_seconds", "ledger_mirror.behind_s", "Since the mirror kept up."),
+    MetricRow("dips_lease_age_seconds", "lease.age_s", "Since the master's lease in its mirror was written."),
+    MetricRow("dips_lease_claimable", "lease.claimable", "1 while a standby may take over: it would lose nothing."),
+    MetricRow("dips_standbys", "lease.present", "Standbys that are there."),
+    MetricRow("dips_standbys_ready", "lease.ready", "Standbys that would take over now."),
     MetricRow(
         "dips_rollback_waiting_steps",
         "rollback.steps",

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from dips.printable import make_lines_printable, make_printable
 from dips.protocol.enums import Severity
-from dips.protocol.view import ClusterView, MirrorView, RoundView, RunView, SlaveView
+from dips.protocol.view import ClusterView, LeaseView, MirrorView, RoundView, RunView, SlaveView
 from dips.telemetry.listing import Column, Listing, ListingRow
 from dips.view.judging import find_run_concerns, sort_concerns
 
@@ -61,11 +61,20 @@ def draw_headline(view: RunView) -> Text:
     text = Text(make_lines_printable("\n".join(lines)), style="bold")
     if view.page:
         text.append(f"\npage: {view.page}")
+    if view.lease is not None and view.lease.standbys:
+        text.append(f"\nmaster: {make_printable(lease_line(view.lease))}")
     if view.tuned:
         text.append(f"\ntuned: {tuned_line(view.tuned)}")
     for concern in sort_concerns(find_run_concerns(view)):
         text.append(f"\n{make_printable(f'{concern.who}: {concern.what}')}", style=STYLES[concern.severity])
     return text
+
+
+def lease_line(lease: LeaseView) -> str:
+    """Say which master serves, how old its lease is, and which standbys would take over."""
+    age = "no lease" if lease.age_s is None else f"lease {lease.age_s:.0f} s old"
+    standbys = (f"{s.name} {'ready' if s.ready and lease.claimable else 'not ready'}" for s in lease.standbys)
+    return f"{lease.holder}, {age}; standby: {', '.join(standbys)}"
 
 
 def tuned_line(tuned: Mapping[str, float | None]) -> str:

@@ -100,7 +100,20 @@ def make_state(
     }
 
 
-SHOWN = ("run", "term", "uptime_s", "head", "progress", "finished", "rounds", "durability", "newest", "tuned", "ranges")
+SHOWN = (
+    "run",
+    "term",
+    "uptime_s",
+    "head",
+    "progress",
+    "finished",
+    "rounds",
+    "durability",
+    "newest",
+    "tuned",
+    "ranges",
+    "lease",
+)
 
 
 # ---- whether all is well --------------------------------------------------------------------------------------------

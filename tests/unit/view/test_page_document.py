@@ -14,7 +14,15 @@ from dips.protocol.enums import DurabilityState, OutcomeKind
 from dips.protocol.events import PullRequested
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.records import FoldRow, OutcomeRow
-from dips.protocol.view import DurabilityView, JournalView, LedgerMirrorView, MirrorView, RunView
+from dips.protocol.view import (
+    DurabilityView,
+    JournalView,
+    LeaseView,
+    LedgerMirrorView,
+    MirrorView,
+    RunView,
+    StandbyView,
+)
 from dips.view.page import document
 from dips.view.page.memory import MOST_CHARS, EndedRound, PageMemory, Span, SpanKind, clean_text
 from dips.view.points import RoundHistory
@@ -48,6 +56,10 @@ def level(told: RunView, memory: PageMemory | None = None) -> str:
         (make_run(durability=DurabilityView(state=DurabilityState.DEGRADED)), "attention"),
         (make_run(durability=DurabilityView(state=DurabilityState.STOPPED)), "broken"),
         (make_run(ledger_mirror=LedgerMirrorView(red=True)), "attention"),
+        (make_run(lease=LeaseView("a", True, 1.0, standbys=(StandbyView("b", True),))), "well"),
+        (make_run(lease=LeaseView("a", True, 1.0, standbys=(StandbyView("b", False),))), "attention"),
+        (make_run(lease=LeaseView("a", True, 5.0, failing=True)), "attention"),
+        (make_run(lease=LeaseView("a", False, 5.0, failing=True)), "well"),
         (make_run(journal=JournalView(writing=False)), "attention"),
     ],
 )

@@ -26,10 +26,12 @@ from dips.protocol.view import (
     ClusterView,
     DurabilityView,
     JournalView,
+    LeaseView,
     LedgerMirrorView,
     MirrorView,
     RollbackView,
     RunView,
+    StandbyView,
     TrackView,
     VersionProcessView,
 )
@@ -71,7 +73,9 @@ def every_state() -> Iterator[RunView]:
         {"full": make_slave(mirror=MirrorView("v1@r1", 2, 3.0, True, "no space left"))},
         durability=DurabilityView(state=entities.DurabilityState.DEGRADED, reason="disk full"),
         rollback=RollbackView(3, "waits for dips rollback"), untuned=("outer.lr: gone",), pace_warning="too short",
-        ledger_mirror=LedgerMirrorView(True, 4, 5.0, "slow"), track=TrackView(("wandb",), True, "wandb: not there"),
+        ledger_mirror=LedgerMirrorView(True, 4, 5.0, "slow"),
+        lease=LeaseView("a", True, 5.0, True, "503", (StandbyView("b", False, "no store"), StandbyView("c", True))),
+        track=TrackView(("wandb",), True, "wandb: not there"),
         on_version=VersionProcessView(red=True, reason="exit code 1"), journal=JournalView(writing=False),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from dips.protocol.enums import RoundState
 from dips.protocol.options import Targets
 from dips.protocol.view import (
     ClusterView,
+    LeaseView,
     MetView,
     MirrorView,
     NewestView,
@@ -22,6 +23,7 @@ from dips.protocol.view import (
     RoundCounts,
     RoundView,
     SlaveView,
+    StandbyView,
 )
 from dips.view.terminal import FittedStatus, render_status
 from tests.unit.view.views import make_cluster, make_run, make_slave
@@ -98,6 +100,17 @@ def test_the_page_is_named() -> None:
     """Where the master has an HTTP port; otherwise nothing is said."""
     assert "page: https://10.0.0.5:9400/" in drawn(render_status(replace(STATUS, page="https://10.0.0.5:9400/")))
     assert "page:" not in drawn(render_status(STATUS))
+
+
+def test_the_master_and_its_standby_are_named() -> None:
+    """Which one serves, how old its lease is, and who would take over; nothing where there is no standby."""
+    lease = LeaseView("a", True, 1.2, standbys=(StandbyView("b", True), StandbyView("c", False, "no store")))
+    assert "master: a, lease 1 s old; standby: b ready, c not ready" in drawn(
+        render_status(replace(STATUS, lease=lease))
+    )
+    forbidden = replace(lease, claimable=False, standbys=lease.standbys[:1])
+    assert "standby: b not ready" in drawn(render_status(replace(STATUS, lease=forbidden)))
+    assert "standby" not in drawn(render_status(replace(STATUS, lease=replace(lease, standbys=()))))
 
 
 def test_status_in_80_columns() -> None:
