@@ -141,7 +141,7 @@ async def serve(
         tls = daemon.open_certificates(files, MASTER_NAME, PeerRole.MASTER, config.shared.run, log)
         if not stands_by:
             restore.restore_if_lost(config, log)
-        elif not await standby.stand_by(config, tls, log, stack):
+        elif not await standby.stand_by(config, tls, log, stack, systemd.say_ready):
             return 0
         guard = Guard(tls, config.clusters) if tls is not None else None
         report = partial(_report_call, log)

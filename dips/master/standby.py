@@ -309,10 +309,13 @@ class Standby:
         self._told = self._clock()
 
 
-async def stand_by(config: RunFile, tls: TlsSource | None, log: Log, stack: AsyncExitStack) -> bool:
+async def stand_by(
+    config: RunFile, tls: TlsSource | None, log: Log, stack: AsyncExitStack, ready: Callable[[], None] = lambda: None
+) -> bool:
     """Wait until this master is to serve; return False if it was stopped before. Its ledger is in place then.
 
-    A term that it claimed for the restore is renewed until its ledger's next one is; `stack` ends that.
+    A term that it claimed for the restore is renewed until its ledger's next one is; `stack` ends that. `ready` is
+    called once it waits.
 
     Raise ConfigError if the run file is not one of a standby.
     """
@@ -330,6 +333,7 @@ async def stand_by(config: RunFile, tls: TlsSource | None, log: Log, stack: Asyn
         await daemon.open_http(config.master.http, config.http_token, tls, subject, log, waiting)
         waiting.enter_context(daemon.end_signals(stopped.set))
         stopping = asyncio.ensure_future(stopped.wait())
+        ready()
         waiting.callback(stopping.cancel)
         serves = None
         while serves is None and not stopping.done():
