@@ -126,7 +126,7 @@ class PresentStandbys:
 
 
 class StandbyState(StrEnum):
-    """What a standby does, and why it does not claim."""
+    """State of a standby: what it does, or why it does not claim."""
 
     LOOKING = "looking"  # it has not read the store yet, or cannot
     EMPTY = "empty"  # the run has not begun
@@ -138,7 +138,7 @@ class StandbyState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SeenLease:
-    """What a standby has read. Without a lease `problem` says what is wrong with it."""
+    """Result of a standby's look. Without a lease `problem` says what is wrong with it."""
 
     newest_term: int  # of any file in the store; 0: there is none
     number: int = -1  # of the newest file with the lease of that term
@@ -147,7 +147,7 @@ class SeenLease:
 
 
 class LeaseWatch:
-    """What a standby makes of what it reads. All times are seconds of its own monotonic clock."""
+    """Decides whether a standby may claim. All times are seconds of its own monotonic clock."""
 
     def __init__(self) -> None:
         self._seen: tuple[int, int] | None = None

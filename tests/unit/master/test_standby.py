@@ -138,7 +138,7 @@ class Serving(Term):
         self.end()
 
 
-class Clock:
+class StandbyClock:
     """A standby's; time passes when the test says so."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Waiting:
     """A standby that looks when the test says so."""
 
     def __init__(self, config: RunFile) -> None:
-        self.clock, self.config = Clock(), config
+        self.clock, self.config = StandbyClock(), config
         self.standby = Standby(config, mirror(config), LOG, self.clock)
 
     def look(self, after_s: float = 1.0) -> StandbyState:
