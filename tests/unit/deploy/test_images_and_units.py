@@ -79,6 +79,15 @@ def test_units_do_not_restart_what_cannot_help(unit: Path) -> None:
     assert re.search(r"^User=(?!root)\w+", text, re.MULTILINE) and "NoNewPrivileges=true" in text
 
 
+def test_of_two_machines_that_serve_in_turn_the_superseded_one_waits() -> None:
+    """The drop-in starts the unit's own program as a standby, also after it was superseded; what cannot help stays."""
+    unit, both = ((DEPLOY / "systemd" / name).read_text() for name in ("dips-master.service", "standby.conf"))
+    (command,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
+    assert re.findall(r"^ExecStart=(.*)$", both, re.MULTILINE) == ["", f"{command} --standby"]
+    first, prevented = re.findall(r"^RestartPreventExitStatus=(.*)$", both, re.MULTILINE)
+    assert not first and set(map(int, prevented.split())) == {code(ConfigError), code(Denied), code(Corrupt)}
+
+
 def test_systemd_understands_the_units(tmp_path: Path) -> None:
     """systemd-analyze finds nothing but the programs that are not installed here."""
     if shutil.which("systemd-analyze") is None:
