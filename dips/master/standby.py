@@ -17,11 +17,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client.core import Metric
 
@@ -45,9 +47,11 @@ from dips.telemetry.logs import Log
 from dips.telemetry.metrics import MetricRow, Status, Table, make_families
 from dips.transport.tls import TlsSource
 
+T = TypeVar("T")
 FOLDER = "standby"
 BOUND = "lease.bound"  # a file in the master's directory: a standby may have been told that it may claim
-MOST_STANDBYS = 8  # that are read; more are not told of
+MOST_STANDBYS = 8  # that are read at a time
+UNUSABLE = -1  # in the place of the number in such a file
 MOST_BYTES = 1 << 16  # of a standby's file
 AGAIN_S = 0.5  # between two tries of a store that fails
 
@@ -99,6 +103,7 @@ class LeaseKeeper:
         self._holder = LeaseHolder(term, holder, bound=bound or self._note.exists(), nonce=uuid.uuid4().hex)
         self._present = PresentStandbys()
         self._standbys: tuple[StandbyView, ...] = ()
+        self._refused: set[str] = set()  # files of standbys that cannot be used
         self._mirror: BindableMirror | None = None
         self._reason = ""
         self._tried = self._written = self._ended = self._hurry = False
@@ -205,20 +210,27 @@ class LeaseKeeper:
         return True
 
     def _look_for_standbys(self) -> None:
+        """Read the files of standbys; one that is gone, or cannot be used, is removed after PRESENT_S."""
         names = insist(lambda: self._store.list_names(FOLDER))[:MOST_STANDBYS]
         found: dict[str, StandbyView] = {}
-        numbers: dict[str, int] = {}
+        numbers: dict[str, int] = dict.fromkeys(names, UNUSABLE)
         for name in names:
             try:
                 content = json.loads(read_sealed(self._store, self._run, f"{FOLDER}/{name}", MOST_BYTES) or b"")
-                found[name] = StandbyView(str(content["name"]), bool(content["ready"]), str(content["reason"]))
-                numbers[name] = int(content["number"])
+                view = StandbyView(str(content["name"]), bool(content["ready"]), str(content["reason"]))
+                numbers[name], found[name] = int(content["number"]), view
             except (Corrupt, ValueError, KeyError, TypeError) as error:
-                self._log.warning("standby_refused", file=f"{self._store.url}/{FOLDER}/{name}", reason=str(error))
+                if name not in self._refused:
+                    self._log.warning("standby_refused", file=f"{self._store.url}/{FOLDER}/{name}", reason=str(error))
+        self._refused = set(names) - set(found)
         now = self._clock()
         present = self._present.on_look(numbers, now)
         with self._changed:
-            self._standbys = tuple(replace(found[n], heard_s=self._present.heard_s(n, now)) for n in present)
+            self._standbys = tuple(
+                replace(found[name], heard_s=self._present.heard_s(name, now)) for name in present if name in found
+            )
+        for name in set(names) - set(present):
+            insist(partial(self._store.remove_path, f"{FOLDER}/{name}"))
 
 
 # ---- who waits ------------------------------------------------------------------------------------------------------
@@ -337,14 +349,28 @@ async def stand_by(
         waiting.callback(stopping.cancel)
         serves = None
         while serves is None and not stopping.done():
-            work = asyncio.ensure_future(asyncio.to_thread(_try_to_serve, standby, config, log, stack))
-            await asyncio.wait([work, stopping], return_when=asyncio.FIRST_COMPLETED)
+            work = _start_apart(partial(_try_to_serve, standby, config, log, stack))
+            either: list[asyncio.Future[Any]] = [work, stopping]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             serves = work.result() if work.done() else None
             if serves is None:
                 await asyncio.wait([stopping], timeout=LOOK_S)
-        leaving = asyncio.ensure_future(asyncio.to_thread(standby.leave))
-        await asyncio.wait([leaving], timeout=LOOK_S)
+        await asyncio.wait([_start_apart(standby.leave)], timeout=LOOK_S)
     return serves is not None
+
+
+def _start_apart(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Start work on a daemon thread: a store that hangs must not hold up the end of this process."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:  # noqa: BLE001 (raised where the result is awaited)
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="standby", daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 def _try_to_serve(standby: Standby, config: RunFile, log: Log, stack: AsyncExitStack) -> bool | None:

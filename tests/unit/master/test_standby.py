@@ -479,8 +479,12 @@ def test_a_lease_that_cannot_be_used_is_refused_in_a_sentence(
     master.end()
 
 
-def test_files_of_standbys_that_cannot_be_used_harm_nobody(tmp_path: Path, ended: list[Any]) -> None:
-    """Torn, of another run, or very many: the master renews its lease, and sees the standby that is there."""
+def test_files_of_standbys_that_cannot_be_used_harm_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
+) -> None:
+    """Torn, of another run, or of very many that died: the master renews its lease, sees the standby that is there, and
+    removes the others."""
+    monkeypatch.setattr("dips.protocol.standby.PRESENT_S", 0.3)
     (tmp_path / "mirror").mkdir()
     a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
     master = Serving(a)
@@ -489,8 +493,13 @@ def test_files_of_standbys_that_cannot_be_used_harm_nobody(tmp_path: Path, ended
     store.write_file("standby/0", b"torn")
     store.write_file("standby/1", seal("other", b"{}"))
     store.write_file("standby/2", seal("r", json.dumps({"name": "x", "number": "?"}).encode()))
-    Waiting(b).until(StandbyState.READY)
-    until_view(master, lambda view: view.claimable and len(view.standbys) == 1)
+    for n in range(3 * standby.MOST_STANDBYS):
+        died = {"name": "x", "number": n, "ready": True, "reason": ""}
+        store.write_file(f"standby/{n:03}", seal("r", json.dumps(died).encode()))
+    waiting = Waiting(b)
+    until(lambda: waiting.look(0.0) and store.list_names("standby") == [waiting.standby._file[8:]], "one is left")
+    until(lambda: waiting.look(0.0) and master.lease.view().claimable, "it lets this one take over")
+    assert len(master.lease.view().standbys) == 1
     master.end()
 
 
