@@ -46,6 +46,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, LiveTransfers, SlaveHeart
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import IncarnationGiven, Record
+from dips.protocol.slaves import EXIT_STALE
 from dips.protocol.view import RunView
 from dips.telemetry.timeline import Timeline, read_marks
 
@@ -147,7 +148,10 @@ class RunningMaster:
         self.timeline = Timeline(tmp_path, "r", "master", "master")
         core = MasterCore(self.coordinator, self.judge, TIMING, self.clock())
         log = structlog.get_logger()
-        self.runtime = Runtime(core, self.outside, clock=self.clock, log=log, timeline=self.timeline)
+        self.left_s = inf
+        self.runtime = Runtime(
+            core, self.outside, clock=self.clock, log=log, timeline=self.timeline, left_s=lambda: self.left_s
+        )
 
     async def heard(self, kind: type) -> Any:
         """Return the first event of a kind, when it has come."""
@@ -239,6 +243,33 @@ async def test_a_record_that_cannot_be_written_ends_the_master(tmp_path: Path) -
     assert await ending == EXIT_LEDGER
     with pytest.raises(UnavailableMaster):
         await made.runtime.take_heartbeat(heartbeat())
+    made.timeline.close()
+
+
+async def test_what_is_written_after_the_lease_ended_is_told_to_nobody(tmp_path: Path) -> None:
+    """A disk that was slow holds the answer back until a standby may serve: it does not leave, and the exit is 75."""
+    made = RunningMaster(tmp_path)
+    made.coordinator.script[ClusterJoined] = joins
+    made.outside.disk.clear()
+    ending = asyncio.create_task(made.runtime.run())
+    asking = asyncio.create_task(made.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN)))
+    await made.heard(ClusterJoined)
+    made.left_s = 0.0
+    made.outside.disk.set()
+    with pytest.raises(UnavailableMaster, match="stopping"):
+        await asking
+    assert await ending == EXIT_STALE
+    made.timeline.close()
+
+
+async def test_a_lease_that_ends_ends_a_master_that_is_idle(tmp_path: Path) -> None:
+    """It need not be asked anything: it wakes when its lease is over."""
+    made = RunningMaster(tmp_path)
+    until = made.clock() + 0.2
+    made.runtime._left_s = lambda: until - made.clock()
+    async with asyncio.timeout(10):
+        assert await made.runtime.run() == EXIT_STALE
+    assert until <= made.clock() < until + TIMING.heartbeat_s
     made.timeline.close()
 
 
