@@ -114,14 +114,16 @@ class LeaseKeeper:
     def start(self, patience_s: float) -> bool:
         """Write the first lease; return whether the term is this master's, or it may serve without a lease.
 
-        A store that fails is waited for, unless no standby can have taken over.
+        A store that fails or hangs is waited for, no longer than the patience if no standby can have taken over.
         """
         self._thread.start()
         with self._changed:
-            while not self._changed.wait_for(lambda: self._tried, patience_s) or not self._is_decided():
+            while True:
+                self._changed.wait_for(lambda: self._tried, patience_s)
+                if self._is_decided():
+                    return not self._holder.over
                 self._log.warning("lease_awaited", store=self._store.url, reason=self._reason)
                 self._tried = False
-            return not self._holder.over
 
     def follow_mirror(self, mirror: BindableMirror) -> None:
         """Let standbys take over from now on, as far as this mirror keeps up."""

@@ -405,6 +405,21 @@ def test_a_master_that_was_bound_waits_for_its_store(tmp_path: Path, ended: list
     assert started.wait(10.0) and bound.left_s() > 0
 
 
+def test_a_store_that_hangs_is_waited_for_as_long_as_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
+) -> None:
+    """A master that no standby can have followed serves after its patience."""
+    (tmp_path / "mirror").mkdir()
+    (a,) = begun(tmp_path, str(tmp_path / "mirror"), "a")
+    hangs = threading.Event()
+    monkeypatch.setattr("dips.master.restore.write_lease", lambda *_: hangs.wait(20.0))
+    keeper = LeaseKeeper(mirror(a), "r", 1, "a", a.master.directory, LOG)
+    ended.append(keeper)
+    since = time.monotonic()
+    assert keeper.start(0.2) and time.monotonic() - since < 10.0
+    hangs.set()
+
+
 def test_a_term_that_another_claimed_is_not_served(tmp_path: Path, url: str, ended: list[Any]) -> None:
     """A second master on a copy of the ledger has the same number, and is refused."""
     (a,) = begun(tmp_path, url, "a")
