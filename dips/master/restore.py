@@ -202,7 +202,17 @@ def remove_leases_before(store: MirrorStore, lease: TermLease) -> None:
 
 
 def look_at_lease(store: MirrorStore, run: str) -> SeenLease:
-    """Return the newest term and its lease, or what is wrong with it; raise FailedMirror if the store fails."""
+    """Return the newest term and its lease, or what is wrong with it; raise FailedMirror if the store fails.
+
+    One that is renewed, and so removed, between the list and the read is looked for again.
+    """
+    seen = _read_lease(store, run)
+    while seen.problem and (again := _read_lease(store, run)) != seen:
+        seen = again
+    return seen
+
+
+def _read_lease(store: MirrorStore, run: str) -> SeenLease:
     found = [(int(m[1]), int(m[2]), m[3]) for m in _list_files(store)]
     newest = max((term for term, _, _ in found), default=0)
     number = max((n for term, n, kind in found if (term, kind) == (newest, "term")), default=-1)
