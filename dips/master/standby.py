@@ -341,7 +341,7 @@ async def stand_by(
     standby, stopped = Standby(config, store, log), asyncio.Event()
     async with AsyncExitStack() as waiting:
         subject = HttpSubject(
-            "master", lambda: standby.counts, _collect, lambda: f"stands by: {standby.watch.reason}",
+            config.shared.run, "master", lambda: standby.counts, _collect, lambda: f"stands by: {standby.watch.reason}",
             daemon.list_disks(config.master.directory, config.master.mirror),
         )  # fmt: skip
         await daemon.open_http(config.master.http, config.http_token, tls, subject, log, waiting)
