@@ -311,21 +311,32 @@ def test_two_standbys_that_claim_at_once(tmp_path: Path, url: str, ended: list[A
             waiting.until(StandbyState.READY)
 
 
-def test_a_master_that_cannot_renew_stops_before_a_standby_may_begin(tmp_path: Path, ended: list[Any]) -> None:
+def test_a_master_that_cannot_renew_stops_before_a_standby_may_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
+) -> None:
     """A store that is gone ends the lease after SERVE_S; without a standby it ends nothing."""
     (tmp_path / "mirror").mkdir()
     a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    gone, honest = threading.Event(), restore.write_lease
+
+    def write(*arguments: Any) -> bool:
+        if gone.is_set():
+            raise FailedMirror("the store is gone")
+        return honest(*arguments)
+
+    monkeypatch.setattr("dips.master.restore.write_lease", write)
     master = Serving(a)
     ended.append(master.lease)
     assert master.lease.left_s() > 1e9
-    (tmp_path / "mirror").rename(tmp_path / "away")
-    until(lambda: "is not there" in master.lease.view().reason, "it cannot be renewed")
+    gone.set()
+    until(lambda: master.lease.view().failing, "it cannot be renewed")
     assert master.lease.left_s() > 1e9
-    (tmp_path / "away").rename(tmp_path / "mirror")
+    gone.clear()
     Waiting(b).until(StandbyState.READY)
     until_view(master, lambda view: view.claimable)
     assert (a.master.directory / BOUND).exists()
-    (tmp_path / "mirror").rename(tmp_path / "away")
+    gone.set()
+    until(lambda: master.lease.view().failing, "it cannot be renewed")
     left_s = master.lease.left_s()
     assert 0 < left_s <= SERVE_S
     time.sleep(0.2)
