@@ -33,7 +33,6 @@ from dips.slave.machine import memory_of
 from dips.store.files import (
     delete_version,
     keep_version,
-    manifest_digest,
     promote_version,
     read_manifest,
     read_through,
@@ -212,8 +211,8 @@ def _check_memory(plan: RebalancePlan, model: Manifest, after: RunFile) -> None:
 def _make_snapshots(work: Rebalancing) -> dict[str, str]:
     """Copy and verify all snapshots of the new placement; return their digests. On failure nothing is left behind."""
     version = work.plan.version
-    digests = {name: manifest_digest(path) for name, path in work.kept.items()}
     kept = {name: read_manifest(path) for name, path in work.kept.items()}
+    digests = {name: manifest.digest for name, manifest in kept.items()}
     total = 2 * sum(copy.nbytes for copy in work.copies) + sum(manifest.nbytes for manifest in kept.values())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

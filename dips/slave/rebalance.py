@@ -25,7 +25,6 @@ from dips.store.files import (
     delete_version,
     find_complete,
     make_manifest,
-    manifest_digest,
     promote_version,
     read_manifest,
     read_through,
@@ -79,7 +78,7 @@ def find_placed(
             if manifest.run != run:
                 raise ConfigError(f"{path} is a snapshot of run {manifest.run!r}, expected run {run!r}")
             ours = manifest.slave == slave and {r.index for r in manifest.layers} == set(layers)
-            if ours and digests.get((version.round, slave), digest := manifest_digest(path)) == digest:
+            if ours and digests.get((version.round, slave), manifest.digest) == manifest.digest:
                 found.setdefault(version, path)
     return found
 
@@ -98,7 +97,7 @@ def finish_staged(
     finished, without_row = list[VersionId](), list[VersionId]()
     for version in staged_versions(directory):
         try:
-            digest = manifest_digest(staged_path(directory, version))
+            digest = read_manifest(staged_path(directory, version)).digest
         except CorruptSnapshot as error:
             on_damaged(error)
             continue
@@ -138,13 +137,12 @@ def stage_snapshot(copy: SnapshotCopy, report: Report) -> str:
 
     Raise CorruptSnapshot naming what is damaged, OSError if the disk fails.
     """
-    staged, aside = staged_path(copy.directory, copy.version), _aside(copy)
     if is_staged(copy):
         report(copy.nbytes)
     else:
-        _copy_layers(copy, aside, report)
-        files.stage_version(aside, copy.version)
-    return manifest_digest(staged)
+        _copy_layers(copy, _aside(copy), report)
+        files.stage_version(_aside(copy), copy.version)
+    return read_manifest(staged_path(copy.directory, copy.version)).digest
 
 
 def check_staged(copy: SnapshotCopy, report: Report) -> None:
@@ -197,8 +195,7 @@ def _copy_layers(copy: SnapshotCopy, aside: Path, report: Report) -> None:
         queue.add_file(target, record.size)
     queue.sync_files()
     layers = [records[layer][1] for layer in copy.sources]
-    manifest = make_manifest((copy.run, copy.slave, copy.sinc), copy.version, copy.model, layers)
-    write_manifest(aside, manifest.to_json().encode())
+    write_manifest(aside, make_manifest((copy.run, copy.slave, copy.sinc), copy.version, copy.model, layers).to_json())
 
 
 def _source_records(copy: SnapshotCopy) -> dict[int, tuple[VersionManifest, LayerRecord]]:

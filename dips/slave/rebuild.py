@@ -29,7 +29,6 @@ from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
 from dips.store.files import (
     ASIDE,
-    manifest_digest,
     promote_version,
     read_layer,
     read_manifest,
@@ -90,7 +89,7 @@ class Rebuild:
         found = []
         for name, layers in self._row.placement:
             lacking = self._bring_back(name, layers)
-            complete = self._disks[name].complete_versions()
+            complete = self._disks[name].complete_versions(self._disks[name].unread_versions())
             fitting = [version for version in complete if self._holds_layers(name, version, layers)]
             newest = max(fitting, key=lambda v: v.round, default=None)
             found.append(SlaveFinding(name, layers, newest, lacking))
@@ -135,7 +134,8 @@ class Rebuild:
         try:
             mirror = self._open_mirror(section)
             mirror.bind_layers(layers)
-            return mirror.restore(self._disks[name].complete_versions()).reason
+            disk = self._disks[name]
+            return mirror.restore((*disk.complete_versions(), *disk.unread_versions())).reason
         except FailedMirror as error:
             return str(error)
 
@@ -159,9 +159,10 @@ class Rebuild:
     def _stage_slave(self, version: VersionId, found: SlaveFinding, sinc: int) -> str:
         directory = self._sections[found.slave].directory
         aside, owner = directory / f"{ASIDE}{version}", (self._row.run, found.slave, sinc)
-        write_version(aside, owner, version, self._manifest, found.layers, self._merge_layers(directory, found))
+        flat = self._merge_layers(directory, found)
+        digest = write_version(aside, owner, version, self._manifest, found.layers, flat)
         stage_version(aside, version)
-        return manifest_digest(staged_path(directory, version))
+        return digest
 
     def _merge_layers(self, directory: Path, found: SlaveFinding) -> Iterator[F32]:
         """Iterate over θ of the file and m of the slave's newest snapshot, with the memory of one layer."""

@@ -252,10 +252,7 @@ def read_copy(store: MirrorStore, run: str, slave: str, version: VersionId) -> t
     text = store.read_file(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES)
     if text is None:
         raise CorruptSnapshot(f"{where} has no manifest: it was not copied to its end")
-    try:
-        manifest = VersionManifest.from_json(text.decode(), f"{where}/{MANIFEST_FILE}")
-    except UnicodeDecodeError as error:
-        raise CorruptSnapshot(f"{where}/{MANIFEST_FILE}: is no manifest: {error}") from error
+    manifest = VersionManifest.from_json(text, f"{where}/{MANIFEST_FILE}")
     manifest.require_owner(run, slave, version, where)
     require_sizes(manifest, store.list_sizes(str(version)), where)
     return text, manifest
@@ -271,7 +268,7 @@ def copy_out(store: MirrorStore, root: Path, version: VersionId, on_piece: OnPie
     try:
         with _linked(path) as kept:
             text = (kept / MANIFEST_FILE).read_bytes()
-            manifest = VersionManifest.from_json(text.decode(), str(path / MANIFEST_FILE))
+            manifest = VersionManifest.from_json(text, str(path / MANIFEST_FILE))
             store.remove_path(folder)
             for record in manifest.layers:
                 with (kept / record.file).open("rb") as source, store.create_file(f"{folder}/{record.file}") as target:

@@ -22,9 +22,9 @@ from dips.slave import rebalance, snapshot_mirror
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store.files import (
     keep_version,
-    manifest_digest,
     promote_if_ours,
     promote_version,
+    read_manifest,
     stage_version,
     staged_path,
     write_version,
@@ -244,12 +244,12 @@ def test_half_a_snapshot_has_no_digest(disk: Path) -> None:
     with (disk / str(V1) / "00000.safetensors").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(CorruptSnapshot, match=r"expected \d+ bytes, got 100"):
-        manifest_digest(disk / str(V1))
+        read_manifest(disk / str(V1))
 
 
 def test_only_the_ledgers_own_bytes_are_copied(disk: Path) -> None:
     """A snapshot of the right name, slave and layers with other bytes is not what the row is of."""
-    digests = {(v.round, "s"): manifest_digest(disk / str(v)) for v in (V1, V2)}
+    digests = {(v.round, "s"): read_manifest(disk / str(v)).digest for v in (V1, V2)}
     assert set(rebalance.find_placed([disk], "r", "s", LAYERS, digests)) == {V1, V2}
     assert set(rebalance.find_placed([disk], "r", "s", LAYERS, {})) == {V1, V2}, "rows of old ledgers have none"
     assert set(rebalance.find_placed([disk], "r", "s", LAYERS, {**digests, (V2.round, "s"): "0" * 32})) == {V1}
