@@ -31,8 +31,8 @@ from dips.protocol.effects import Effect, Exit
 from dips.protocol.events import SlaveRegistered
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
-from dips.slave.rebuild import Rebuild
 from dips.slave.snapshots import Snapshots
+from dips.slave.staging import Rebuild
 from dips.store import tensorfile
 from dips.store.files import read_manifest
 from dips.store.mirror import MirrorStore, copy_out
