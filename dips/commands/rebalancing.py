@@ -41,7 +41,7 @@ class Rebalancing:
     plan: RebalancePlan
     run: str
     model: Manifest
-    copies: tuple[staging.Part, ...]
+    copies: tuple[staging.VersionPart, ...]
     kept: Mapping[str, staging.Placed]  # snapshots of slaves whose layers do not change
 
     @property

@@ -55,7 +55,7 @@ Placed = tuple[Path, VersionManifest]  # a version's directory, and what is in i
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class VersionPart:
     """One slave's layers of a version, to be staged in its root."""
 
     run: str
@@ -82,7 +82,7 @@ class Part:
 
 
 def stage_parts(
-    parts: Sequence[Part],
+    parts: Sequence[VersionPart],
     kept: Mapping[str, Placed],
     report: OnPiece = lambda _: None,
     show: Callable[[str], None] = lambda _: None,
@@ -115,7 +115,7 @@ def stage_parts(
     return digests
 
 
-def _make_room(part: Part) -> None:
+def _make_room(part: VersionPart) -> None:
     """Delete what interrupted tries have left, but for this part if it is staged; reserve disk space for it if not."""
     for version in staged_versions(part.directory):
         if version != part.version:
@@ -125,7 +125,7 @@ def _make_room(part: Part) -> None:
         reserve_version(part.aside, part.run, part.version, part.model, part.layers)
 
 
-def _stage_part(part: Part, report: OnPiece) -> str:
+def _stage_part(part: VersionPart, report: OnPiece) -> str:
     if _is_staged(part):
         report(part.nbytes)
         return part.digest
@@ -134,7 +134,7 @@ def _stage_part(part: Part, report: OnPiece) -> str:
     return digest
 
 
-def _is_staged(part: Part) -> bool:
+def _is_staged(part: VersionPart) -> bool:
     try:
         return read_manifest(part.staged).digest == part.digest
     except CorruptSnapshot:
@@ -199,7 +199,7 @@ def find_placed(
 
 def plan_copy(
     owner: tuple[str, str, int], version: VersionId, directory: Path, model: Manifest, sources: Mapping[int, Placed]
-) -> Part:
+) -> VersionPart:
     """Return the part that copies its layers from `sources`, which are in the model's order; nothing is copied yet.
 
     owner  run, slave and incarnation
@@ -208,7 +208,7 @@ def plan_copy(
     ordered = [records[layer] for layer in sources]
     text = make_manifest(owner, version, model, (record for _, record in ordered)).to_json()
     fill = partial(_copy_layers, ordered, text)
-    return Part(owner[0], owner[1], version, directory, model, tuple(sources), fill, text_digest(text))
+    return VersionPart(owner[0], owner[1], version, directory, model, tuple(sources), fill, text_digest(text))
 
 
 def _copy_layers(sources: Sequence[tuple[Placed, LayerRecord]], text: bytes, aside: Path, report: OnPiece) -> str:
@@ -308,7 +308,7 @@ class Rebuild:
         is not taken as proof of a newer ledger. Raise FailedDisk; then nothing is staged.
         """
         parts = [
-            Part(
+            VersionPart(
                 self._row.run, one.slave, version, self._sections[one.slave].directory, self._manifest, one.layers,
                 partial(self._write_part, version, one, sinc),
             )

@@ -216,7 +216,7 @@ def test_a_rebalanced_snapshot(
     target.mkdir()
     placed = disk / str(V2), read_manifest(disk / str(V2))
 
-    def plan(slave: str, sinc: int, *layers: int) -> staging.Part:
+    def plan(slave: str, sinc: int, *layers: int) -> staging.VersionPart:
         return staging.plan_copy(("r", slave, sinc), V2, target, MANIFEST, dict.fromkeys(layers, placed))
 
     def fill_again(aside: Path, report: object) -> str:
