@@ -90,9 +90,10 @@ class InitialModel:
             for record in manifest.layers:
                 if record.index in self._digests:
                     read_layer(folder, manifest, record, theta[record.index], momentum[record.index], self._on_piece)
-        except CorruptSnapshot as error:
-            self._bad[folder] = (files_state(folder), str(error))
-            self._good.pop(folder, None)
+        except (CorruptSnapshot, OSError) as error:
+            self._good.pop(folder, None)  # it is looked at again: a file may have gone
+            if isinstance(error, CorruptSnapshot):
+                self._bad[folder] = (files_state(folder), str(error))
             raise
 
     def map_layers(self) -> Arrays | None:

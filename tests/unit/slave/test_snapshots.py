@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave.export import export_snapshot
 from dips.slave.snapshots import Snapshots
-from dips.store import tensorfile
+from dips.store import files, tensorfile
 from dips.store.files import write_version
-from dips.store.version import MOMENTUM, THETA
+from dips.store.version import MOMENTUM, THETA, LayerRecord, VersionManifest
 from tests.damage import flip_bit, load_parameters
 
 MANIFEST = Manifest.from_shapes(
@@ -205,6 +206,23 @@ def test_archives_are_read_when_they_are_wanted(tmp_path: Path) -> None:
     with pytest.raises(CorruptSnapshot):
         read(again, versions[0])
     assert again.unread_versions() == (*versions[4:-2],)
+    again.close()
+
+
+def test_a_layer_s_file_is_opened_once_to_verify_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """θ and m are read one behind the other, with the memory of one of them."""
+    snapshots, headers = opened(tmp_path / "s"), list[str]()
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    check_header = files.check_header
+
+    def count(source: IO[bytes], manifest: VersionManifest, record: LayerRecord, where: str) -> int:
+        headers.append(record.file)
+        return check_header(source, manifest, record, where)
+
+    monkeypatch.setattr(files, "check_header", count)
+    again = reopened(snapshots, tmp_path / "s")
+    assert again.complete_versions() == (V1,)
+    assert headers == [f"{i:05d}.safetensors" for i in range(4)]
     again.close()
 
 
