@@ -261,7 +261,7 @@ def write_zeros(path: Path, manifest: Manifest) -> None:
             file.write(header)
             file.truncate(size)
         records.append(LayerRecord(index, layer, zeros[layer.numel], "", size))
-    write_manifest(path, make_manifest((RUN, "", 0), GENESIS, manifest, records).to_json().encode())
+    write_manifest(path, make_manifest((RUN, "", 0), GENESIS, manifest, records).to_json())
 
 
 def _digest_of_zeros(numel: int) -> str:

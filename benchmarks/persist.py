@@ -5,6 +5,9 @@ rename); the disk's own is one file of as many bytes, written in 8 MiB pieces an
 past it (O_DIRECT): the faster of the two counts. All in the same directory, in turn, each over a file system that was
 synced before.
 
+A slave's start is measured on a directory of two versions and on one of a hundred, out of the page cache: until it
+knows what it may tell its master.
+
 The study: what writing the folded sum (4 B a parameter, replayed bit for bit by Apply) with a full snapshot (8 B)
 every k versions would take instead, to write and to recover.
 """
@@ -41,6 +44,9 @@ LEAST = 0.8
 PIECE = 8 << 20  # bytes of one write of the disk's own
 EVERY = (2, 4, 8)  # k
 VERSION = VersionId(1, 1)  # the one that is recovered
+FEW, MANY = 2, 100  # versions on the disk of a slave that starts
+AS_FAST = 0.8  # of the speed with FEW
+KEPT_NUMEL = 1 << 20  # of each of them
 
 
 def measure(bench: Bench) -> None:
@@ -68,12 +74,15 @@ def measure(bench: Bench) -> None:
         )
         read = _recovery(bench.runs, disk, folded, manifest, [theta, momentum, acc, theta_next])
         disk.close()
+        started = _starts(bench, directory)
     full = 2.0 * BYTES * numel
     own = full / min(took["plain"], took["direct"])
     bench.row("disk, through the page cache", full / took["plain"], "B/s")
     bench.row("disk, past the page cache", full / took["direct"], "B/s")
     bench.row("snapshot", full / took["snapshot"], "B/s", against="the disk's own write", of=own, least=LEAST)
     bench.row("folded sum", full / 2 / took["sum"], "B/s", against="the disk's own write", of=own)
+    what = f"a slave's start, {MANY} versions kept"
+    bench.row(what, started[MANY], "s", against=f"{FEW} kept", of=started[FEW], least=AS_FAST, less=True)
     for k in EVERY:
         average = (took["snapshot"] + (k - 1) * took["sum"]) / k
         worst = read["full"] + (k - 1) * read["replay"]
@@ -96,6 +105,30 @@ def _snapshots(directory: Path, manifest: Manifest) -> Snapshots:
 def _snapshot(disk: Snapshots, theta: Arrays, momentum: Arrays) -> Seconds:
     disk.delete_snapshots((VERSION,))
     return _timed(lambda: disk.write_snapshot(VERSION, theta, momentum))
+
+
+def _starts(bench: Bench, directory: Path) -> dict[int, float]:
+    """Median seconds until a slave knows what its disk holds, by the number of versions there."""
+    manifest = equal_layers(KEPT_NUMEL, LAYERS)
+    theta = {i: np.random.default_rng(i).standard_normal(x.numel, np.float32) for i, x in enumerate(manifest.layers)}
+    for kept in (FEW, MANY):
+        disk = _snapshots(directory / f"kept{kept}", manifest)
+        for number in range(1, kept + 1):
+            disk.write_snapshot(VersionId(number, number), theta, theta)
+        disk.close()
+
+    def start(kept: int) -> Seconds:
+        def look() -> None:
+            disk = Snapshots(directory / f"kept{kept}", "bench", "ps0", directory / "none", structlog.get_logger())
+            named = len(disk.complete_versions()) + len(disk.unread_versions())
+            disk.close()
+            if named != kept:
+                raise RuntimeError(f"expected {kept} versions, the slave named {named}")
+
+        return Seconds(_cold(look, *directory.glob(f"kept{kept}/*/*.safetensors")))
+
+    took = bench.together({str(kept): partial(start, kept) for kept in (FEW, MANY)}, runs=2 * bench.runs + 1)
+    return {kept: took[str(kept)] for kept in (FEW, MANY)}
 
 
 def _timed(work: Callable[[], object], remove: Path | None = None) -> Seconds:
@@ -154,12 +187,13 @@ def _recovery(
     with ThreadPoolExecutor(workers, "kernel") as threads:
         kernel_pool = KernelPool(kernels, threads, workers)
         again = {"full": lambda: disk.read_snapshot(VERSION, theta, momentum), "replay": replay}
-        return {name: statistics.median(_cold(work, folded) for _ in range(runs)) for name, work in again.items()}
+        files = (folded, *folded.parent.glob("ps0/*/*.safetensors"))
+        return {name: statistics.median(_cold(work, *files) for _ in range(runs)) for name, work in again.items()}
 
 
-def _cold(work: Callable[[], object], folded: Path) -> float:
+def _cold(work: Callable[[], object], *files: Path) -> float:
     """Seconds of `work` with the files out of the page cache."""
-    for path in (folded, *folded.parent.glob("ps0/*/*.safetensors")):
+    for path in files:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)

@@ -84,6 +84,10 @@ class BusyDisk(Busy):
     """A disk is still working on earlier requests, which may take any time."""
 
 
+class UnreadSnapshot(BusyDisk):
+    """A snapshot on a disk must be read and verified before it can be used."""
+
+
 class Denied(DipsError):
     """This identity may not do this."""
 

@@ -6,9 +6,8 @@ repetition starts again and skips completed steps.
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from dips.cgroup import available_memory
 from dips.config import RunFile, SlaveSection
-from dips.errors import ConfigError, DipsError, FailedDisk
+from dips.errors import ConfigError
 from dips.files import PidLock
 from dips.ids import GENESIS, VersionId
 from dips.master.genesis import check_is_of_run, ledger_path
@@ -28,18 +27,9 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.rebalancing import RebalancePlan, plan_rebalance
 from dips.protocol.records import LedgerState
 from dips.protocol.run_state import OLD_LEDGER
-from dips.slave import rebalance as files
+from dips.slave import staging
 from dips.slave.machine import memory_of
-from dips.store.files import (
-    delete_version,
-    keep_version,
-    manifest_digest,
-    promote_version,
-    read_manifest,
-    read_through,
-    staged_path,
-    staged_versions,
-)
+from dips.store.files import delete_version, keep_version, promote_version
 
 MOST_MOVES = 40  # layers that the plan lists by name
 
@@ -51,8 +41,8 @@ class Rebalancing:
     plan: RebalancePlan
     run: str
     model: Manifest
-    copies: tuple[files.SnapshotCopy, ...]
-    kept: Mapping[str, Path]  # snapshots of slaves whose layers do not change
+    copies: tuple[staging.VersionPart, ...]
+    kept: Mapping[str, staging.Placed]  # snapshots of slaves whose layers do not change
 
     @property
     def changes_nothing(self) -> bool:
@@ -87,7 +77,7 @@ def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> Non
         in_use = {section.directory.resolve() for section in after.slaves}
         for section in sections:
             present = version if section.directory.resolve() in in_use else None
-            files.clean_directory(section.directory, work.run, present, discard)
+            staging.clean_directory(section.directory, work.run, present, discard)
         names = ", ".join(section.name for section in after.slaves)
         print(f"{version} lies on {names}: start the master and these slaves with the new run file")
 
@@ -144,7 +134,7 @@ def _finish_last(ledger: Ledger, sections: Sequence[SlaveSection], discard: Call
     digests, placed = ledger.read_digests(), dict(ledger.run_row().placement)
     for section in sections:
         if section.name in placed:
-            files.finish_staged(section.directory, section.name, digests, lambda e: print(f"note: {e}"), discard)
+            staging.finish_staged(section.directory, section.name, digests, lambda e: print(f"note: {e}"), discard)
 
 
 def _plan(after: RunFile, before: RunFile | None, ledger: Ledger) -> Rebalancing:
@@ -154,7 +144,7 @@ def _plan(after: RunFile, before: RunFile | None, ledger: Ledger) -> Rebalancing
             check_is_of_run(run_file, state.row)
     run, model = state.row.run, Manifest.from_json(state.row.manifest)
     held = {
-        name: files.find_placed(_where(name, after, before), run, name, layers, digests)
+        name: staging.find_placed(_where(name, after, before), run, name, layers, digests)
         for name, layers in state.row.placement
     }
     _check_ledger_is_new(state, held)
@@ -167,11 +157,12 @@ def _plan(after: RunFile, before: RunFile | None, ledger: Ledger) -> Rebalancing
     copies, kept = [], {}
     for name, layers in plan.after:
         directory = after.slave_section(name).directory
-        if was.get(name) == layers and held[name][plan.version].parent.resolve() == directory.resolve():
+        if was.get(name) == layers and held[name][plan.version][0].parent.resolve() == directory.resolve():
             kept[name] = held[name][plan.version]
         else:
             sources = {layer: holder[layer] for layer in layers}
-            copies.append(files.SnapshotCopy(run, name, incarnations[name], plan.version, directory, model, sources))
+            owner = (run, name, incarnations[name])
+            copies.append(staging.plan_copy(owner, plan.version, directory, model, sources))
     return Rebalancing(plan, run, model, tuple(copies), kept)
 
 
@@ -184,7 +175,7 @@ def _where(name: str, after: RunFile, before: RunFile | None) -> list[Path]:
     return list(dict.fromkeys(section.directory for section in sections))
 
 
-def _check_ledger_is_new(state: LedgerState, held: Mapping[str, Mapping[VersionId, Path]]) -> None:
+def _check_ledger_is_new(state: LedgerState, held: Mapping[str, Collection[VersionId]]) -> None:
     """Raise ConfigError if a snapshot's round is not reserved in this ledger, as the master does when slaves
     register.
     """
@@ -211,46 +202,16 @@ def _check_memory(plan: RebalancePlan, model: Manifest, after: RunFile) -> None:
 
 def _make_snapshots(work: Rebalancing) -> dict[str, str]:
     """Copy and verify all snapshots of the new placement; return their digests. On failure nothing is left behind."""
-    version = work.plan.version
-    digests = {name: manifest_digest(path) for name, path in work.kept.items()}
-    kept = {name: read_manifest(path) for name, path in work.kept.items()}
-    total = 2 * sum(copy.nbytes for copy in work.copies) + sum(manifest.nbytes for manifest in kept.values())
+    total = 2 * sum(copy.nbytes for copy in work.copies) + sum(manifest.nbytes for _, manifest in work.kept.values())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
-
-        def report(nbytes: int) -> None:
-            progress.advance(task, nbytes)
-
-        try:
-            for copy in work.copies:
-                _drop_stale(copy)
-            files.reserve_room(work.copies)
-            for copy in work.copies:
-                progress.update(task, description=f"{copy.slave} {version}: writing")
-                digests[copy.slave] = files.stage_snapshot(copy, report)
-            for copy in work.copies:
-                progress.update(task, description=f"{copy.slave} {version}: reading back")
-                files.check_staged(copy, report)
-            for name, path in work.kept.items():
-                progress.update(task, description=f"{name} {version}: reading")
-                read_through(path, kept[name], report)
-        except (OSError, DipsError) as error:
-            for copy in work.copies:
-                files.unstage_snapshot(copy)
-            if isinstance(error, OSError):
-                raise FailedDisk(f"the run is as it was: {error}") from error
-            raise
-    return digests
-
-
-def _drop_stale(copy: files.SnapshotCopy) -> None:
-    """Delete staged snapshots of other versions, left by an interrupted rebalance before the run continued
-    without it.
-    """
-    for version in staged_versions(copy.directory):
-        if version != copy.version:
-            shutil.rmtree(staged_path(copy.directory, version))
+        return staging.stage_parts(
+            work.copies,
+            work.kept,
+            lambda nbytes: progress.advance(task, nbytes),
+            lambda what: progress.update(task, description=what),
+        )
 
 
 # ---- the plan, for a person ------------------------------------------------------------------------------------------

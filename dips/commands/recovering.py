@@ -24,7 +24,7 @@ from dips.master.ledger import Ledger, hold_ledger, put_in_place
 from dips.master.local_audit import make_local_row
 from dips.master.restore import newest_term
 from dips.protocol.records import RoundReserved, RunRow
-from dips.slave.rebuild import Rebuild, SlaveFinding
+from dips.slave.staging import Rebuild, SlaveFinding
 from dips.telemetry.logs import Log
 
 ASIDE = ".recovering"  # in the master's directory: a ledger that is not complete yet

@@ -38,7 +38,7 @@ MOST_TERMS_AHEAD = 1_000_000  # one for each start of a master, a thousand for e
 MOST_AHEAD = 1 << 32  # of seqs and rounds, which rise by one: 13 years at ten a second
 SILENT_HEARTBEATS = 2  # after this many missed heartbeats a process may be dead, and another may have taken its name
 MOST_LANES = 1_024  # of a slave: each has a thread
-MOST_SNAPSHOTS = 65_536  # on a slave's disk; a few are kept
+MOST_SNAPSHOTS = 65_536  # on a slave's disk; a few are kept, and archives
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,13 @@ def find_absurd_register(event: SlaveRegistered, term: int, next_round: int) -> 
     """Return an error if a registration has numbers that no later master can have caused; a forged term must not end
     this one.
     """
-    held = [v for v in (event.memory, event.prepared, *event.complete[:MOST_SNAPSHOTS]) if v is not None]
+    snapshots = (*event.complete, *event.unread)
+    held = [v for v in (event.memory, event.prepared, *snapshots[:MOST_SNAPSHOTS]) if v is not None]
     checks: Sequence[tuple[str, int, int]] = (
         ("term_seen", event.term_seen, term + MOST_TERMS_AHEAD),
         ("round", max((v.round for v in held), default=0), next_round + MOST_AHEAD),
         ("lanes", len(event.lanes), MOST_LANES),
-        ("snapshots", len(event.complete), MOST_SNAPSHOTS),
+        ("snapshots", len(snapshots), MOST_SNAPSHOTS),
     )
     for what, got, most in checks:
         if got > most:

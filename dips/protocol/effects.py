@@ -217,7 +217,7 @@ class RegisterLater:
 
     retry_after_s: float
     reason: str
-    look_for: tuple[VersionId, ...] = ()  # to fetch from the mirror first: all others have nothing newer
+    look_for: tuple[VersionId, ...] = ()  # to read first, or to fetch from the mirror: others have nothing newer
 
 
 SlaveOrder = Hold | LoadVersion | CommitVersion | AbortVersion | RegisterLater

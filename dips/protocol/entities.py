@@ -60,6 +60,7 @@ class Slave:
     slots: int = 0
     memory: VersionId | None = None
     offer: frozenset[VersionId] | None = None  # versions that it offers to serve; None: not computed since that changed
+    unread: frozenset[VersionId] = frozenset()  # on its disk and not verified: it offers them when it has read them
     unanswered: int = 0  # orders in a row that missed their deadline
     mirror: MirrorReport | None = None  # as last reported, also while it is lost, when its mirror is needed
     covered: VersionId | None = None  # newest version its mirror had while both worked: see mirrors.known_lag

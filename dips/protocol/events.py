@@ -54,6 +54,7 @@ class SlaveRegistered:
     rival_heard_s: float = inf  # since the name's present incarnation was heard: the Judge fills it in
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
     former_nonce: str = ""  # of the process that held its directory before; "": none that is known
+    unread: tuple[VersionId, ...] = ()  # older snapshots on its disk, which it has not verified
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,11 @@ waits, with the reason in its status; clusters train on. It also waits if the ro
 (docs/guides/operations.md#a-lost-disk), until an operator runs `dips rollback` or the slave comes back with its data.
 Snapshots of undone versions stay on the disks until a later version is durable.
 
-The run also waits if a newer version is offered by all slaves but those that have it in a working mirror: these fetch
-it first, since a disk may lack a version below newer ones. No slave serves meanwhile; all register again and again, and
-each time report what is on their disk.
+The run also waits if a newer version is offered by all slaves but those that have it on their disk, not read yet, or in
+a working mirror: these read or fetch it first. A slave verifies its newest snapshots before it registers and its
+archives only when they are wanted, and a disk may lack a version below newer ones. No slave serves meanwhile; all
+register again and again, and each time report what is on their disk. An archive that an operator rolls back to is read
+in the same way.
 
 Undone versions keep their rows and their names. Their tokens are subtracted; their data ranges are undone, since
 clusters carry that work in their parameters. Penalty statistics stay: they are measurements of clusters, which a lost
@@ -40,7 +42,7 @@ def offered_versions(event: SlaveRegistered) -> frozenset[VersionId]:
 def note_offer(run: RunState, slave: Slave) -> None:
     """Update the slaves that lack the head, after a slave named what it offers or the head changed."""
     run.roster.follow_offer(slave)
-    if slave.offer is not None and not _can_offer(run, slave, run.head):
+    if slave.offer is not None and not _can_offer(run, slave, run.head) and run.head not in slave.unread:
         run.roster.lacking[slave.name] = None
     else:
         run.roster.lacking.pop(slave.name, None)
@@ -64,21 +66,24 @@ def consider_rollback(run: RunState) -> None:
     if unasked:
         run.rollback_waits = f"{why}; not yet heard from: {name_some(unasked)}"
         return
-    head = _newest_common(run)
     if run.rollback_asked is not None:
         asked, run.rollback_asked = run.rollback_asked, None
-        if asked in run.versions and not run.versions[asked].retired and _do_all_offer(run, asked):
+        kept = asked in run.versions and not run.versions[asked].retired
+        if kept and _do_all_offer(run, asked):
             _roll_back(run, asked, f"an operator asked for it; {why}" if lacking else "an operator asked for it")
+            return
+        if kept and all(_can_offer(run, s, asked) or asked in s.unread for s in run.slaves.values()):
+            run.rollback_asked = asked
+            _wait_for_disks(run, f"{why}: {asked} is read on the disks and verified first")
             return
     if not lacking:
         return
+    head = _newest_common(run)
     wanted = _within_reach(run, head)
     if head is None or wanted is not None:
         lacks = "no version" if head is None else f"no version after {head}"
-        remedy = "restore a snapshot directory" if wanted is None else f"{wanted} is brought back from mirrors"
-        run.rollback_waits = f"{lacks} is offered by every slave: {_describe_offers(run)}; {remedy}"
-        for slave in run.ready_slaves():
-            _ask_offer(run, slave, run.rollback_waits)
+        remedy = "restore a snapshot directory" if wanted is None else f"{wanted} is {_describe_reach(run, wanted)}"
+        _wait_for_disks(run, f"{lacks} is offered by every slave: {_describe_offers(run)}; {remedy}")
         return
     steps, lag = run.head.version - head.version, max(durability.known_lag(run, run.slaves[name]) for name in lacking)
     if steps <= lag + run.options.most_rollback:
@@ -113,7 +118,7 @@ def answer_asked(run: RunState, event: RollbackAsked) -> Result:
     consider_rollback(run)
     if run.head == version:
         return Acknowledged()
-    if run.roster.unasked:
+    if run.rollback_asked == version:
         return Pending(run.rollback_waits)
     return Refused(0.0, f"not every slave offers {version}: {_describe_offers(run)}")
 
@@ -136,8 +141,8 @@ def lacks_common_version(run: RunState) -> bool:
 
 
 def versions_to_bring_back(run: RunState, slave: Slave) -> tuple[VersionId, ...]:
-    """Return the versions that this slave should look for in its mirror meanwhile."""
-    wanted = _within_reach(run, _newest_common(run))
+    """Return the versions that this slave should read, or look for in its mirror, meanwhile."""
+    wanted = run.rollback_asked or _within_reach(run, _newest_common(run))
     return () if wanted is None or _can_offer(run, slave, wanted) else (wanted,)
 
 
@@ -147,19 +152,20 @@ def _newest_common(run: RunState) -> VersionId | None:
 
 
 def _within_reach(run: RunState, common: VersionId | None) -> VersionId | None:
-    """Return the newest version after `common` that every slave offers or has in its mirror. A failing mirror counts
-    only if there is no `common`.
+    """Return the newest version after `common` that every slave offers, has not read yet, or has in its mirror. A
+    failing mirror counts only if there is no `common`.
     """
 
-    def is_mirrored(slave: Slave, version: VersionId) -> bool:
+    def is_near(slave: Slave, version: VersionId) -> bool:
         mirror = slave.mirror
-        return mirror is not None and version in mirror.held and (common is None or not mirror.reason)
+        mirrored = mirror is not None and version in mirror.held and (common is None or not mirror.reason)
+        return mirrored or version in slave.unread
 
     newer = [
         v.version for v in run.versions.values() if not v.retired and v.version.version > (common or GENESIS).version
     ]
     slaves = run.slaves.values()
-    return next((v for v in reversed(newer) if all(_can_offer(run, s, v) or is_mirrored(s, v) for s in slaves)), None)
+    return next((v for v in reversed(newer) if all(_can_offer(run, s, v) or is_near(s, v) for s in slaves)), None)
 
 
 def _can_offer(run: RunState, slave: Slave, version: VersionId) -> bool:
@@ -170,9 +176,23 @@ def _can_offer(run: RunState, slave: Slave, version: VersionId) -> bool:
 
 
 def _describe_offers(run: RunState) -> str:
-    return "; ".join(
-        f"{s.name}: {', '.join(map(str, sorted(s.offer or ()))) or 'nothing'}" for s in run.slaves.values()
-    )
+    def describe(slave: Slave) -> str:
+        read = ", ".join(map(str, sorted(slave.offer or ()))) or "nothing"
+        return f"{slave.name}: {read}{f' ({len(slave.unread)} more are not read)' if slave.unread else ''}"
+
+    return "; ".join(map(describe, run.slaves.values()))
+
+
+def _describe_reach(run: RunState, wanted: VersionId) -> str:
+    fetch = any(not _can_offer(run, s, wanted) and wanted not in s.unread for s in run.slaves.values())
+    return "brought back from mirrors" if fetch else "read on the disks and verified first"
+
+
+def _wait_for_disks(run: RunState, reason: str) -> None:
+    """Have all slaves register again and again until they offer a common version."""
+    run.rollback_waits = reason
+    for slave in run.ready_slaves():
+        _ask_offer(run, slave, reason)
 
 
 def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:

@@ -58,7 +58,7 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
     came = "its process is a new one" if slave.nonce != event.nonce else "it registered again"
     lose_slave(run, slave, SlaveCause.REGISTERS, came)
     _give_incarnation(run, slave, event)
-    slave.offer = rollback.offered_versions(event)
+    slave.offer, slave.unread = rollback.offered_versions(event), frozenset(event.unread)
     rollback.note_offer(run, slave)
     rollback.consider_rollback(run)
     order = _ping_first(run, slave) if slave.needs_ping else _order_for(run, event)
@@ -115,11 +115,12 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
         seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {_advise_on_ledger(run)}")
     gaps = run.unknown_rounds
-    missed = [v for v in sorted(rollback.offered_versions(event)) if any(low <= v.round < high for low, high in gaps)]
+    held = sorted(rollback.offered_versions(event).union(event.unread))
+    missed = [v for v in held if any(low <= v.round < high for low, high in gaps)]
     if missed:
         seen = f"slave {event.slave} holds {missed[-1]}, which was made after the mirror of the ledger was last written"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
-    newest = max((v.round for v in rollback.offered_versions(event)), default=0)
+    newest = max((v.round for v in held), default=0)
     if newest >= run.next_round:
         seen = f"slave {event.slave} holds a version of round {newest}, this ledger knows rounds below {run.next_round}"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {_advise_on_ledger(run)}")
@@ -179,8 +180,8 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
         return Hold()
     if run.head == GENESIS and event.unseeded:
         return RegisterLater(RETRY_S, "; ".join(why for why in (seeding.WAITS, event.reason) if why))
-    if run.head in event.complete or run.head == GENESIS:
-        return LoadVersion(run.head)
+    if run.head in (*event.complete, *event.unread) or run.head == GENESIS:
+        return LoadVersion(run.head)  # a load verifies what it reads
     held = ", ".join(str(v) for v in event.complete) or "no snapshot"
     if run.rollback_waits:
         return RegisterLater(RETRY_S, "; ".join(why for why in (run.rollback_waits, event.reason) if why))
@@ -191,7 +192,7 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
 
 def _lacks_head(run: RunState, event: SlaveRegistered) -> bool:
     """Whether the slave holds the head neither on its disk nor in memory, so that an operator must restore it."""
-    return run.head not in event.complete and run.head != GENESIS and event.memory != run.head
+    return run.head not in (*event.complete, *event.unread, GENESIS) and event.memory != run.head
 
 
 def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: SlaveOrder) -> None:
@@ -214,7 +215,7 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
             {slave.name: Abort(last, "it left no version that stands")},
             run.options.timing.order_s,
         )
-    if garbage := tuple(v for v in event.complete if not run.is_kept(v)):
+    if garbage := tuple(v for v in (*event.complete, *event.unread) if not run.is_kept(v)):
         run.roster.garbage[slave.name] = garbage
 
 

@@ -5,7 +5,7 @@ rot, and an old copy of the directory may be restored. Otherwise written snapsho
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from errno import EMFILE
 from random import Random
@@ -14,7 +14,7 @@ import numpy as np
 
 from dips.errors import ConfigError, CorruptSnapshot, Stale
 from dips.ids import GENESIS, VersionId
-from dips.slave.ports import F32, Arrays
+from dips.slave.ports import F32, READ_AT_START, Arrays
 
 
 @dataclass
@@ -44,7 +44,8 @@ class SimDisk:
     """Implements `dips.slave.ports.Disk`; belongs to the machine, not to the process.
 
     Rot affects the stored bytes: the process that wrote a snapshot, or has verified it, keeps reading the page cache,
-    as on Linux; its successor finds the digest wrong and skips the snapshot.
+    as on Linux; its successor finds the digest wrong and skips the snapshot. Like snapshots.py, a process reads the
+    newest few when it registers, and others when they are wanted.
     """
 
     def __init__(
@@ -64,6 +65,11 @@ class SimDisk:
         self.swapped_with: SimDisk | None = None  # the disk with which it was exchanged; None: it is in its place
         self._replaced: dict[VersionId, Snapshot] = {}  # snapshots replaced by an old copy
         self.harmed: set[VersionId] = set()  # snapshots that rotted, or were lost with the directory
+        self._read: set[VersionId] = set()  # snapshots that the present process wrote, or has read
+
+    def begin_process(self) -> None:
+        """Note that another process uses the disk, which has read nothing yet."""
+        self._read.clear()
 
     def repair_disk(self) -> None:
         """Remove all faults but rot: the disk has room, is fast and is in its place."""
@@ -139,11 +145,19 @@ class SimDisk:
         if self.no_files:
             raise OSError(EMFILE, "too many open files")
 
-    def complete_versions(self) -> tuple[VersionId, ...]:
+    def complete_versions(self, look_for: Collection[VersionId] = ()) -> tuple[VersionId, ...]:
         self._require_descriptor()
-        if any(not s.good for s in self.files.values()):
+        left = READ_AT_START
+        for version, snapshot in sorted(self.files.items(), key=lambda item: item[0].round, reverse=True):
+            if left > 0 or version in look_for:
+                self._read.add(version)
+                left -= snapshot.good
+        if any(not self.files[v].good for v in self._read & self.files.keys()):
             self._passed_over()
-        return tuple(sorted(v for v, s in self.files.items() if s.good))
+        return tuple(sorted(v for v in self._read & self.files.keys() if self.files[v].good))
+
+    def unread_versions(self) -> tuple[VersionId, ...]:
+        return tuple(sorted(self.files.keys() - self._read))
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         self._require_descriptor()
@@ -163,6 +177,7 @@ class SimDisk:
             raise OSError(28, "no space left on the simulated disk")
         snapshot = Snapshot(_copy_arrays(theta), _copy_arrays(momentum))
         self.files[version] = snapshot
+        self._read.add(version)
         self.harmed.discard(version)
         return snapshot.digest
 
@@ -181,6 +196,7 @@ class SimDisk:
         snapshot = self.files.get(version)
         if snapshot is None and version == GENESIS and self.seeded:
             snapshot = Snapshot(dict(self._genesis), {layer: np.zeros_like(a) for layer, a in self._genesis.items()})
+        self._read.add(version)
         if snapshot is None or not snapshot.good:
             self._passed_over()
             present = ", ".join(map(str, self.complete_versions())) or "none"
@@ -206,11 +222,13 @@ class SimDisk:
         no file.
         """
         snapshot = self.files.get(version)
-        return snapshot.theta if snapshot is not None and snapshot.whole and not self.no_files else None
+        known = snapshot is not None and snapshot.whole and version in self._read
+        return snapshot.theta if snapshot is not None and known and not self.no_files else None
 
     def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         for version in versions:
             self.files.pop(version, None)
+            self._read.discard(version)
 
 
 def _copy_arrays(arrays: Arrays) -> dict[int, F32]:

@@ -13,7 +13,19 @@ from dips.errors import DipsError
 from dips.ids import VersionId
 from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
-from dips.protocol.effects import Apply, Commit, Failed, Fold, KeepSeed, Measure, Order, Persist, Registered, Retire
+from dips.protocol.effects import (
+    Apply,
+    Commit,
+    Failed,
+    Fold,
+    KeepSeed,
+    Measure,
+    OpenPull,
+    Order,
+    Persist,
+    Registered,
+    Retire,
+)
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.agent import error_of
@@ -80,7 +92,7 @@ def shard_work_s(work: ShardWork, disk: SimDisk, rng: Random, least_s: float) ->
 
 def disk_work_s(work: WorkOnDisk | ReadSnapshot, disk: SimDisk, rng: Random, least_s: float) -> float:
     """Draw the duration of `work` on the disk, in parallel to the shard's."""
-    if isinstance(work, ReadSnapshot):
+    if isinstance(work, ReadSnapshot) or isinstance(work.order.body, OpenPull):  # a pull of an archive reads it first
         return max(LOAD_S, least_s)
     drawn_s = order_s(type(work.order.body), disk, rng, least_s)
     return drawn_s + disk.fsync_s if written_by(work) is not None else drawn_s

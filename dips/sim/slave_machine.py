@@ -55,6 +55,7 @@ class SlaveMachine:
                 self.world.monitor.rare_event_occurred("foreign_disk")  # an operator must restart it
                 return
             self.lives += 1
+            self.disk.begin_process()
             self.process = SlaveProcess(self, f"{self.name}-{self.lives}")
 
     def crash(self) -> None:

@@ -17,7 +17,7 @@ from math import inf
 from random import Random
 from typing import Any
 
-from dips.errors import Busy, BusyDisk, DipsError, Stale, Unavailable
+from dips.errors import Busy, BusyDisk, DipsError, Stale, Unavailable, UnreadSnapshot
 from dips.protocol.effects import KeepSeed, Order, Persist, Retire
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import MOST_WAITS, OrderWait, SlaveHeartbeat, Transfer
@@ -186,14 +186,25 @@ class OrderDesk:
 
     def _begin_order(self, ticket: Ticket) -> Actions:
         found = self._open[ticket]
-        found.again_at, found.needs_disk = inf, isinstance(found.order.body, ON_DISK)
-        if not found.needs_disk:
-            return [ShardWork(ShardMethod.EXECUTE, (found.order,), ticket)]
+        found.again_at, found.needs_disk = inf, False
+        if isinstance(found.order.body, ON_DISK):
+            return self._queue_for_disk(ticket)
+        return [ShardWork(ShardMethod.EXECUTE, (found.order,), ticket)]
+
+    def _queue_for_disk(self, ticket: Ticket) -> Actions:
+        self._open[ticket].needs_disk = True
         self._on_disk.append(ticket)
         return self._begin_on_disk() if len(self._on_disk) == 1 else []
 
     def on_executed(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
-        """Answer an order that the shard has carried out or refused, or plan to try it again."""
+        """Answer an order that the shard has carried out or refused, or plan to try it again; one that needs an archive
+        takes its turn at the disk, which reads it.
+        """
+        if isinstance(result, UnreadSnapshot):
+            return self._queue_for_disk(ticket)
+        return self._end_order(ticket, result, now)
+
+    def _end_order(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
         found = self._open[ticket]
         again_at = now + self._timing.busy_retry_s
         found.needs_disk = isinstance(result, BusyDisk) and bool(self._on_disk)
@@ -227,7 +238,7 @@ class OrderDesk:
     def on_disk_ended(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
         """Answer a disk order after the shard has recorded its result, and begin the next one."""
         self._on_disk.popleft()
-        return [*self.on_executed(ticket, result, now), *self._begin_on_disk()]
+        return [*self._end_order(ticket, result, now), *self._begin_on_disk()]
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import field
 
 from dips.codecs import Codec
 from dips.dataclass import dataclass
-from dips.errors import LocalProtocolError, RemoteProtocolError, StalePush, StaleVersion
+from dips.errors import LocalProtocolError, RemoteProtocolError, StalePush, StaleVersion, UnreadSnapshot
 from dips.ids import PullId, PushId, VersionId, reads_only
 from dips.outer.versions import Versions
 from dips.protocol.effects import Commit, OpenPull, OpenPush, RankKeys
@@ -158,8 +158,12 @@ class OpenTransfers:
         try:
             return self.versions.held.pin_version(pull, version)
         except StaleVersion:
-            source = self.disk.map_theta(version) if memory and version.version < memory.version else None
+            if memory is None or version.version >= memory.version:
+                raise
+            source = self.disk.map_theta(version)
             if source is None:
+                if version in self.disk.unread_versions():
+                    raise UnreadSnapshot(f"{version} on the disk must be read and verified first") from None
                 raise
         self.versions.held.pin_file(pull, version)
         return source

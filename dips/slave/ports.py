@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
@@ -440,13 +440,19 @@ class Flow(Protocol):
         """Return the transfers that move now, for heartbeats and status."""
 
 
+READ_AT_START = 2  # newest snapshots that a slave reads before it registers: the head, and where a rollback returns to
+
+
 class Disk(Protocol):
     """Snapshots of one slave; every call may raise OSError or CorruptSnapshot."""
 
-    def complete_versions(self) -> tuple[VersionId, ...]:
-        """Return versions whose snapshot is complete and of this run, ascending; damaged ones are skipped with a log
-        line.
+    def complete_versions(self, look_for: Collection[VersionId] = ()) -> tuple[VersionId, ...]:
+        """Return versions whose snapshot was verified, ascending. The newest few and those of `look_for` are read for
+        that, each once; damaged ones are skipped with a log line.
         """
+
+    def unread_versions(self) -> tuple[VersionId, ...]:
+        """Return the other versions that are here, ascending: older ones, which nobody has read yet."""
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Reserve disk space for a snapshot with `nbytes` of θ and m; raise OSError (ENOSPC) if there is not enough."""
@@ -471,7 +477,7 @@ class Disk(Protocol):
         """Make v0@r0 durable, read it back and compare digests; raise CorruptSnapshot if it is another model."""
 
     def map_theta(self, version: VersionId) -> Arrays | None:
-        """Map θ of a complete snapshot, readable even after the snapshot is deleted; return None if there is none.
+        """Map θ of a verified snapshot, readable even after the snapshot is deleted; return None if there is none.
 
         The bytes are in the page cache, not in the pool. Does not raise: a snapshot that cannot be mapped counts as
         missing.

@@ -112,7 +112,6 @@ class Registration:
         meters: Callable[[], Meters] = Meters,
     ) -> None:
         self._identity, self._timing, self._meters = identity, timing, meters
-        self._describe = ShardWork(ShardMethod.DESCRIBE, (identity,))
         self.phase = RegistrationPhase.PAUSED
         self.number = 0  # number of this registration; rises whenever one begins
         self._registered: Registered | None = None
@@ -131,7 +130,7 @@ class Registration:
             return []
         self.phase = RegistrationPhase.ASKING
         self.number += 1
-        return [self._describe]
+        return [self._describe()]
 
     def request_again(self, number: int, now: float) -> Actions:
         """Register again, unless a later registration than `number` has begun, or this one is not complete."""
@@ -145,8 +144,9 @@ class Registration:
         if isinstance(described, Exception):
             return self._on_failure(described, now)
         mirror, restored = self._meters().mirror, self._restored
-        if mirror is not None and restored is None and (described.memory is None or self._look_for):
-            return [RestoreFromMirror(described.complete, self._look_for)]
+        sought = not set(self._look_for) <= set(described.complete)
+        if mirror is not None and restored is None and (described.memory is None or sought):
+            return [RestoreFromMirror((*described.complete, *described.unread), self._look_for)]
         self._restored = None
         reasons = [reason for reason in (described.reason, restored) if reason]
         former, why = self._identity.former_nonce, "; ".join(reasons)
@@ -156,13 +156,13 @@ class Registration:
         """Continue after a restore, or its failure, with which an old disk is used but an empty one is not."""
         if isinstance(restored, Restored):
             self._restored = restored.reason
-            return [self._describe]
+            return [self._describe()]
         if not isinstance(restored, FailedMirror):
             return self._on_failure(restored, now)
         if work.on_disk or work.look_for:
             self._restored = str(restored)
             fields = {"reason": str(restored), "done": "what is on the disk is used"}
-            return [WriteLog("warning", "mirror_fails", fields), self._describe]
+            return [WriteLog("warning", "mirror_fails", fields), self._describe()]
         pause_s = self._backoff.next_pause_s()
         self._sleep_for(pause_s, now)
         return [WriteLog("error", "restore_waits", {"reason": str(restored), "again_in_s": pause_s})]
@@ -216,6 +216,10 @@ class Registration:
     def on_read(self, order: LoadVersion, error: Exception | None) -> Actions:
         """Pass the result of reading the snapshot to the shard."""
         return [ShardWork(ShardMethod.END_LOAD, (order, error))]
+
+    def _describe(self) -> ShardWork:
+        """Return the work that says what the shard holds, after it has read the versions that the master asked for."""
+        return ShardWork(ShardMethod.DESCRIBE, (self._identity, self._look_for))
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
         if not isinstance(error, RETRIED):

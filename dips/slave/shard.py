@@ -246,6 +246,14 @@ class ShardSnapshots:
         self.deleting = True
         return self._work_on_disk("delete snapshots", lambda: self._disk.delete_snapshots(versions))
 
+    def begin_reading(self, version: VersionId) -> DiskWork:
+        """Return the function that reads and verifies a snapshot; a damaged one is not offered any more."""
+
+        def read_snapshot() -> None:
+            self._disk.complete_versions((version,))
+
+        return self._work_on_disk(f"read {version}", read_snapshot)
+
     def begin_keeping(self, theta: Arrays) -> DiskWork:
         """Return the function that writes v0@r0 durably, if the digests agree."""
         return self._work_on_disk("write the first model", lambda: self._disk.keep_initial(theta))
@@ -410,7 +418,8 @@ class Shard:
     # ---- orders to the disk --------------------------------------------------------------------
 
     def begin_disk_order(self, order: e.Order) -> Answer | DiskWork:
-        """Return the disk work of a Persist, a Retire or a KeepSeed, for any thread, or the remembered answer.
+        """Return the disk work of a Persist, a Retire, a KeepSeed, or an OpenPull that `execute_order` has refused as
+        UnreadSnapshot, for any thread; or the remembered answer.
 
         Persist is legal for the prepared or served version. Until `end_disk_order` θ and m must stay: Apply and Load
         are Busy (docs/protocol.md#memory). A disk that fails leaves θ′ as it is. Retire is legal for versions that this
@@ -422,6 +431,8 @@ class Shard:
             return remembered
         if isinstance(order.body, e.Retire):
             return self._begin_retire(order.body)
+        if isinstance(order.body, e.OpenPull):
+            return self._snapshots.begin_reading(order.body.version)
         if isinstance(order.body, e.KeepSeed):
             self.transfers.staged_push(order.body.push)
             return self._snapshots.begin_keeping(self.versions.slot_arrays(order.body.push))
@@ -441,6 +452,8 @@ class Shard:
             self.versions.free_abandoned()
         if isinstance(result, Exception):
             raise result
+        if isinstance(order.body, e.OpenPull):  # refused if what was read is damaged
+            return self.execute_order(order)
         if order.term == self.term:
             self.fences.remember_answer(order, result)
         return result
@@ -464,8 +477,10 @@ class Shard:
 
     # ---- registration --------------------------------------------------------------------------
 
-    def make_registration(self, identity: SlaveIdentity) -> SlaveRegistered:
-        """Return the Register that describes what this slave holds; may raise OSError from the disk."""
+    def make_registration(self, identity: SlaveIdentity, look_for: tuple[VersionId, ...] = ()) -> SlaveRegistered:
+        """Return the Register that describes what this slave holds, after those of `look_for` were read; may raise
+        OSError from the disk.
+        """
         return SlaveRegistered(
             req=0,
             slave=self.name,
@@ -476,7 +491,8 @@ class Shard:
             term_seen=self.term,
             memory=self.versions.served_version,
             prepared=self.versions.prepared,
-            complete=self._disk.complete_versions(),
+            complete=self._disk.complete_versions(look_for),
+            unread=self._disk.unread_versions(),
             slots=self.versions.slots,
             reason=self.reason,
             key=identity.key,

@@ -1,30 +1,26 @@
 """The snapshots of one slave on its disk: the versions of its root, those staged for it, and its first model.
 
 A snapshot is written aside, fsynced and renamed, so it is complete or it is not there, and it is used only after every
-digest agrees. Half-written, damaged and foreign ones are skipped with a log line, and left for a person. One process
-locks the directory as long as it runs. The master decides what is written and deleted; by itself a slave removes only
-what it had not finished writing.
+digest agrees: the newest few are read at the start, archives when they are wanted. Half-written, damaged and foreign
+ones are skipped with a log line, and left for a person. One process locks the directory as long as it runs. The master
+decides what is written and deleted; by itself a slave removes only what it had not finished writing.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-
-import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
 from dips.files import PidLock, make_directory, sync_path
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Manifest
-from dips.slave.ports import Arrays
+from dips.slave.ports import READ_AT_START, Arrays
 from dips.store.files import (
     ASIDE,
-    manifest_digest,
     map_version,
     promote_if_ours,
     put_version,
@@ -37,7 +33,7 @@ from dips.store.files import (
     write_version,
 )
 from dips.store.tensorfile import OnPiece
-from dips.store.version import OLD_LAYOUT, VersionManifest, digest_of, version_of
+from dips.store.version import MANIFEST_FILE, OLD_LAYOUT, VersionManifest, digest_of, version_of
 from dips.telemetry.logs import Log
 
 _LOCK = ".lock"
@@ -61,11 +57,13 @@ class InitialModel:
         self._model: Manifest | None = None
         self._digests: Mapping[int, str] = {}
         self._bad: dict[Path, tuple[FilesState, str]] = {}  # files of no use, and why
+        self._good: dict[Path, tuple[FilesState, VersionManifest]] = {}  # those that fit, by the state of the manifest
 
     def bind_layers(self, model: Manifest, digests: Mapping[int, str]) -> None:
         """Set the layers that are needed, and their digests."""
-        if digests != self._digests:
+        if digests != self._digests or model != self._model:
             self._bad.clear()
+            self._good.clear()
         self._model, self._digests = model, digests
 
     def is_held(self) -> bool:
@@ -92,8 +90,10 @@ class InitialModel:
             for record in manifest.layers:
                 if record.index in self._digests:
                     read_layer(folder, manifest, record, theta[record.index], momentum[record.index], self._on_piece)
-        except CorruptSnapshot as error:
-            self._bad[folder] = (files_state(folder), str(error))
+        except (CorruptSnapshot, OSError) as error:
+            self._good.pop(folder, None)  # it is looked at again: a file may have gone
+            if isinstance(error, CorruptSnapshot):
+                self._bad[folder] = (files_state(folder), str(error))
             raise
 
     def map_layers(self) -> Arrays | None:
@@ -133,7 +133,12 @@ class InitialModel:
         )
 
     def _check_folder(self, folder: Path) -> VersionManifest | None:
-        """Return the manifest of a v0@r0 that fits; None if there is none, or it was found unfit."""
+        """Return the manifest of a v0@r0 that fits; None if there is none, or it was found unfit. While its manifest is
+        the same file nothing else is looked at again: a version comes and goes with its directory.
+        """
+        stamp = _state_of([folder / MANIFEST_FILE])
+        if stamp and folder in self._good and self._good[folder][0] == stamp:
+            return self._good[folder][1]
         if not folder.is_dir() or (folder in self._bad and self._bad[folder][0] == files_state(folder)):
             return None
         try:
@@ -142,6 +147,7 @@ class InitialModel:
                 raise CorruptSnapshot(f"{folder}: is of run {manifest.run}, expected run {self._run}")
             if self._model is not None:
                 self.require_layers(folder, manifest)
+            self._good[folder] = (stamp, manifest)
             return manifest
         except (CorruptSnapshot, OSError) as error:
             self._bad[folder] = (files_state(folder), str(error))
@@ -151,7 +157,14 @@ class InitialModel:
 def files_state(folder: Path) -> FilesState:
     """Return a value that differs if the files of a version were replaced or changed."""
     try:
-        found = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+        return _state_of(folder.iterdir())
+    except OSError:
+        return ()
+
+
+def _state_of(files: Iterable[Path]) -> FilesState:
+    try:
+        found = [(file.name, file.stat()) for file in files]
     except OSError:
         return ()
     return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found))
@@ -161,7 +174,9 @@ def files_state(folder: Path) -> FilesState:
 
 
 class Snapshots:
-    """Implements `ports.Disk` with files; used by one thread, and by a second for one `write_snapshot` at a time."""
+    """Implements `ports.Disk` with files; used by one thread, and by a second for one write, read or deletion at a
+    time.
+    """
 
     def __init__(
         self,
@@ -225,24 +240,42 @@ class Snapshots:
         except ConfigError as error:
             raise OSError(str(error)) from error
 
-    def complete_versions(self) -> tuple[VersionId, ...]:
-        """Return versions whose snapshot is complete and of this run and slave, ascending; each is read once to verify
-        it.
+    def complete_versions(self, look_for: Collection[VersionId] = ()) -> tuple[VersionId, ...]:
+        """Return versions whose snapshot was verified, of this run and slave, ascending. The READ_AT_START newest that
+        are whole and those of `look_for` are read for that, each once.
 
         One that was skipped is read again when its files have changed, since it may have been repaired.
         """
+        found, left = self._list_versions(), READ_AT_START
+        for version in sorted(found, key=lambda v: v.round, reverse=True):
+            if (left > 0 or version in look_for) and self._verify_once(version):
+                left -= 1
+        return tuple(sorted(self._whole & found))
+
+    def unread_versions(self) -> tuple[VersionId, ...]:
+        """Return the other versions with a directory here, which may be damaged or foreign, ascending."""
+        return tuple(sorted(v for v in self._list_versions() - self._whole if not self._is_known_bad(v)))
+
+    def _list_versions(self) -> set[VersionId]:
         found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None} - {GENESIS}
         if self._manifest is None:  # bind_layers may promote a staged snapshot
             found.update(staged_versions(self._directory))
-        for version in sorted(found - self._whole):
-            if version in self._bad and self._bad[version] == files_state(self._path_of(version)):
-                continue
-            try:
-                self._verify_snapshot(version)
-                self._whole.add(version)
-            except (CorruptSnapshot, OSError) as error:
-                self._pass_over(version, error)
-        return tuple(sorted(self._whole & found))
+        return found
+
+    def _verify_once(self, version: VersionId) -> bool:
+        """Whether a snapshot is whole; it is read unless this process knows."""
+        if version in self._whole or self._is_known_bad(version):
+            return version in self._whole
+        try:
+            self._verify_snapshot(version)
+        except (CorruptSnapshot, OSError) as error:
+            self._pass_over(version, error)
+            return False
+        self._whole.add(version)
+        return True
+
+    def _is_known_bad(self, version: VersionId) -> bool:
+        return version in self._bad and self._bad[version] == files_state(self._path_of(version))
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Reserve space for `nbytes` of θ and m, in the files that `write_snapshot` fills; raise OSError if full."""
@@ -286,6 +319,7 @@ class Snapshots:
         except (CorruptSnapshot, OSError) as error:
             self._pass_over(version, error)
             raise
+        self._whole.add(version)
 
     def holds_initial(self) -> bool:
         """Whether v0@r0 can be read, by its names and shapes; if it should be here and is not, log that once."""
@@ -335,7 +369,8 @@ class Snapshots:
         return None
 
     def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
-        """Remove snapshots, each renamed first, so that a half-removed one is never taken for a snapshot.
+        """Remove snapshots, each renamed first, so that a half-removed one is never taken for a snapshot. One of
+        another owner, which the master knows by its name alone, is left for a person.
 
         A reader whose source is a map of the file keeps it: Linux frees an unlinked file, and its disk space, when its
         last map is gone. Each removal counts as progress.
@@ -344,7 +379,7 @@ class Snapshots:
             if version == GENESIS:
                 continue
             path, aside = self._directory / str(version), self._aside_path(version)
-            if path.exists():
+            if path.exists() and not self._is_foreign(version, path):
                 path.rename(aside)
                 sync_path(self._directory)
                 shutil.rmtree(aside)
@@ -353,6 +388,15 @@ class Snapshots:
             self._whole.discard(version)
             self._bad.pop(version, None)
             self._meter.add(1)  # progress of any size tells a slow disk from one that hangs
+
+    def _is_foreign(self, version: VersionId, path: Path) -> bool:
+        if version in self._whole:
+            return False
+        try:
+            manifest = read_manifest(path)
+        except (CorruptSnapshot, OSError):
+            return False
+        return (manifest.run, manifest.slave) != (self._run, self._slave)
 
     # ---- writing --------------------------------------------------------------------------------
 
@@ -370,12 +414,12 @@ class Snapshots:
         aside = self._aside_path(version)
         try:
             aside.mkdir(exist_ok=True)
-            manifest = self._write_into(aside, version, theta, momentum, is_wanted)
+            digest = self._write_into(aside, version, theta, momentum, is_wanted)
             self._rename_snapshot(aside, version)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of incomplete snapshots
             raise
-        return xxhash.xxh3_128_hexdigest(manifest)
+        return digest
 
     def _find_same(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str | None:
         """Return the digest of an existing snapshot's manifest if it has these bytes, else None."""
@@ -387,11 +431,11 @@ class Snapshots:
         held = {i: (digest_of(theta[i]), digest_of(momentum[i])) for i in theta}
         if held != {r.index: (r.theta, r.momentum) for r in manifest.layers}:
             return None
-        return manifest_digest(self._directory / str(version))
+        return manifest.digest
 
     def _write_into(
         self, aside: Path, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]
-    ) -> bytes:
+    ) -> str:
         model = self._require_model(f"a snapshot of {version}")
         flat = chain.from_iterable((theta[index], momentum[index]) for index in theta)
 

@@ -33,6 +33,7 @@ from dips.store.version import (
     layer_file,
     layer_header,
     split_layer,
+    text_digest,
     version_of,
 )
 
@@ -93,8 +94,8 @@ def write_version(
     on_piece: OnPiece = lambda _: None,
     *,
     momentum: bool = True,
-) -> bytes:
-    """Fill a directory with a version, durably; return the bytes of its manifest.
+) -> str:
+    """Fill a directory with a version, durably; return the digest of its manifest.
 
     flat      θ and m of each layer, or θ alone without `momentum`, in the order of `layers`; an array may be reused
               when the next one is asked for
@@ -112,23 +113,23 @@ def write_version(
         queue.add_file(path, size)
         records.append(LayerRecord(index, layer, digests[0], digests[1] if momentum else "", size))
     queue.sync_files()
-    text = make_manifest(owner, version, model, records).to_json().encode()
-    write_manifest(folder, text)
-    return text
+    return write_manifest(folder, make_manifest(owner, version, model, records).to_json())
 
 
 def make_manifest(owner: Owner, version: VersionId, model: Manifest, records: Iterable[LayerRecord]) -> VersionManifest:
     return VersionManifest(*owner, version, model.digest, len(model.layers), tuple(records))
 
 
-def write_manifest(folder: Path, text: bytes) -> None:
-    """Write the manifest of layers that are on the disk, and make all names of the directory durable."""
+def write_manifest(folder: Path, text: bytes) -> str:
+    """Write the manifest of layers that are on the disk, and make all names of the directory durable; return its
+    digest.
+    """
     with (folder / MANIFEST_FILE).open("wb") as file:
         file.write(text)
         file.flush()
-        file.truncate()
         os.fsync(file.fileno())
     sync_path(folder)
+    return text_digest(text)
 
 
 def _digest_arrays(arrays: Iterable[F32], digests: list[str]) -> Iterator[F32]:
@@ -144,9 +145,9 @@ def _digest_arrays(arrays: Iterable[F32], digests: list[str]) -> Iterator[F32]:
 def read_manifest(folder: Path) -> VersionManifest:
     """Read a version's manifest; raise CorruptSnapshot if it or a layer's file is missing, or has another size."""
     try:
-        text = (folder / MANIFEST_FILE).read_text()
+        text = (folder / MANIFEST_FILE).read_bytes()
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
-    except (FileNotFoundError, UnicodeDecodeError) as error:
+    except FileNotFoundError as error:
         raise CorruptSnapshot(f"{folder}: is no whole version: {error}") from error
     manifest = VersionManifest.from_json(text, str(folder / MANIFEST_FILE))
     require_sizes(manifest, sizes, str(folder))
@@ -188,7 +189,9 @@ def read_layer(
     momentum: F32 | None,
     on_piece: OnPiece = lambda _: None,
 ) -> None:
-    """Fill θ and m of one layer, or one of them, and compare the digest of each that is asked for."""
+    """Fill θ and m of one layer, or one of them, one after the other, and compare the digest of each that is asked for
+    before the next is read.
+    """
     path = folder / record.file
     with path.open("rb", buffering=0) as file:
         begin = check_header(file, manifest, record, str(path))
@@ -231,13 +234,12 @@ def _require_digest(found: str, expected: str, part: str, record: LayerRecord, w
 
 
 def read_through(folder: Path, manifest: VersionManifest, on_piece: OnPiece = lambda _: None) -> None:
-    """Read a whole version and compare every digest, with the memory of one layer."""
+    """Read a whole version and compare every digest, with the memory of half a layer's file."""
     numel = max((record.layer.numel for record in manifest.layers), default=0)
     buffer = np.empty(numel, np.float32)
     for record in manifest.layers:
-        flat = buffer[: record.layer.numel]
-        read_layer(folder, manifest, record, flat, None, on_piece)
-        read_layer(folder, manifest, record, None, flat, on_piece)
+        flat = buffer[: record.layer.numel]  # for θ, and when its digest was compared for m
+        read_layer(folder, manifest, record, flat, flat, on_piece)
 
 
 def read_parameters(folder: Path) -> dict[str, F32]:
@@ -355,12 +357,6 @@ def keep_version(path: Path) -> None:
     sync_path(path.parent)
 
 
-def manifest_digest(folder: Path) -> str:
-    """Return the digest that the ledger keeps of a version; raise CorruptSnapshot if it is not complete."""
-    read_manifest(folder)
-    return xxhash.xxh3_128_hexdigest((folder / MANIFEST_FILE).read_bytes())
-
-
 def _layers_of(folder: Path) -> set[int] | None:
     """Return the layers in a version's manifest; None if there is none."""
     try:
@@ -414,9 +410,8 @@ def check_version(
     try:
         manifest = read_manifest(path)
         manifest.require_owner(run, slave, version, str(path))
-        found = manifest_digest(path)
-        if digest is not None and found != digest:
-            raise CorruptSnapshot(f"its manifest hashes to {found}, the ledger says {digest}")
+        if digest not in (None, manifest.digest):
+            raise CorruptSnapshot(f"its manifest hashes to {manifest.digest}, the ledger says {digest}")
         read_through(path, manifest, count_bytes)
     except (CorruptSnapshot, OSError) as error:
         return None if not path.exists() else Checked(version, nbytes, str(error))

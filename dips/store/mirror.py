@@ -19,7 +19,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
@@ -27,6 +27,7 @@ from typing import IO, Any, TypeVar
 import fsspec
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from dips.errors import ConfigError, Corrupt, CorruptSnapshot, DipsError, FailedMirror
 from dips.files import make_directory, sync_path, write_durably
@@ -130,19 +131,38 @@ class MirrorStore:
 
     @contextmanager
     def create_file(self, name: str) -> Iterator[IO[bytes]]:
-        """Yield a file to be written piece by piece; it is durable when the context ends, if the disk is local."""
+        """Yield a file to be written piece by piece; it is durable when the context ends, if the disk is local. Nothing
+        of it is left in an object store if an exception ends the context.
+        """
         with self._translate_errors(name):
             self._require_mirror(marks=True)
             path = self._full_path(name)
-            if self._local:
-                make_directory(Path(path).parent)
-            with self._fs.open(path, "wb", **({} if self._local else {"block_size": PIECE_BYTES})) as file:
+            if not self._local:
+                with self._uploaded_file(path) as file:
+                    yield file
+                return
+            make_directory(Path(path).parent)
+            with Path(path).open("wb") as file:
                 yield file
-                if self._local:
-                    file.flush()
-                    os.fsync(file.fileno())
-            if self._local:
-                sync_path(Path(path).parent)
+                file.flush()
+                os.fsync(file.fileno())
+            sync_path(Path(path).parent)
+
+    @contextmanager
+    def _uploaded_file(self, path: str) -> Iterator[IO[bytes]]:
+        """Yield an object that is uploaded in parts. Its `close` would upload what is left of one that has failed, and
+        the store would keep the parts of an upload that nobody ends.
+        """
+        file = self._fs.open(path, "wb", block_size=PIECE_BYTES)
+        try:
+            yield file
+            file.close()
+        except BaseException:
+            with suppress(Exception):  # the store fails already; the error that says why is on its way
+                file.discard()
+            if isinstance(file, AbstractBufferedFile):
+                file.closed = True  # so that nothing is uploaded when it is forgotten
+            raise
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[IO[bytes]]:
@@ -338,10 +358,7 @@ def read_copy(store: MirrorStore, run: str, slave: str, version: VersionId) -> t
     text = insist(lambda: store.read_file(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES))
     if text is None:
         raise CorruptSnapshot(f"{where} has no manifest: it was not copied to its end")
-    try:
-        manifest = VersionManifest.from_json(text.decode(), f"{where}/{MANIFEST_FILE}")
-    except UnicodeDecodeError as error:
-        raise CorruptSnapshot(f"{where}/{MANIFEST_FILE}: is no manifest: {error}") from error
+    manifest = VersionManifest.from_json(text, f"{where}/{MANIFEST_FILE}")
     manifest.require_owner(run, slave, version, where)
     require_sizes(manifest, insist(lambda: store.list_sizes(str(version))), where)
     return text, manifest
@@ -357,7 +374,7 @@ def copy_out(store: MirrorStore, root: Path, version: VersionId, on_piece: OnPie
     try:
         with _linked(path) as kept:
             text = (kept / MANIFEST_FILE).read_bytes()
-            manifest = VersionManifest.from_json(text.decode(), str(path / MANIFEST_FILE))
+            manifest = VersionManifest.from_json(text, str(path / MANIFEST_FILE))
             store.remove_path(folder)
             for record in manifest.layers:
                 with (kept / record.file).open("rb") as source, store.create_file(f"{folder}/{record.file}") as target:

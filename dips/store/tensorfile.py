@@ -76,7 +76,8 @@ def write_behind(path: Path, header: bytes, numel: int, data: Iterable[F32], on_
             _write_pieces(file, array.view(np.uint8).data, on_piece)
         if file.tell() != size:
             raise ValueError(f"{path}: expected {size} bytes by its shapes, wrote {file.tell()}")
-        file.truncate(size)
+        if os.fstat(file.fileno()).st_size != size:  # to the size that it has it takes milliseconds all the same
+            file.truncate(size)
     return size
 
 

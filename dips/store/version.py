@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import field
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,11 @@ OLD_LAYOUT = "model.safetensors"  # one file for all layers: how Di-PS wrote ver
 def digest_of(array: F32) -> str:
     """Return xxh3-128 of a layer's flat fp32 bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(array.view(np.uint8).data)
+
+
+def text_digest(text: bytes) -> str:
+    """Return the digest that the ledger keeps of a version: xxh3-128 of its manifest, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(text)
 
 
 def split_layer(layer: Layer, flat: F32) -> Iterator[tuple[Parameter, F32]]:
@@ -90,6 +96,7 @@ class VersionManifest:
     model_digest: str  # of the run's manifest
     model_layers: int  # of the whole model, over all roots
     layers: tuple[LayerRecord, ...]
+    digest: str = field(default="", compare=False)  # of the text that it was read from: what the ledger keeps
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +111,7 @@ class VersionManifest:
     def header_of(self, record: LayerRecord) -> bytes:
         return layer_header(self.run, self.version, record.layer, momentum=bool(record.momentum))
 
-    def to_json(self) -> str:
+    def to_json(self) -> bytes:
         raw = {
             "format": FORMAT,
             "run": self.run,
@@ -124,10 +131,10 @@ class VersionManifest:
                 for record in self.layers
             ],
         }
-        return json.dumps(raw, indent=1)
+        return json.dumps(raw, indent=1).encode()
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> VersionManifest:
+    def from_json(cls, text: bytes, where: str) -> VersionManifest:
         """Parse the text of `to_json`; raise CorruptSnapshot, naming `where`, on anything else."""
         try:
             raw = json.loads(text)
@@ -147,10 +154,9 @@ class VersionManifest:
                 )
                 for one in raw["layers"]
             )
-            version, model = VersionId.parse(raw["version"]), raw["model"]
-            return cls(
-                raw["run"], raw["slave"], int(raw["sinc"]), version, model["digest"], int(model["layers"]), layers
-            )
+            owner, model = (raw["run"], raw["slave"], int(raw["sinc"])), raw["model"]
+            version, digest = VersionId.parse(raw["version"]), text_digest(text)
+            return cls(*owner, version, model["digest"], int(model["layers"]), layers, digest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptSnapshot(f"{where}: is no version's manifest: {error!r}") from error
 

@@ -81,7 +81,7 @@ def _read_snapshots(run: harness.Run, version: str) -> Mapping[int, tuple[str, s
     found: dict[int, tuple[str, str]] = {}
     for name in run.slaves:
         (file,) = (run.directory / name).glob(f"**/{version}/{MANIFEST_FILE}")
-        for record in VersionManifest.from_json(file.read_text(), str(file)).layers:
+        for record in VersionManifest.from_json(file.read_bytes(), str(file)).layers:
             found[record.index] = record.theta, record.momentum
     return found
 

@@ -85,7 +85,8 @@ def _of_slaves(run: RunState) -> Iterator[Compared]:
     ready = [s for s in slaves if s.state is SlaveState.READY]
     yield "missing", set(roster.missing), set(run.slaves) - {s.name for s in ready}
     yield "unasked", set(roster.unasked), {s.name for s in slaves if s.offer is None}
-    lacking = {s.name for s in slaves if s.offer is not None and not _can_offer(run, s, run.head)}
+    named = [s for s in slaves if s.offer is not None and run.head not in s.unread]
+    lacking = {s.name for s in named if not _can_offer(run, s, run.head)}
     yield "lacking the head", set(roster.lacking), lacking
     yield "garbage of slaves that are not ready", set(roster.garbage) & set(roster.missing), set()
     registered = [s for s in slaves if s.name not in roster.unregistered]

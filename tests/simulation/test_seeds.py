@@ -9,6 +9,7 @@ from statistics import median
 
 import pytest
 
+from dips.sim import disk
 from tests.simulation.__main__ import GAMES, covered, play_all, report, spread
 from tests.simulation.coverage import ROWS, WAYS
 from tests.simulation.trial import SeedTrial, play
@@ -81,6 +82,13 @@ def test_every_invariant_holds_on_every_seed() -> None:
 def test_every_invariant_holds_where_faults_are_drawn_and_where_the_dead_stay_dead(game: str) -> None:
     """A few of each: `make sim ARGS=--swarm` and `ARGS=--core` play as many as one likes."""
     failed = [report(r, game=game) for r in play_all(range(SEEDS // 5), jobs=2, game=game) if r.failure]
+    assert not failed, "\n\n".join(failed[:3])
+
+
+def test_every_invariant_holds_if_nothing_is_read_before_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every snapshot is an archive: a rollback has to ask for each, rotten ones are found late."""
+    monkeypatch.setattr(disk, "READ_AT_START", 0)
+    failed = [report(r) for r in play_all(range(SEEDS // 5), jobs=2) if r.failure]
     assert not failed, "\n\n".join(failed[:3])
 
 

@@ -95,6 +95,7 @@ class Teller:
             prepared=VersionId.parse(words["prepared"]) if "prepared" in words else None, complete=complete,
             slots=self.slots, reason=words.get("reason", ""), rival_heard_s=float(words.get("heard_s", "inf")),
             unseeded="empty" in words, former_nonce=words.get("former", ""),
+            unread=tuple(VersionId.parse(v) for v in words.get("unread", "").split(",") if v),
         )  # fmt: skip
         return self.step(event, slave)
 

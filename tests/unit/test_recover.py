@@ -31,10 +31,10 @@ from dips.protocol.effects import Effect, Exit
 from dips.protocol.events import SlaveRegistered
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
-from dips.slave.rebuild import Rebuild
 from dips.slave.snapshots import Snapshots
+from dips.slave.staging import Rebuild
 from dips.store import tensorfile
-from dips.store.files import manifest_digest
+from dips.store.files import read_manifest
 from dips.store.mirror import MirrorStore, copy_out
 from tests.damage import load_parameters
 from tests.guillotine import Guillotine, Killed
@@ -247,7 +247,7 @@ def assert_recovered(config: RunFile) -> None:
     found, model = content(config, head), Manifest.from_json(row.manifest)
     for name, layers in row.placement:
         directory = config.slave_section(name).directory
-        assert manifest_digest(directory / str(head)) == digests[head.round, name]
+        assert read_manifest(directory / str(head)).digest == digests[head.round, name]
         assert not [path.name for path in directory.iterdir() if path.name.startswith((".unfinished", ".rebalanced"))]
         for parameter in (p.name for layer in layers for p in model.layers[layer].parameters):
             assert (found[f"theta.{parameter}"] == 2.0).all()

@@ -42,6 +42,7 @@ class SlaveRegistered(_message.Message):
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     UNSEEDED_FIELD_NUMBER: _builtins.int
     FORMER_NONCE_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
@@ -71,6 +72,10 @@ class SlaveRegistered(_message.Message):
     def mirror(self) -> Global___MirrorReport:
         """absent: its directory has no mirror"""
 
+    @_builtins.property
+    def unread(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.VersionId]:
+        """older snapshots on its disk, which it has not verified"""
+
     def __init__(
         self,
         *,
@@ -91,10 +96,11 @@ class SlaveRegistered(_message.Message):
         manifest_digest: _builtins.str = ...,
         unseeded: _builtins.bool = ...,
         former_nonce: _builtins.str = ...,
+        unread: _abc.Iterable[_names_pb2.VersionId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "former_nonce", b"former_nonce", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen", "unseeded", b"unseeded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "former_nonce", b"former_nonce", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen", "unread", b"unread", "unseeded", b"unseeded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from dips.outer_step import nesterov_step
 from dips.protocol.enums import Role
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import IncarnationGiven, RoundReserved, ScoreHistory, VersionCommitted
-from dips.slave import rebalance as files
+from dips.slave import staging
 from dips.slave.snapshots import Snapshots
 from dips.store import tensorfile
 from dips.store.files import staged_path
@@ -461,14 +461,13 @@ def test_everybody_who_runs_is_named(run: StoppedRun) -> None:
 
 def test_a_copy_is_read_back_before_the_row(run: StoppedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that keeps something else than was written is found while the old snapshots are still there."""
-    real = files.stage_snapshot
+    real = staging.stage_version
 
-    def rots(copy: files.SnapshotCopy, report: Any) -> str:
-        digest = real(copy, report)
-        flip_bit(staged_path(copy.directory, copy.version), "theta.")
-        return digest
+    def rots(aside: Path, version: VersionId) -> None:
+        real(aside, version)
+        flip_bit(staged_path(aside.parent, version), "theta.")
 
-    monkeypatch.setattr(files, "stage_snapshot", rots)
+    monkeypatch.setattr(staging, "stage_version", rots)
     with pytest.raises(CorruptSnapshot, match=r"\.rebalanced-v2@r3/\d+\.safetensors: theta\."):
         run.rebalance("three.yaml")
     assert entries(run.path / "s2") == []

@@ -13,7 +13,7 @@ from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.data import Intervals
-from dips.protocol.effects import Hold, LoadVersion, RegisterLater, Reply, Retire
+from dips.protocol.effects import Hold, LoadVersion, Order, RegisterLater, Reply, Retire
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import MOST_ROLLBACK, Options
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
@@ -139,7 +139,7 @@ def test_only_who_serves_is_believed_of_its_mirror() -> None:
     assert run.head == seen
 
 
-def two_slaves(mirrors: dict[str, ev.MirrorReport]) -> tuple[Callable[[str, Any, tuple[VersionId, ...]], Any], Any]:
+def two_slaves(mirrors: dict[str, ev.MirrorReport], effects: list[Any] | None = None) -> tuple[Callable[..., Any], Any]:
     """A run whose head is v7, with v2, v6 and v7 on offer: how a slave registers, and what status says."""
     layers = Manifest(tuple(Layer(n, (Parameter(n + ".w", (9,)),)) for n in ("x", "y")))
     placed = (("a", (0,)), ("b", (1,)))
@@ -148,11 +148,17 @@ def two_slaves(mirrors: dict[str, ev.MirrorReport]) -> tuple[Callable[[str, Any,
     state = LedgerState(row, 2, 8, rows, (), (), (), (), ScoreHistory((), ()), (), Intervals(), None)
     master = Coordinator(state, layers, replace(OPTIONS, most_rollback=100), 0.0)
 
-    def register(name: str, memory: VersionId | None, disk: tuple[VersionId, ...]) -> Any:
+    def register(
+        name: str, memory: VersionId | None, disk: tuple[VersionId, ...], unread: tuple[VersionId, ...] = ()
+    ) -> Any:
         event = ev.SlaveRegistered(
-            1, name, "n", "r", "h:1", ("h:2",), 1, memory, None, disk, 2, "", rival_heard_s=1e9, mirror=mirrors[name]
-        )
-        (reply,) = [effect for effect in master.step(event, 20.0) if isinstance(effect, Reply)]
+            1, name, "n", "r", "h:1", ("h:2",), 1, memory, None, disk, 2, "", rival_heard_s=1e9,
+            mirror=mirrors.get(name), unread=unread,
+        )  # fmt: skip
+        told = master.step(event, 20.0)
+        if effects is not None:
+            effects.extend(told)
+        (reply,) = [effect for effect in told if isinstance(effect, Reply)]
         return reply.result.order
 
     return register, lambda: master.build_view(20.0)
@@ -187,6 +193,53 @@ def test_nothing_is_undone_that_a_mirror_brings_back() -> None:
     register("a", v7, (v2, v6, v7))
     assert register("b", None, (v2,)) == LoadVersion(v2)
     assert view().head == "v2@r2"
+
+
+def test_an_old_version_is_read_before_the_run_goes_back_to_it() -> None:
+    """b has lost v7 and v6 has rotted there: v2, which a has not read, is read first, and only then the head."""
+    v2, v6, v7 = version(2), version(6), version(7)
+    register, view = two_slaves({})
+    assert isinstance(register("a", v7, (v6, v7), (v2,)), Hold)
+    asked = register("b", None, (v2,))
+    assert asked.look_for == () and "a: v6@r6, v7@r7 (1 more are not read)" in asked.reason
+    assert "v2@r2 is read on the disks and verified first" in asked.reason
+    assert view().head == "v7@r7"
+    assert register("a", v7, (v6, v7), (v2,)).look_for == (v2,)
+    assert register("a", v7, (v2, v6, v7)) == LoadVersion(v2)
+    assert view().head == "v2@r2"
+
+
+def test_an_old_version_that_is_found_rotten_is_not_waited_for() -> None:
+    """a reads v2 as it is told and does not name it any more: there is no common version, a person must help."""
+    v2, v6, v7 = version(2), version(6), version(7)
+    register, view = two_slaves({})
+    register("a", v7, (v6, v7), (v2,))
+    register("b", None, (v2,))
+    assert register("a", v7, (v6, v7), (v2,)).look_for == (v2,)
+    again = register("a", v7, (v6, v7))
+    assert again.look_for == () and "no version is offered by every slave" in again.reason
+    assert "restore a snapshot directory" in again.reason and view().head == "v7@r7"
+
+
+def test_a_head_that_is_not_read_yet_is_loaded() -> None:
+    """After a rollback the head is below newer directories: a load verifies what it reads, so it is ordered at once;
+    nobody rolls back because of it.
+    """
+    v2, v6, v7 = version(2), version(6), version(7)
+    register, view = two_slaves({})
+    assert register("a", None, (v2, v6), (v7,)) == LoadVersion(v7)
+    assert register("b", None, (v6, v7)) == LoadVersion(v7)
+    assert isinstance(register("a", v7, (v2, v6, v7)), Hold) and view().head == "v7@r7"
+    assert view().slaves["a"].state == "ready"
+
+
+def test_what_was_retired_goes_though_nobody_has_read_it() -> None:
+    """A slave that died before it deleted v1 finds it below its newest two: it would stay for ever."""
+    heard = list[Any]()
+    register, _ = two_slaves({}, heard)
+    register("a", version(7), (version(6), version(7)), (version(1), version(2)))
+    register("b", version(7), (version(2), version(6), version(7)))
+    assert [e.body for e in heard if isinstance(e, Order) and isinstance(e.body, Retire)] == [Retire((version(1),))]
 
 
 def test_nobody_is_asked_for_what_no_mirror_holds() -> None:

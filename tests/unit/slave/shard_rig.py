@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from dips.errors import (
     DipsError,
     RemoteProtocolError,
     Stale,
+    UnreadSnapshot,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import reference
@@ -24,6 +25,7 @@ from dips.protocol.effects import (
     KeepSeed,
     LoadVersion,
     Measure,
+    OpenPull,
     OpenPush,
     Order,
     OrderBody,
@@ -106,9 +108,15 @@ class MemoryDisk:
     reserved: dict[VersionId, int] = field(default_factory=dict)
     writes: int = 0
     initial: Mapping[int, bytes] | None = field(default_factory=dict)  # None: it was not brought yet
+    unread: set[VersionId] = field(default_factory=set)  # of `kept`
 
-    def complete_versions(self) -> tuple[VersionId, ...]:
-        return tuple(sorted(self.kept))
+    def complete_versions(self, look_for: Collection[VersionId] = ()) -> tuple[VersionId, ...]:
+        self._fail()
+        self.unread -= set(look_for)
+        return tuple(sorted(self.kept.keys() - self.unread))
+
+    def unread_versions(self) -> tuple[VersionId, ...]:
+        return tuple(sorted(self.unread))
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         if self.full:
@@ -145,7 +153,7 @@ class MemoryDisk:
         self.initial = {i: a.tobytes() for i, a in theta.items()}
 
     def map_theta(self, version: VersionId) -> Arrays | None:
-        kept = self.kept.get(version)
+        kept = self.kept.get(version) if version not in self.unread else None
         return {i: np.frombuffer(raw, np.float32) for i, raw in kept[0].items()} if kept else None
 
     def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
@@ -166,9 +174,12 @@ def read_prepared(answer: Answer) -> VersionId:
 
 
 def carry_out(shard: Shard, order: Order) -> Answer:
-    """Have an order carried out; a snapshot is written or deleted here and now."""
+    """Have an order carried out; a snapshot is written, read or deleted here and now."""
     if not isinstance(order.body, Persist | Retire | KeepSeed):
-        return shard.execute_order(order)
+        try:
+            return shard.execute_order(order)
+        except UnreadSnapshot:
+            assert isinstance(order.body, OpenPull)
     begun = shard.begin_disk_order(order)
     if not callable(begun):
         return begun

@@ -7,9 +7,18 @@ from random import Random
 
 import pytest
 
-from dips.errors import Busy, BusyDisk, FailedDisk, RemoteProtocolError, StaleIncarnation, StalePush, UnavailableMaster
-from dips.ids import PushId, VersionId
-from dips.protocol.effects import DropPush, OpenPush, Order, OrderBody, Persist, Ping, Retire
+from dips.errors import (
+    Busy,
+    BusyDisk,
+    FailedDisk,
+    RemoteProtocolError,
+    StaleIncarnation,
+    StalePush,
+    UnavailableMaster,
+    UnreadSnapshot,
+)
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.effects import DropPush, OpenPull, OpenPush, Order, OrderBody, Persist, Ping, Retire
 from dips.protocol.events import Answer, Done, Persisted, PushRefused, PushStaged
 from dips.protocol.heartbeats import MOST_WAITS, OrderWait
 from dips.slave.core import OrderDesk, ReportQueue
@@ -151,6 +160,23 @@ def test_what_waits_for_a_snapshot_is_tried_for_as_long_as_that_is_written() -> 
     desk.on_disk_worked(1, PERSISTED)
     desk.on_disk_ended(1, PERSISTED, 51.0)
     assert work_of(desk.on_executed(2, busy, 52.0)) == [AnswerOrder(2, busy)]
+
+
+def test_an_archive_is_read_in_its_turn_before_it_is_pulled() -> None:
+    """The shard refuses the pull of a version that nobody has read: the disk reads it behind the snapshot that it
+    writes, however long that takes, and other orders do not wait.
+    """
+    desk, pull = OrderDesk(TIMING), order(2, OpenPull(PullId("x", 1, 1), V1), 10.0)
+    persist = order(1, Persist(V1))
+    desk.take_order(1, persist, 0.0)
+    desk.on_disk_begun(1, write, 0.1)
+    assert desk.take_order(2, pull, 0.2) == [execute(2, pull)]
+    assert desk.on_executed(2, UnreadSnapshot("v1@r1 must be read first"), 0.3) == []
+    assert [wait.kind for wait in desk.list_waits(50.0)] == ["Persist", "OpenPull"]
+    assert work_of(desk.on_disk_ended(1, PERSISTED, 50.0)) == [AnswerOrder(1, PERSISTED), begin_on_disk(2, pull)]
+    assert desk.on_disk_begun(2, write, 50.1) == [WorkOnDisk(2, pull, write)]
+    assert desk.on_disk_worked(2, Done()) == [end_on_disk(2, pull, Done())]
+    assert desk.on_disk_ended(2, Done(), 51.0) == [AnswerOrder(2, Done())]
 
 
 def test_what_waits_for_the_disk_is_told_and_nothing_else() -> None:

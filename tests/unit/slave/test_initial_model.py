@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from structlog.testing import capture_logs
 
 from dips.errors import CorruptSnapshot
 from dips.ids import GENESIS
+from dips.slave import snapshots as snapshots_module
 from dips.slave.snapshots import Snapshots
 from dips.store.files import delete_version
+from dips.store.version import VersionManifest
 from tests.damage import flip_bit
 from tests.unit.slave.test_snapshots import MANIFEST, Arrays, arrays, same, write_initial
 
@@ -85,6 +88,34 @@ def test_a_damaged_file_is_as_good_as_none(tmp_path: Path) -> None:
         assert not snapshots.holds_initial()
         snapshots.keep_initial(genesis)
         assert snapshots.holds_initial()
+
+
+def test_what_is_known_to_fit_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest is parsed once, however often it is mapped; another directory in its place, and a file of it that is
+    gone, are noticed.
+    """
+    seen, read_manifest = list[Path](), snapshots_module.read_manifest
+
+    def count(folder: Path) -> VersionManifest:
+        seen.append(folder)
+        return read_manifest(folder)
+
+    monkeypatch.setattr(snapshots_module, "read_manifest", count)
+    write_initial(tmp_path / "initial", arrays(EVERY, 0))
+    with closing(of_layers(tmp_path / "s", given=tmp_path / "initial")) as snapshots:
+        assert all(snapshots.holds_initial() and snapshots.map_theta(GENESIS) for _ in range(5))
+        assert len(seen) == 1
+        shutil.move(tmp_path / "initial", tmp_path / "former")
+        assert not snapshots.holds_initial()
+        write_initial(tmp_path / "initial", arrays(EVERY, 1))
+        assert not snapshots.holds_initial(), "it is another model"
+        shutil.rmtree(tmp_path / "initial")
+        shutil.move(tmp_path / "former", tmp_path / "initial")
+        assert snapshots.holds_initial()
+        (tmp_path / "initial" / str(GENESIS) / "00001.safetensors").unlink()
+        with pytest.raises(FileNotFoundError):
+            read(snapshots)
+        assert not snapshots.holds_initial()
 
 
 def test_other_layers_are_lacking(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from dips.errors import CorruptSnapshot
 from dips.files import sync_path, write_aside
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis
-from dips.slave import rebalance, snapshot_mirror
+from dips.slave import snapshot_mirror, staging
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store.files import (
     keep_version,
-    manifest_digest,
     promote_if_ours,
     promote_version,
+    read_manifest,
     stage_version,
     staged_path,
     write_version,
@@ -214,18 +214,24 @@ def test_a_rebalanced_snapshot(
     """Staged before the row is written; under its name afterwards, by the command or by its slave."""
     target = tmp_path / "t"
     target.mkdir()
-    sources = {index: disk / str(V2) for index in (0, 1)}
-    copy = rebalance.SnapshotCopy("r", "t", 1, V2, target, MANIFEST, sources)
+    placed = disk / str(V2), read_manifest(disk / str(V2))
+
+    def plan(slave: str, sinc: int, *layers: int) -> staging.VersionPart:
+        return staging.plan_copy(("r", slave, sinc), V2, target, MANIFEST, dict.fromkeys(layers, placed))
+
+    def fill_again(aside: Path, report: object) -> str:
+        raise LookupError("it is copied again")
+
     cut = recorded(record, tmp_path, monkeypatch)
-    rebalance.reserve_room([copy])
-    rebalance.stage_snapshot(copy, nothing)
+    staging.stage_parts([plan("t", 1, 0, 1)], {})
     assert cut.find_lost(staged_path(target, V2)) == []
-    assert rebalance.is_staged(copy), "it is not copied again"
-    for other in (replace(copy, slave="u"), replace(copy, sinc=2), replace(copy, sources={0: disk / str(V2)})):
-        assert not rebalance.is_staged(other), "what another plan had staged is not taken for it"
+    staging.stage_parts([replace(plan("t", 1, 0, 1), fill=fill_again)], {})
+    for other in (plan("u", 1, 0, 1), plan("t", 2, 0, 1), plan("t", 1, 0)):  # what another plan had staged
+        with pytest.raises(LookupError):
+            staging.stage_parts([replace(other, fill=fill_again)], {})
     assert promote_if_ours(target, V2, (0, 1))
     assert cut.find_lost(target / str(V2)) == []
-    rebalance.clean_directory(target, "r", None, rebalance.delete_version)
+    staging.clean_directory(target, "r", None, staging.delete_version)
     assert not cut.would_return(target / str(V2))
 
 
@@ -233,8 +239,9 @@ def test_only_a_snapshot_of_the_slaves_own_layers_is_promoted(disk: Path) -> Non
     """One of other layers waits for its row; one of the same layers as what is there is not needed."""
     for layers, promoted in (((0, 1), False), (LAYERS, False), ((0, 1), True)):
         shutil.rmtree(staged_path(disk, V1), ignore_errors=True)
-        copy = rebalance.SnapshotCopy("r", "s", 1, V1, disk, MANIFEST, {index: disk / str(V2) for index in layers})
-        rebalance.stage_snapshot(copy, nothing)
+        placed = disk / str(V1), read_manifest(disk / str(V1))
+        sources = dict.fromkeys(layers, placed)
+        staging.stage_parts([staging.plan_copy(("r", "s", 1), V1, disk, MANIFEST, sources)], {})
         assert promote_if_ours(disk, V1, (0, 1) if promoted else LAYERS) == promoted
         assert staged_path(disk, V1).exists() != promoted
 
@@ -244,17 +251,17 @@ def test_half_a_snapshot_has_no_digest(disk: Path) -> None:
     with (disk / str(V1) / "00000.safetensors").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(CorruptSnapshot, match=r"expected \d+ bytes, got 100"):
-        manifest_digest(disk / str(V1))
+        read_manifest(disk / str(V1))
 
 
 def test_only_the_ledgers_own_bytes_are_copied(disk: Path) -> None:
     """A snapshot of the right name, slave and layers with other bytes is not what the row is of."""
-    digests = {(v.round, "s"): manifest_digest(disk / str(v)) for v in (V1, V2)}
-    assert set(rebalance.find_placed([disk], "r", "s", LAYERS, digests)) == {V1, V2}
-    assert set(rebalance.find_placed([disk], "r", "s", LAYERS, {})) == {V1, V2}, "rows of old ledgers have none"
-    assert set(rebalance.find_placed([disk], "r", "s", LAYERS, {**digests, (V2.round, "s"): "0" * 32})) == {V1}
-    assert rebalance.find_placed([disk], "r", "t", LAYERS, {}) == {}
-    assert rebalance.find_placed([disk], "r", "s", LAYERS[:2], {}) == {}
+    digests = {(v.round, "s"): read_manifest(disk / str(v)).digest for v in (V1, V2)}
+    assert set(staging.find_placed([disk], "r", "s", LAYERS, digests)) == {V1, V2}
+    assert set(staging.find_placed([disk], "r", "s", LAYERS, {})) == {V1, V2}, "rows of old ledgers have none"
+    assert set(staging.find_placed([disk], "r", "s", LAYERS, {**digests, (V2.round, "s"): "0" * 32})) == {V1}
+    assert staging.find_placed([disk], "r", "t", LAYERS, {}) == {}
+    assert staging.find_placed([disk], "r", "s", LAYERS[:2], {}) == {}
 
 
 def test_what_dips_init_writes_and_a_master_brings_back(

@@ -35,7 +35,7 @@ from dips.slave.shard import Followed, Unfollowed
 WHO = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
 TIMING = SlaveTiming(heartbeat_s=2.0, call_s=10.0, backoff_s=(0.2, 5.0))
 SAID = SlaveRegistered(0, "s", "nonce", "run", "h:1", ("h:2",), 0, None, None, (), 2, "")
-DESCRIBE = ShardWork(ShardMethod.DESCRIBE, (WHO,))
+DESCRIBE = ShardWork(ShardMethod.DESCRIBE, (WHO, ()))
 
 
 def registered(order: SlaveOrder, term: int = 1) -> Registered:
@@ -140,17 +140,30 @@ def test_one_that_serves_looks_for_what_the_master_asks() -> None:
     (call,) = registration.on_described(serving, 0.0)
     registration.on_registered(registered(RegisterLater(1.0, "v2 is lacking", (v2,))), 0.0)
     registration.on_followed(Followed.WAITS, 0.0)
-    assert registration.tick(1.0) == [DESCRIBE]
-    (look,) = registration.on_described(serving, 1.0)
-    assert look == RestoreFromMirror((), (v2,))
+    read_v2 = ShardWork(ShardMethod.DESCRIBE, (WHO, (v2,)))
+    assert registration.tick(1.0) == [read_v2]
+    (look,) = registration.on_described(replace(serving, unread=(VersionId(1, 1),)), 1.0)
+    assert look == RestoreFromMirror((VersionId(1, 1),), (v2,)), "what is not read is not missing"
     told, describe = registration.on_restored(look, FailedMirror("it is away"), 1.0)
-    assert isinstance(told, WriteLog) and describe == DESCRIBE
+    assert isinstance(told, WriteLog) and describe == read_v2
     (call,) = registration.on_described(serving, 1.0)
     assert isinstance(call, CallMaster) and call.message.reason == "it is away"
     registration.on_registered(registered(Hold()), 1.0)
     registration.on_followed(Followed.SERVES, 1.0)
     registration.request_again(registration.number, 2.0)
     assert isinstance(registration.on_described(serving, 2.0)[0], CallMaster)
+
+
+def test_what_the_disk_has_is_not_looked_for_in_the_mirror() -> None:
+    """An archive that the master asks for is read where it is; a mirror that is away does not delay that."""
+    registration, v2 = with_mirror(), VersionId(2, 5)
+    serving = replace(SAID, memory=VersionId(3, 6), unread=(v2,))
+    registration.on_described(serving, 0.0)
+    registration.on_registered(registered(RegisterLater(1.0, "v2 is to be read", (v2,))), 0.0)
+    registration.on_followed(Followed.WAITS, 0.0)
+    registration.tick(1.0)
+    (call,) = registration.on_described(replace(serving, complete=(v2,), unread=()), 1.0)
+    assert isinstance(call, CallMaster) and call.message.complete == (v2,)
 
 
 def test_with_an_empty_disk_and_a_mirror_that_fails_it_does_not_register() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from random import Random
@@ -104,7 +104,10 @@ class GatedDisk:
     def release_room(self, version: VersionId) -> None:
         """There is room."""
 
-    def complete_versions(self) -> tuple[VersionId, ...]:
+    def complete_versions(self, look_for: Collection[VersionId] = ()) -> tuple[VersionId, ...]:
+        return ()
+
+    def unread_versions(self) -> tuple[VersionId, ...]:
         return ()
 
     def holds_initial(self) -> bool:

@@ -10,6 +10,7 @@ from dips.errors import (
     RemoteProtocolError,
     StalePush,
     StaleVersion,
+    UnreadSnapshot,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.effects import (
@@ -17,6 +18,7 @@ from dips.protocol.effects import (
     Commit,
     DropPush,
     Hold,
+    LoadVersion,
     OpenPull,
     OpenPush,
 )
@@ -24,7 +26,9 @@ from dips.protocol.events import Done
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
 from dips.protocol.order import MAX_RANKS
 from dips.slave.ports import PushOver, Released, Staged
-from tests.unit.slave.shard_rig import P1, P2, P3, PULL, ShardRig
+from dips.slave.shard import Followed
+from tests.loading import follow_load
+from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, WHO, ShardRig
 
 # ---- tombstones and slots --------------------------------------------------------------------------------------------
 
@@ -160,6 +164,25 @@ def test_who_only_reads_has_the_file_and_no_bank() -> None:
     assert held.pins == {reader: GENESIS}
     slave.order(OpenPull(PULL, GENESIS))
     assert held.head.pulls == {reader, PULL}, "a cluster is served from memory"
+
+
+def test_an_archive_is_served_after_it_was_read_and_not_if_it_is_damaged() -> None:
+    """A slave that was restarted has verified its newest versions only; what is rotten never reaches a file."""
+    rig = ShardRig().ready()
+    zero = {0: bytes(24), 2: bytes(4)}
+    rig.disk.kept, rig.disk.unread = {V1: (zero, zero), VersionId(2, 2): (zero, zero)}, {V1}
+    rig.welcome(LoadVersion(VersionId(2, 2)))
+    assert follow_load(rig.shard, VersionId(2, 2)) is Followed.DONE
+    with pytest.raises(UnreadSnapshot):
+        rig.shard.execute_order(rig.made(OpenPull(PULL, V1)))
+    assert not rig.flow.pulls
+    assert rig.order(OpenPull(PULL, V1)) == Done()
+    assert {layer: array.tobytes() for layer, array in rig.flow.pulls[PULL].items()} == zero
+    rig.disk.unread = {V1}
+    rig.disk.kept = {VersionId(2, 2): rig.disk.kept[VersionId(2, 2)]}  # damaged, as reading it shows
+    with pytest.raises(StaleVersion):
+        rig.order(OpenPull(PullId("x", 1, 2), V1))
+    assert rig.shard.make_registration(WHO).unread == ()
 
 
 def test_heal_drops_what_the_master_does_not_list() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave.export import export_snapshot
 from dips.slave.snapshots import Snapshots
-from dips.store import tensorfile
+from dips.store import files, tensorfile
 from dips.store.files import write_version
-from dips.store.version import MOMENTUM, THETA
+from dips.store.version import MOMENTUM, THETA, LayerRecord, VersionManifest
 from tests.damage import flip_bit, load_parameters
 
 MANIFEST = Manifest.from_shapes(
@@ -175,6 +176,80 @@ def test_a_damaged_or_foreign_snapshot_is_passed_over_loudly(tmp_path: Path, nam
     with pytest.raises(CorruptSnapshot):
         read(again, V2)
     assert (path / str(V2)).exists()
+    again.close()
+
+
+def test_archives_are_read_when_they_are_wanted(tmp_path: Path) -> None:
+    """However many versions are kept, a start reads the newest two; an older one is named as not read, not mapped,
+    and offered once it was asked for and every digest agrees.
+    """
+    path, versions = tmp_path / "s", [VersionId(n, n) for n in range(1, 9)]
+    snapshots = opened(path)
+    for version in versions:
+        snapshots.write_snapshot(version, arrays((0, 1, 2, 3), version.round), arrays((0, 1, 2, 3), 2))
+    assert (snapshots.complete_versions(), snapshots.unread_versions()) == (tuple(versions), ())
+    again = reopened(snapshots, path)
+    assert again.complete_versions() == (*versions[-2:],)
+    assert again.unread_versions() == (*versions[:-2],)
+    assert again._meter.nbytes == 2 * 2 * sum(MANIFEST.layers[i].nbytes for i in range(4))
+    assert again.map_theta(versions[2]) is None
+    for rotten in versions[:2]:
+        flip_bit(path / str(rotten), THETA)
+    with capture_logs() as logs:
+        assert again.complete_versions((versions[1], versions[2])) == (versions[2], *versions[-2:])
+        assert again.complete_versions((versions[1],)) == (versions[2], *versions[-2:])
+    assert [line["event"] for line in logs] == ["snapshot_passed_over"]
+    assert again.unread_versions() == (versions[0], *versions[3:-2])
+    assert again.map_theta(versions[2]) is not None
+    read(again, versions[3])
+    assert versions[3] in again.complete_versions(), "a load has verified it"
+    with pytest.raises(CorruptSnapshot):
+        read(again, versions[0])
+    assert again.unread_versions() == (*versions[4:-2],)
+    again.close()
+
+
+def test_a_layer_s_file_is_opened_once_to_verify_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """θ and m are read one behind the other, with the memory of one of them."""
+    snapshots, headers = opened(tmp_path / "s"), list[str]()
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    check_header = files.check_header
+
+    def count(source: IO[bytes], manifest: VersionManifest, record: LayerRecord, where: str) -> int:
+        headers.append(record.file)
+        return check_header(source, manifest, record, where)
+
+    monkeypatch.setattr(files, "check_header", count)
+    again = reopened(snapshots, tmp_path / "s")
+    assert again.complete_versions() == (V1,)
+    assert headers == [f"{i:05d}.safetensors" for i in range(4)]
+    again.close()
+
+
+def test_the_newest_that_are_whole_are_read(tmp_path: Path) -> None:
+    """Newest by round, since a rollback gives lower numbers again; a damaged one is passed over for the next."""
+    path, versions = tmp_path / "s", [VersionId(5, 5), VersionId(6, 6), VersionId(4, 7), VersionId(5, 8)]
+    snapshots = opened(path)
+    for version in versions:
+        snapshots.write_snapshot(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    flip_bit(path / str(versions[2]), MOMENTUM)
+    again = reopened(snapshots, path)
+    assert again.complete_versions() == (versions[3], versions[1])[:: 1 if versions[3] < versions[1] else -1]
+    assert again.unread_versions() == (versions[0],)
+    again.close()
+
+
+def test_a_version_of_another_slave_is_not_deleted(tmp_path: Path) -> None:
+    """The master knows an old one by its name alone, and takes it for garbage: a person decides."""
+    path, versions = tmp_path / "s", [VersionId(n, n) for n in range(1, 5)]
+    snapshots = opened(path)
+    for version in versions:
+        snapshots.write_snapshot(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    _change(path / str(versions[0]), slave="t")
+    again = reopened(snapshots, path)
+    assert again.complete_versions() == (*versions[2:],)
+    again.delete_snapshots((versions[0], versions[1]))
+    assert sorted(p.name for p in path.glob("v*")) == ["v1@r1", "v3@r3", "v4@r4"]
     again.close()
 
 

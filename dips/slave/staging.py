@@ -1,0 +1,394 @@
+"""Versions staged in the slaves' roots while no slave runs: what `dips rebalance` and `dips recover` do to disks.
+
+A version is made in parts, one for each slave: written aside, staged beside what is there and read back, in all roots
+or in none. Existing versions are not changed before the ledger has the row; then the parts get their names. It does not
+know the ledger: the caller says what a part is of, and when a version becomes the slaves'.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from dips.config import RunFile, SlaveSection
+from dips.dataclass import dataclass
+from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk, FailedMirror
+from dips.ids import GENESIS, VersionId
+from dips.protocol.manifest import Manifest
+from dips.protocol.records import RunRow
+from dips.slave.snapshot_mirror import SnapshotMirror
+from dips.slave.snapshots import Snapshots
+from dips.store.files import (
+    ASIDE,
+    STAGED,
+    SyncQueue,
+    copy_layer,
+    delete_version,
+    find_complete,
+    make_manifest,
+    promote_version,
+    read_layer,
+    read_manifest,
+    read_through,
+    reserve_version,
+    stage_version,
+    staged_path,
+    staged_versions,
+    write_manifest,
+    write_version,
+)
+from dips.store.mirror import MirrorStore
+from dips.store.tensorfile import F32, OnPiece, Reader
+from dips.store.version import LayerRecord, VersionManifest, split_layer, text_digest, version_of
+from dips.telemetry.logs import Log
+
+Digests = Mapping[tuple[int, str], str]  # (round, slave) → digest of the manifest, from the ledger
+Placed = tuple[Path, VersionManifest]  # a version's directory, and what is in it
+
+# ---- staging --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPart:
+    """One slave's layers of a version, to be staged in its root."""
+
+    run: str
+    slave: str
+    version: VersionId
+    directory: Path
+    model: Manifest
+    layers: tuple[int, ...]
+    fill: Callable[[Path, OnPiece], str]  # fills a directory, durably; returns the digest of its manifest
+    digest: str = ""  # that digest, if it is known before: the part of an earlier try is taken if it has it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of θ and m."""
+        return 2 * sum(self.model.layers[layer].nbytes for layer in self.layers)
+
+    @property
+    def aside(self) -> Path:
+        return self.directory / f"{ASIDE}{self.version}"
+
+    @property
+    def staged(self) -> Path:
+        return staged_path(self.directory, self.version)
+
+
+def stage_parts(
+    parts: Sequence[VersionPart],
+    kept: Mapping[str, Placed],
+    report: OnPiece = lambda _: None,
+    show: Callable[[str], None] = lambda _: None,
+) -> dict[str, str]:
+    """Stage all parts and read them back, and the versions that stay where they are; return the digests by slave.
+
+    Room for all is reserved before any is written. Raise CorruptSnapshot naming what is damaged, FailedDisk: then
+    nothing is left of any part.
+    """
+    digests = {name: manifest.digest for name, (_, manifest) in kept.items()}
+    try:
+        for part in parts:
+            _make_room(part)
+        for part in parts:
+            show(f"{part.slave} {part.version}: writing")
+            digests[part.slave] = _stage_part(part, report)
+        for part in parts:
+            show(f"{part.slave} {part.version}: reading back")
+            read_through(part.staged, read_manifest(part.staged), report)
+        for name, (path, manifest) in kept.items():
+            show(f"{name} {manifest.version}: reading")
+            read_through(path, manifest, report)
+    except (OSError, DipsError) as error:
+        for part in parts:
+            for path in (part.aside, part.staged):
+                shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise FailedDisk(f"the run is as it was: {error}") from error
+        raise
+    return digests
+
+
+def _make_room(part: VersionPart) -> None:
+    """Delete what interrupted tries have left, but for this part if it is staged; reserve disk space for it if not."""
+    for version in staged_versions(part.directory):
+        if version != part.version:
+            shutil.rmtree(staged_path(part.directory, version))
+    if not _is_staged(part):
+        shutil.rmtree(part.aside, ignore_errors=True)
+        reserve_version(part.aside, part.run, part.version, part.model, part.layers)
+
+
+def _stage_part(part: VersionPart, report: OnPiece) -> str:
+    if _is_staged(part):
+        report(part.nbytes)
+        return part.digest
+    digest = part.fill(part.aside, report)
+    stage_version(part.aside, part.version)
+    return digest
+
+
+def _is_staged(part: VersionPart) -> bool:
+    try:
+        return read_manifest(part.staged).digest == part.digest
+    except CorruptSnapshot:
+        return False
+
+
+def finish_staged(
+    directory: Path,
+    slave: str,
+    digests: Digests,
+    on_damaged: Callable[[CorruptSnapshot], None],
+    discard: Callable[[Path], None] = delete_version,
+) -> tuple[list[VersionId], list[VersionId]]:
+    """Promote the staged snapshots that have a row; return (promoted, staged without a row).
+
+    A damaged one is passed to `on_damaged` and left for a person.
+    """
+    finished, without_row = list[VersionId](), list[VersionId]()
+    for version in staged_versions(directory):
+        try:
+            digest = read_manifest(staged_path(directory, version)).digest
+        except CorruptSnapshot as error:
+            on_damaged(error)
+            continue
+        if digest == digests.get((version.round, slave)):
+            promote_version(directory, version, discard)
+            finished.append(version)
+        else:
+            without_row.append(version)
+    return finished, without_row
+
+
+# ---- rebalance ------------------------------------------------------------------------------------------------------
+# A layer's file is copied as it is, from the root that holds it, and verified on the way.
+
+
+def find_placed(
+    directories: Sequence[Path], run: str, slave: str, layers: Sequence[int], digests: Digests
+) -> dict[VersionId, Placed]:
+    """Return the complete snapshots of a slave that hold just `layers`, from all directories that it may have.
+
+    Raise ConfigError if no directory is there, or one is of another run. Bytes are not verified here; copying does
+    that.
+    """
+    here = [directory for directory in directories if directory.is_dir()]
+    if not here:
+        raise ConfigError(
+            f"{slave}: its snapshots are to be read from {' or '.join(map(str, directories))}, which is not here: "
+            "mount it, or restore it"
+        )
+    found: dict[VersionId, Placed] = {}
+    for directory in here:
+        for version, manifest in find_complete(directory).items():
+            path = directory / str(version)
+            if manifest.run != run:
+                raise ConfigError(f"{path} is a snapshot of run {manifest.run!r}, expected run {run!r}")
+            ours = manifest.slave == slave and {r.index for r in manifest.layers} == set(layers)
+            if ours and digests.get((version.round, slave), manifest.digest) == manifest.digest:
+                found.setdefault(version, (path, manifest))
+    return found
+
+
+def plan_copy(
+    owner: tuple[str, str, int], version: VersionId, directory: Path, model: Manifest, sources: Mapping[int, Placed]
+) -> VersionPart:
+    """Return the part that copies its layers from `sources`, which are in the model's order; nothing is copied yet.
+
+    owner  run, slave and incarnation
+    """
+    records = {r.index: (placed, r) for placed in sources.values() for r in placed[1].layers if r.index in sources}
+    ordered = [records[layer] for layer in sources]
+    text = make_manifest(owner, version, model, (record for _, record in ordered)).to_json()
+    fill = partial(_copy_layers, ordered, text)
+    return VersionPart(owner[0], owner[1], version, directory, model, tuple(sources), fill, text_digest(text))
+
+
+def _copy_layers(sources: Sequence[tuple[Placed, LayerRecord]], text: bytes, aside: Path, report: OnPiece) -> str:
+    queue = SyncQueue()
+    for (folder, manifest), record in sources:
+        path = folder / record.file
+        with path.open("rb") as source, (aside / record.file).open("r+b") as target:  # its room is reserved
+            copy_layer(source, target, manifest, record, str(path), report)
+            target.truncate()
+        queue.add_file(aside / record.file, record.size)
+    queue.sync_files()
+    return write_manifest(aside, text)
+
+
+def clean_directory(directory: Path, run: str, present: VersionId | None, discard: Callable[[Path], None]) -> None:
+    """Discard the snapshots of this run of versions other than `present`, and delete unfinished and staged ones.
+
+    Damaged snapshots and those of another run are left for a person.
+    """
+    for path in sorted(directory.glob("v*@r*")):
+        version = version_of(path)
+        if version not in (None, GENESIS, present) and _is_of_run(path, run):
+            discard(path)
+    for path in [*directory.glob(f"{STAGED}*"), *directory.glob(f"{ASIDE}*")]:
+        delete_version(path) if path.name.startswith(STAGED) else shutil.rmtree(path)
+
+
+def _is_of_run(path: Path, run: str) -> bool:
+    try:
+        return read_manifest(path).run == run
+    except CorruptSnapshot:
+        return False
+
+
+# ---- recover --------------------------------------------------------------------------------------------------------
+# θ of every layer comes from a model's file, so that the model is one that was saved, not a mixture of two moments.
+# Momentum comes from each slave's newest complete snapshot, on its disk or in its mirror; where neither has one it is
+# 0, the initial value in torch's SGD.
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveFinding:
+    """The remaining data of one slave."""
+
+    slave: str
+    layers: tuple[int, ...]
+    momentum_of: VersionId | None  # its newest complete snapshot; None: momentum is lost
+    lacking: str = ""  # why its mirror restored nothing; "" if it did, or there is none
+
+
+class Rebuild:
+    """The directories of all slaves, locked until `close`."""
+
+    def __init__(self, config: RunFile, row: RunRow, digests: Digests, model: Path, log: Log) -> None:
+        """Lock the directories; promote snapshots staged by an earlier try whose row is in `digests`, delete other
+        staged ones.
+
+        Raise ConfigError if a slave runs, or the file does not hold this run's model.
+        """
+        self._manifest, self._row, self._model, self._log = Manifest.from_json(row.manifest), row, model, log
+        self._stack, self._disks = ExitStack(), dict[str, Snapshots]()
+        self._sections = {name: config.slave_section(name) for name, _ in row.placement}
+        self.finished: set[VersionId] = set()  # versions that this try promoted for an earlier one
+        try:
+            self._check_model()
+            for name, section in self._sections.items():
+                disk = Snapshots(section.directory, row.run, name, section.initial_model, log)
+                self._disks[name] = disk
+                self._stack.callback(disk.close)
+            for name, section in self._sections.items():
+                finished, without_row = finish_staged(section.directory, name, digests, self._tell_damaged)
+                self.finished.update(finished)
+                for version in without_row:
+                    shutil.rmtree(staged_path(section.directory, version))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def close(self) -> None:
+        """Unlock the directories."""
+        self._stack.close()
+
+    def look_at_disks(self) -> list[SlaveFinding]:
+        """Read every directory, restore what is newer in its mirror, and return which slaves still have momentum."""
+        found = []
+        for name, layers in self._row.placement:
+            lacking = self._bring_back(name, layers)
+            found.append(SlaveFinding(name, layers, self._newest_of(name, layers), lacking))
+        return found
+
+    def stage_version(
+        self, version: VersionId, found: Sequence[SlaveFinding], sinc: int
+    ) -> tuple[tuple[str, str], ...]:
+        """Stage the version's snapshots; return (slave, digest of its manifest) for the ledger's row.
+
+        The version's round must be reserved in the ledger, if there is one, so that a slave that starts without the row
+        is not taken as proof of a newer ledger. Raise FailedDisk; then nothing is staged.
+        """
+        parts = [
+            VersionPart(
+                self._row.run, one.slave, version, self._sections[one.slave].directory, self._manifest, one.layers,
+                partial(self._write_part, version, one, sinc),
+            )
+            for one in found
+        ]  # fmt: skip
+        return tuple(stage_parts(parts, {}).items())
+
+    def place_version(self, version: VersionId) -> None:
+        """Promote the staged snapshots of a version whose row is durable."""
+        for section in self._sections.values():
+            promote_version(section.directory, version)
+
+    def layer_names(self, layers: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self._manifest.layers[layer].name for layer in layers)
+
+    def _tell_damaged(self, error: CorruptSnapshot) -> None:
+        self._log.warning("snapshot_passed_over", reason=str(error))
+
+    def _bring_back(self, name: str, layers: tuple[int, ...]) -> str:
+        """Restore from the slave's mirror as at its start; return why nothing was restored, "" if all is there."""
+        section, disk = self._sections[name], self._disks[name]
+        if section.mirror is None:
+            return ""
+        try:
+            mirror = self._open_mirror(section)
+            mirror.bind_layers(layers)
+            return mirror.restore((*disk.complete_versions(), *disk.unread_versions())).reason
+        except FailedMirror as error:
+            return str(error)
+
+    def _open_mirror(self, section: SlaveSection) -> SnapshotMirror:
+        assert section.mirror is not None
+        run, name, directory = self._row.run, section.name, section.directory
+        store = MirrorStore(section.mirror, run, name, of=directory)
+        return SnapshotMirror(store, directory, run, name, self._log, time.monotonic)
+
+    def _newest_of(self, name: str, layers: Sequence[int]) -> VersionId | None:
+        """Return the newest snapshot of these layers whose digests agree; None if there is none. Another ledger may
+        have placed other layers on this slave.
+        """
+        disk, wanted = self._disks[name], {i: self._manifest.layers[i] for i in layers}
+        for version in sorted((*disk.complete_versions(), *disk.unread_versions()), key=lambda v: -v.round):
+            if version not in disk.complete_versions((version,)):
+                continue
+            records = read_manifest(self._sections[name].directory / str(version)).layers
+            if {record.index: record.layer for record in records} == wanted:
+                return version
+        return None
+
+    def _write_part(self, version: VersionId, found: SlaveFinding, sinc: int, aside: Path, report: OnPiece) -> str:
+        owner, flat = (self._row.run, found.slave, sinc), self._merge_layers(found)
+        return write_version(aside, owner, version, self._manifest, found.layers, flat, report)
+
+    def _merge_layers(self, found: SlaveFinding) -> Iterator[F32]:
+        """Iterate over θ of the file and m of the slave's newest snapshot, with the memory of one layer."""
+        folder = self._sections[found.slave].directory / str(found.momentum_of)
+        manifest = None if found.momentum_of is None else read_manifest(folder)
+        records = {} if manifest is None else {record.index: record for record in manifest.layers}
+        for layer, theta in self._read_model(found.layers):
+            yield theta
+            momentum = np.zeros_like(theta)
+            if manifest is not None:
+                read_layer(folder, manifest, records[layer], None, momentum)
+            yield momentum
+
+    def _check_model(self) -> None:
+        """Check, before anything is written, that the file has every parameter, in fp32 and finite."""
+        try:
+            for layer, array in self._read_model(range(len(self._manifest.layers))):
+                if not np.isfinite(array).all():
+                    name = self._manifest.layers[layer].name
+                    raise ConfigError(f"--model {self._model}: layer {name} is not finite; take another file")
+        except (CorruptSnapshot, OSError) as error:
+            raise ConfigError(f"--model: this is not the run's model: {error}") from error
+
+    def _read_model(self, layers: Sequence[int]) -> Iterator[tuple[int, F32]]:
+        with Reader(self._model) as reader:
+            for index in layers:
+                layer = self._manifest.layers[index]
+                array = np.empty(layer.numel, np.float32)
+                for parameter, flat in split_layer(layer, array):
+                    reader.read_into(parameter.name, parameter.shape, flat)
+                yield index, array

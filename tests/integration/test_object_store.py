@@ -1,0 +1,226 @@
+"""A slave's mirror in an object store that speaks S3: moto's server on this machine, over HTTP, with s3fs as in a run.
+
+In front of it stands what a real one does to its users: it fails requests by 503, takes no object above its limit, and
+is away for a while. The client's own retries are off, so each failure is one of the mirror's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+from urllib.parse import parse_qs
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+import structlog
+import xxhash
+
+from dips.ids import VersionId
+from dips.protocol.events import MirrorReport, MirrorReported
+from dips.protocol.manifest import Manifest
+from dips.slave import snapshot_mirror
+from dips.slave.snapshot_mirror import SnapshotMirror, list_copies
+from dips.slave.snapshots import Snapshots
+from dips.store.mirror import MirrorStore, copy_out
+from dips.store.tensorfile import PIECE_BYTES
+from dips.view.judging import Severity, judge_slave
+from tests.unit.protocol.scripted_run import ScriptedRun
+
+s3fs = pytest.importorskip("s3fs", reason="NO S3: pip install s3fs 'moto[server,s3]'; mirrors at s3:// are not tried")
+moto_server = pytest.importorskip("moto.server", reason="NO S3: pip install 'moto[server,s3]'")
+
+BUCKET = "dips"
+LARGE = 5 * PIECE_BYTES // 32  # parameters of a layer whose θ and m take two parts, the second one a quarter full
+MANIFEST = Manifest.from_shapes([("a.w", (LARGE,)), ("b.w", (LARGE,)), ("c.w", (LARGE,)), ("d.w", (1000,))])
+LAYERS = range(len(MANIFEST.layers))
+MOST_OBJECT = 2 * PIECE_BYTES  # bytes that an object may have: less than a version's, as 5 TB are less than a model
+FAILING = 0.05  # of all requests
+WITHIN_S = 120.0
+LOG = structlog.get_logger()
+SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+TOO_LARGE = b"<Error><Code>EntityTooLarge</Code><Message>above the limit of this store</Message></Error>"
+
+Environ = dict[str, Any]
+Start = Callable[..., Any]
+
+
+class RealStore:
+    """A WSGI application between the client and moto's; counts what it sees."""
+
+    def __init__(self, application: Callable[[Environ, Start], Iterable[bytes]]) -> None:
+        self._application, self._rng, self._lock = application, Random(7), threading.Lock()
+        self.share, self.away = 0.0, False
+        self.counts: Counter[str] = Counter()
+        self._uploaded: Counter[str] = Counter()  # bytes by upload
+
+    def __call__(self, environ: Environ, start: Start) -> Iterable[bytes]:
+        method, nbytes = environ["REQUEST_METHOD"], int(environ.get("CONTENT_LENGTH") or 0)
+        words = parse_qs(environ["QUERY_STRING"])
+        with self._lock:
+            self.counts["requests"] += 1
+            self.counts["bytes in"] += nbytes
+            failing = self.away or self._rng.random() < self.share
+            self.counts["failed"] += failing
+            self.counts["aborts failed"] += failing and method == "DELETE" and "uploadId" in words
+            upload = words.get("uploadId", [""])[0] or f"{environ['PATH_INFO']} {self.counts['requests']}"
+            self._uploaded[upload] += nbytes if method == "PUT" and not failing else 0
+            large = method == "PUT" and self._uploaded[upload] > MOST_OBJECT
+            self.counts["too large"] += large
+        if failing or large:
+            environ["wsgi.input"].read(nbytes)
+            status, body = ("503 Slow Down", SLOW_DOWN) if failing else ("400 Bad Request", TOO_LARGE)
+            body = b"" if method == "HEAD" else body
+            start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            return [body]
+        parts = list(self._application(environ, start))
+        with self._lock:
+            self.counts["bytes out"] += sum(map(len, parts))
+        return parts
+
+    def describe(self) -> str:
+        c = self.counts
+        return (
+            f"{c['requests']} requests, {c['failed']} of them failed; {c['bytes in'] / 1e6:.0f} MB in, "
+            f"{c['bytes out'] / 1e6:.0f} MB out"
+        )
+
+
+@pytest.fixture(name="store")
+def served_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealStore]:
+    """An S3 server with an empty bucket, to which the environment points as it would on a slave's host."""
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    monkeypatch.setattr(WSGIRequestHandler, "log_request", lambda *_: None)
+    store = RealStore(moto_server.DomainDispatcherApplication(moto_server.create_backend_app))
+    server = make_server("127.0.0.1", 0, store, threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    for key, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(s3fs.core.S3File, "retries", 1)
+    monkeypatch.setattr(snapshot_mirror, "BACKOFF_S", (0.05, 0.2))
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        with urlopen(Request(f"http://127.0.0.1:{server.server_port}/moto-api/reset", method="POST")):
+            s3fs.S3FileSystem().mkdir(BUCKET)
+        yield store
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def opened(path: Path) -> Snapshots:
+    snapshots = Snapshots(path, "r", "s", None, LOG)
+    snapshots.bind_layers(MANIFEST, LAYERS, [""] * len(LAYERS), sinc=1)
+    return snapshots
+
+
+def arrays(seed: int) -> dict[int, np.ndarray]:
+    return {i: np.random.default_rng((seed, i)).standard_normal(MANIFEST.layers[i].numel, np.float32) for i in LAYERS}
+
+
+def version(number: int) -> VersionId:
+    return VersionId(number, number)
+
+
+def digests(of: dict[int, np.ndarray]) -> list[str]:
+    return [xxhash.xxh3_128_hexdigest(of[i].tobytes()) for i in LAYERS]
+
+
+class WatchedMirror:
+    """A slave's mirror, and what its master shows of it."""
+
+    def __init__(self, root: Path) -> None:
+        self._run = ScriptedRun()
+        store = MirrorStore(f"s3://{BUCKET}/mirror", "r", "s", of=root)
+        self.mirror = SnapshotMirror(store, root, "r", "s", LOG, time.monotonic)
+        self.mirror.bind_layers(tuple(LAYERS))
+        self.mirror.start()
+
+    def look(self) -> tuple[MirrorReport, bool]:
+        """What the slave reports now, and whether `dips status` is green with it."""
+        report = self.mirror.report()
+        self._run.step(MirrorReported("s", self._run.view.slaves["s"].sinc, report))
+        return report, judge_slave(self._run.view.slaves["s"], None, None)[1] is Severity.GOOD
+
+    def until(self, holds: Callable[[MirrorReport, bool], bool], what: str) -> bool:
+        """Wait; return whether it was red meanwhile."""
+        end, red = time.monotonic() + WITHIN_S, False
+        while True:
+            report, green = self.look()
+            red |= not green
+            if holds(report, green):
+                return red
+            assert time.monotonic() < end, f"not within {WITHIN_S:g} s: {what}; {report}"
+            time.sleep(0.02)
+
+
+def test_a_mirror_in_an_object_store_that_fails_loses_nothing(store: RealStore, tmp_path: Path) -> None:
+    """One request in twenty fails: status is red while the mirror lags and green when it holds the newest version,
+    which comes back bit for bit to a new disk. No object is larger than the store takes, and no part of an upload that
+    failed stays there, which would be paid for and never seen.
+    """
+    root, theta, momentum = tmp_path / "s", arrays(1), arrays(2)
+    snapshots = opened(root)
+    watched = WatchedMirror(root)
+    store.share, reds = FAILING, 0
+    try:
+        for number in range(1, 5):
+            snapshots.write_snapshot(version(number), theta, momentum)
+            watched.mirror.want((version(number),))
+            reds += watched.until(lambda r, green, v=version(number): r.held == (v,) and green, f"{number} is held")
+            theta, momentum = momentum, {i: theta[i] + np.float32(number) for i in LAYERS}
+        assert reds and store.counts["failed"] > 0, "it was red while it could not be written"
+        store.away = True
+        snapshots.write_snapshot(version(5), theta, momentum)
+        watched.mirror.want((version(4), version(5)))
+        watched.until(lambda r, green: not green and "request rate" in r.reason, "it is red while the store is away")
+        assert watched.look()[0].held == (version(4),), "what it held it is believed to hold"
+        store.away = False
+        watched.until(lambda r, green: version(5) in r.held and green, "it is green again")
+        snapshots.close()
+        shutil.rmtree(root)
+        fresh, brought = opened(root), set[VersionId]()
+        while version(5) not in brought:
+            try:
+                brought.update(watched.mirror.restore(fresh.complete_versions()).versions)
+            except snapshot_mirror.FailedMirror:
+                continue
+        back = {i: np.empty_like(theta[i]) for i in LAYERS}, {i: np.empty_like(theta[i]) for i in LAYERS}
+        fresh.read_snapshot(version(5), *back)
+        assert [digests(of) for of in back] == [digests(theta), digests(momentum)]
+        fresh.close()
+    finally:
+        watched.mirror.close()
+    store.share = 0.0
+    fs = s3fs.S3FileSystem()
+    sizes = [entry["size"] for entry in fs.find(f"{BUCKET}/mirror", detail=True).values()]
+    assert PIECE_BYTES < max(sizes) <= MOST_OBJECT < sum(sizes) and not store.counts["too large"]
+    left = fs.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads", [])
+    assert len(left) <= store.counts["aborts failed"]
+    print(store.describe())
+
+
+def test_what_a_store_does_not_take_is_said(store: RealStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object above the limit is refused: the mirror says which one, and counts as failing."""
+    monkeypatch.setattr("tests.integration.test_object_store.MOST_OBJECT", PIECE_BYTES)
+    snapshots, mirror = opened(tmp_path / "s"), MirrorStore(f"s3://{BUCKET}/mirror", "r", "s")
+    snapshots.write_snapshot(version(1), arrays(1), arrays(2))
+    with pytest.raises(snapshot_mirror.FailedMirror, match=r"v1@r1/00000\.safetensors: .*limit of this store"):
+        copy_out(mirror, tmp_path / "s", version(1))
+    assert list_copies(mirror, "r", "s", LOG).whole == ()
+    assert not s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
+    snapshots.close()
