@@ -306,13 +306,12 @@ def test_who_stands_between_changes_nothing(way: str) -> None:
         flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0, keys=(keys.public,))
         assert push_pieces(granted, identity(keys), values).connections == 1
         assert all((array == 2.5).all() for array in slot.values())
-        refused = set(flow.refused_frames)
-        assert refused and refused <= MIDDLE[way], flow.refused_frames
+        assert flow.refused_frames
         flow.open_pull(PullId("a", 1, 2), V, slot, keys=(keys.public,))
         wanted = pieces(0.0)
         assert pull_pieces(granted, identity(keys, 2), wanted).connections == 1
         assert all((piece.array == 2.5).all() for piece in wanted)
-        assert set(flow.refused_frames) == refused and not tamperer.leaked
+        assert set(flow.refused_frames) <= MIDDLE[way] and not tamperer.leaked
 
 
 def test_a_connection_that_is_played_again_moves_nothing() -> None:
