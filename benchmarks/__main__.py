@@ -36,7 +36,7 @@ APART = (
     "attach",
     "codec_losses",
     "convergence",
-    "curve",
+    "lanes",
     "ranks",
     "fragments",
     "ledger_start",

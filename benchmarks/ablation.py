@@ -2,7 +2,7 @@
 
 * pipeline: against the same push with its stages one after another (in_turn.py), over the link on which the processor's
   stages and the wire take the same time; the processor's are measured first;
-* lanes: several against one, plain and with CURVE, over 10 Gbit/s;
+* lanes: several against one, plain and encrypted, over 10 Gbit/s;
 * order: planned against random with four workers and two slaves, each behind a link of 100 Mbit/s: slaves that ask
   several workers at once (the default), slaves that ask one at a time, workers that go to one slave after another;
 * a second cluster that comes when the first is half through, against the optimum;
@@ -179,7 +179,7 @@ def several_lanes(bench: Bench) -> None:
     """One rank, one slave, 10 Gbit/s."""
     cast = Cast(slaves=1, ranks=1, layers=16, numel=(128 if bench.quick else 512) << 18)
     bench.say("lanes over 10 Gbit/s")
-    for secret in ("plain", "curve"):
+    for secret in ("plain", "encrypted"):
         with (
             network(hosts_of(cast, MOST_MBIT)) as hosts,
             ends(cast, hosts, PRODUCT, lanes=1, secret=secret) as one,
@@ -189,7 +189,7 @@ def several_lanes(bench: Bench) -> None:
         one_lane, lanes = middle(took["one"]), middle(took["two"])
         bench.row(
             f"2 lanes, {secret}, 10 Gbit/s", lanes.seconds, "s",
-            against="1 lane", of=one_lane.seconds, least=LANES if secret == "curve" else None, less=True,
+            against="1 lane", of=one_lane.seconds, least=LANES if secret == "encrypted" else None, less=True,
         )  # fmt: skip
         for name, each in (("1 lane", one_lane), ("2 lanes", lanes)):
             bench.note(f"{name}, {secret}: {limit(each, cast, MOST_MBIT)}")

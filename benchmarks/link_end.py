@@ -23,7 +23,7 @@ from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.slave.ports import FlowEvent, PushOver, Released, Staged
-from dips.transport import curve
+from dips.transport import seal
 
 RUN, SLAVE, CLUSTER, SINC = "links", "s0", "west", 1
 LAYERS, WAIT_S = 4, 120.0
@@ -56,9 +56,7 @@ class LinkEvents:
 def slave(ip: str, lanes: int, mib: int, *keys: str) -> None:
     """Serve one push or pull after the other."""
     model, events = manifest(mib), LinkEvents()
-    flow = ZmqFlow(
-        RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0, key=curve.new_keys() if keys else None
-    )
+    flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0, key=seal.new_keys() if keys else None)
     flow.set_layers(model, tuple(range(LAYERS)))
     flow.start(SINC, events.on_event)
     source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}

@@ -7,7 +7,7 @@ python -m benchmarks.shaped_end rank CAST CLUSTER RANK
     ["push", number, slaves, rule]   → [seconds, processor time]; slaves as [addresses, public key]; the rule is the
     slaves' alone: a rank answers whoever asks
 
-CAST as in cast.py; SECRET is "curve" or "plain". Plain text leaves loopback only here.
+CAST as in cast.py; SECRET is "encrypted" or "plain". Plain text leaves loopback only here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.slave.flow import ZmqFlow
 from dips.slave.ports import FlowEvent, PushOver, Staged
-from dips.transport import curve
+from dips.transport import seal
 
 TRANSIT_BYTES, STALL_S = 256 << 20, 30.0
 
@@ -55,7 +55,7 @@ class ShapedEvents:
 
 def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int, secret: str) -> None:
     """Serve pushes; several may be open at once."""
-    key, layers = curve.new_keys() if secret == "curve" else None, cast.held_by(number)
+    key, layers = seal.new_keys() if secret == "encrypted" else None, cast.held_by(number)
     flow = ZmqFlow(
         RUN, f"s{number}", (f"{ip}:0",) * lanes, CHUNK_BYTES, TRANSIT_BYTES, concurrent_streams, STALL_S, key=key
     )
@@ -88,7 +88,7 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int,
 def rank(cast: Cast, cluster: str, number: int) -> None:
     """Push everything, as often as told."""
     pieces = cast.pieces(number, 1e-3)
-    keys = curve.new_keys()
+    keys = seal.new_keys()
     print_answer(keys.public)
     for _, seq, slaves, _ in read_requests():
         there = tuple(

@@ -29,7 +29,7 @@ from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished, PullRequested
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.manifest import Manifest
-from dips.transport import control, curve
+from dips.transport import control, seal
 from dips.transport.endpoints import Endpoint
 from dips.wire.chunks import F32, Piece
 from dips.wire.generated.status_pb2 import DescribeRequest
@@ -127,7 +127,7 @@ class VersionPuller:
                  undefined then. Also the errors of `make_room`
         """
         self._seq += 1
-        pull, keys = PullId(self._name, self._inc, self._seq), curve.new_keys()
+        pull, keys = PullId(self._name, self._inc, self._seq), seal.new_keys()
         self._rate = TransferRate(0, 0, 0.0)
         grant = await self._await_grant(PullRequested(0, pull, 1, version, (keys.public,)))
         installed = False

@@ -23,7 +23,7 @@ from dips.errors import ConfigError, DipsError, UnavailableMaster, UnavailableSl
 from dips.protocol.effects import Acknowledged, Dropped, Grant, Pending, Refused, Result, SeedGranted
 from dips.protocol.events import SeedAsked
 from dips.protocol.manifest import Manifest
-from dips.transport import curve
+from dips.transport import seal
 from dips.transport.endpoints import Endpoint
 from dips.wire.chunks import F32, Piece
 
@@ -70,7 +70,7 @@ class SeedTransfer:
         """Prepare the transfer; `wait_s` is the longest time without progress."""
         self._master, self._run, self._watch, self._wait_s = master, run, watch, wait_s
         self._pieces = list_seed_pieces(manifest, tensors)
-        self._nonce, self._keys = uuid.uuid4().hex, curve.new_keys()
+        self._nonce, self._keys = uuid.uuid4().hex, seal.new_keys()
         self._moving: _Moving | None = None
         self._drops = 0
         self._progress_at = time.monotonic()

@@ -17,7 +17,7 @@ from dips.wire.frame import BadFrame, Range, StreamName
 # The public keys that a slave's lanes admit now: those of the ranks of open pushes and pulls, and those of probes for a
 # while.
 #
-# A connection has one key for all its life (transport/curve.py). It is accepted only while that key is admitted, and
+# A connection has one key for all its life (transport/seal.py). It is accepted only while that key is admitted, and
 # each HELLO must be of the rank with that key, so a stream ends with its push or pull, whatever its connection does
 # later. Lanes without encryption, on loopback, have no keyring. Any thread; no clock.
 

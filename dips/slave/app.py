@@ -30,7 +30,7 @@ from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
-from dips.slave.machine import TRANSIT_BYTES, available_bytes, memory_of
+from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES, available_bytes, memory_of
 from dips.slave.metrics import DiskRoom
 from dips.slave.ports import Meters, SlaveIdentity, SlaveTiming
 from dips.slave.registration import LastProcess
@@ -41,7 +41,7 @@ from dips.slave.snapshots import Snapshots
 from dips.store.mirror import MirrorStore
 from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
-from dips.transport import control, curve
+from dips.transport import control, seal
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.gate import Guard
 from dips.transport.lane import available_cores
@@ -252,7 +252,8 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         TRANSIT_BYTES,
         CONCURRENT_STREAMS,
         STALL_HEARTBEATS * config.shared.heartbeat_s,
-        key=curve.new_keys() if config.tls else None,  # in memory only; sent with Register
+        key=seal.new_keys() if config.tls else None,  # in memory only; sent with Register
+        copies_bytes=COPIES_BYTES,
     )
     stack.callback(flow.close)
     timeline = Timeline(section.directory, run, "slave", name, TIMELINE_BYTES)

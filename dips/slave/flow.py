@@ -23,14 +23,15 @@ from dips.slave.admission import Admission, Keyring
 from dips.slave.ports import Arrays, FlowEvent, FrameCounters, FrameRefused, Move, PushOver, Released, Say, Wake
 from dips.slave.receiver import ClaimedChunk, Receiver
 from dips.slave.sender import ChunkSend, Sender
-from dips.transport.curve import KEY_CHARS, KeyPair
-from dips.transport.intake import Transit
+from dips.transport.intake import MOST_BYTES, Transit
 from dips.transport.lane import Lane, Outgoing, Stage, available_cores, most_connections, spare_threads
 from dips.transport.memory import keep_message_memory
+from dips.transport.seal import KEY_CHARS, KeyPair
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import (
     MESSAGE_LIMIT,
     BadFrame,
+    Buffer,
     Header,
     Kind,
     check_body,
@@ -39,8 +40,8 @@ from dips.wire.frame import (
     decode_probe,
     decode_ready,
     decode_want,
+    is_greeting,
     make_message,
-    pack_header,
     run_id,
     unpack_header,
 )
@@ -48,8 +49,9 @@ from dips.wire.frame import (
 # ---- probes ---------------------------------------------------------------------------------------------------------
 # A lane's answers to PROBEs, with which `dips check` measures the path to a slave before it joins.
 #
-# A probe touches no push, pull or version. All answers share one buffer, and few are sent at a time, so that probes use
-# a known amount of memory and alternate with transfers; further ones are refused. Owned by one lane's thread.
+# A probe touches no push, pull or version. All answers share one buffer, or are sealed copies of it. Few are sent at a
+# time, so that probes use a known amount of memory and alternate with transfers; further ones are refused. Owned by
+# one lane's thread.
 
 
 MOST_ANSWERS = 32  # of one lane, not yet handed to the network: at most 32 MiB in flight
@@ -71,10 +73,7 @@ class Probes:
         if self._posted + len(self._leaving) >= MOST_ANSWERS:
             raise BadFrame("credit", f"more than {MOST_ANSWERS} probes are being answered")
         self._posted += 1
-        # No checksum of the body: its bytes have no meaning, only the path is measured.
-        return Outgoing(
-            peer, pack_header(Header(Kind.PROBE, self._run, stream, nbytes, 0)), _PADDING[:nbytes], watch=self
-        )
+        return Outgoing(peer, Header(Kind.PROBE, self._run, stream, nbytes, 0), _PADDING[:nbytes], watch=self)
 
     def still_wanted(self) -> bool:
         return True
@@ -91,8 +90,10 @@ class Probes:
 # The data flow of one slave over ZeroMQ: lanes that read, stages that check and copy, and the receiver and sender that
 # decide.
 #
-#     lane thread   recv → header → receiver.claim ──▶ intake stage: checksum, copy into the slot → receiver.stage
+#     lane thread   recv → header → receiver.claim ──▶ intake stage: check, copy into the slot → receiver.stage
 #                                 → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
+#
+# On encrypted lanes the check and the copy are one, and the outgo stage seals into a buffer that the lane sends.
 #
 # A bad frame is counted in `refused_frames` under its reason and changes nothing else; it never ends a lane.
 
@@ -135,10 +136,12 @@ class ZmqFlow:
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
         key: KeyPair | None = None,
+        copies_bytes: int = MOST_BYTES,
     ) -> None:
         """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound.
 
-        key  of all lanes, which use CURVE and admit the ranks of open transfers; None: not encrypted, open to all
+        copies_bytes  most bytes of chunks that are sent from copies: sealed, or of updates
+        key           of all lanes, which are encrypted and admit ranks of open transfers; None: they are open to all
         """
         self.public_key = "" if key is None else key.public
         keep_message_memory()
@@ -147,7 +150,7 @@ class ZmqFlow:
         self._clock = clock
         self._pool = Transit(transit_bytes)
         self._receiver = Receiver(len(lanes), chunk_bytes, self._pool, concurrent_streams, stall_s)
-        self._sender = Sender(chunk_bytes, stall_s, clock)
+        self._sender = Sender(chunk_bytes, stall_s, clock, key is not None, copies_bytes)
         self._keyring = None if key is None else Keyring()
         self._admission = Admission(run, slave, self._receiver, self._sender, self._keyring)
         self._on_event: Callable[[FlowEvent], None] | None = None
@@ -309,17 +312,29 @@ class ZmqFlow:
         """Process one message from the network."""
         if len(parts) != 2:
             raise BadFrame("parts", f"expected a header and a body, got {len(parts)} parts")
-        body = parts[1].buffer
-        header = unpack_header(parts[0].buffer, self._run, len(body), self._chunk_bytes)
+        guard, body = self._lanes[lane].find_guard(peer), parts[1].buffer
+        if guard is None:
+            self._on_greeting(lane, peer, parts[0].buffer, body)
+            return
+        header = unpack_header(parts[0].buffer, self._run, len(body), self._chunk_bytes, guard.tag_bytes)
         if header.kind is Kind.CHUNK:
-            claim = self._receiver.claim_chunk(lane, peer, header, body, self._clock())
+            claim = self._receiver.claim_chunk(lane, peer, header, body, self._clock(), guard)
             queued = self._intake[lane].put_item(claim)
             assert queued, "the intake queue is as deep as all that may be asked"
         else:
-            check_body(header, body)
-            self._on_control(lane, peer, header, body)
+            self._on_control(lane, peer, header, guard.open_frame(header, body))
 
-    def _on_control(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
+    def _on_greeting(self, lane: int, peer: bytes, part: Buffer, body: Buffer) -> None:
+        """Begin the session of a connection to an encrypted lane; before that nothing else is believed."""
+        if not is_greeting(part):
+            raise BadFrame("seal", "expected the greeting of a connection, got another frame first")
+        header, sessions = unpack_header(part, self._run, len(body), self._chunk_bytes), self._lanes[lane].sessions
+        check_body(header, body)
+        assert sessions is not None
+        answer = sessions.greet_peer(peer, body)
+        self._lanes[lane].post_frame(Outgoing(peer, *make_message(Kind.GREETING, self._run, header.stream, answer)))
+
+    def _on_control(self, lane: int, peer: bytes, header: Header, body: Buffer) -> None:
         if header.kind is Kind.HELLO:
             self._on_hello(lane, peer, header, body)
         elif header.kind is Kind.WANT:
@@ -334,7 +349,7 @@ class ZmqFlow:
         else:
             raise BadFrame("kind", f"a slave is not sent {header.kind.name}")
 
-    def _on_probe(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
+    def _on_probe(self, lane: int, peer: bytes, header: Header, body: Buffer) -> None:
         if self._keyring is not None and not self._keyring.admits(self._key_of(peer), self._clock()):
             raise BadFrame("key", "nothing is open any more for the key of this connection")
         self._lanes[lane].post_frame(self._probes[lane].make_answer(peer, header.stream, decode_probe(body)))
@@ -348,7 +363,7 @@ class ZmqFlow:
             if not self._outgo[lane].put_item(job):
                 self._sender.on_not_sent(job)
 
-    def _on_hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
+    def _on_hello(self, lane: int, peer: bytes, header: Header, body: Buffer) -> None:
         name, pieces, ready = decode_hello(body)
         key = self._key_of(peer)
         moves = self._admission.on_hello(lane, peer, header.stream, name, pieces, self._clock(), ready, key)
@@ -381,14 +396,15 @@ class ZmqFlow:
 
     @_catch_bad_frames
     def _send_chunk(self, job: ChunkSend) -> None:
-        if job.still_wanted():
+        lane, peer = self._lanes[job.stream.lane], job.stream.peer
+        guard = lane.find_guard(peer)
+        if guard is not None and job.still_wanted():
             try:
-                header = job.make_header(self._run)
+                parts = job.make_frame(self._run, guard)
             except StaleVersion as overtaken:
                 self._do_moves([self._sender.on_overtaken(job, str(overtaken))])
                 return
-            frame = Outgoing(job.stream.peer, header, job.body, watch=job)
-            self._lanes[job.stream.lane].post_frame(frame)
+            lane.post_frame(Outgoing(peer, *parts, watch=job))
         else:
             self._sender.on_not_sent(job)
 
@@ -398,7 +414,7 @@ class ZmqFlow:
         for move in moves:
             match move:
                 case Say(lane, peer, kind, stream, body):
-                    self._lanes[lane].post_frame(Outgoing(peer, *make_message(kind, self._run, stream, body)))
+                    self._lanes[lane].post_frame(Outgoing(peer, Header(kind, self._run, stream, len(body), 0), body))
                 case Wake(lane):
                     self._lanes[lane].wake()
                 case FrameRefused(reason):

@@ -11,12 +11,13 @@ from dips.outer.pool import MemorySum
 from dips.outer.updates import bytes_per_parameter
 
 TRANSIT_BYTES = 256 << 20  # asked for and not yet staged, over all streams: in flight on four lanes of 10 Gbit/s
+COPIES_BYTES = 128 << 20  # of chunks that are sealed, or cut from updates, and not yet sent: twice a stream's credit
 
 
 def memory_of(section: SlaveSection, numel: int, pull_codec: Codec) -> MemorySum:
     """Return the memory of a slave with this many parameters, as a sum of its parts."""
     updates = bytes_per_parameter(pull_codec, section.pinned)
-    return MemorySum(numel, section.slots, section.pinned, TRANSIT_BYTES, updates)
+    return MemorySum(numel, section.slots, section.pinned, TRANSIT_BYTES + COPIES_BYTES, updates)
 
 
 def available_bytes(section: SlaveSection) -> int:

@@ -7,6 +7,8 @@ from dataclasses import field
 from enum import Enum
 from math import inf
 
+import numpy as np
+
 from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.ids import PushId
@@ -26,14 +28,15 @@ from dips.slave.ports import (
 from dips.transport.intake import Intake, LinkRate, Rate, Transit, Turns, pool_cost
 from dips.wire.chunks import LayerLayout, check_steps, describe_uncovered, put_body
 from dips.wire.frame import (
+    CHECKSUMS,
     BadFrame,
     Buffer,
+    FrameGuard,
     Header,
     Kind,
     Range,
     StreamName,
     Welcome,
-    check_body,
     encode_done,
     encode_ranges,
     encode_want,
@@ -195,12 +198,13 @@ class IncomingPush:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedChunk:
-    """A chunk that was asked for and came; its checksum is not yet verified."""
+    """A chunk that was asked for and came; its body is not yet verified."""
 
     stream: InStream
     chunk: Range
     header: Header
     body: Buffer
+    guard: FrameGuard
 
 
 # ---- receiver -------------------------------------------------------------------------------------------------------
@@ -429,7 +433,9 @@ class Receiver:
                 self._starved.add(lane)
             return moves
 
-    def claim_chunk(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
+    def claim_chunk(
+        self, lane: int, peer: bytes, header: Header, body: Buffer, now: float, guard: FrameGuard = CHECKSUMS
+    ) -> ClaimedChunk:
         """Accept a CHUNK that was asked for; raise BadFrame if it was not. `stage_chunk` must follow."""
         with self._lock:
             stream = self._streams.get((lane, peer, header.stream))
@@ -445,7 +451,7 @@ class Receiver:
                 raise BadFrame("unasked", f"{header} of push {stream.push.push} was not asked for")
             stream.push.moved_at = now
             stream.first_byte_at = min(stream.first_byte_at, now)
-            return ClaimedChunk(stream, chunk, header, body)
+            return ClaimedChunk(stream, chunk, header, body, guard)
 
     def stage_chunk(self, claim: ClaimedChunk) -> list[Move]:
         """Verify a claimed chunk and copy it into its place; if it is wrong, undo the claim and raise BadFrame.
@@ -461,9 +467,7 @@ class Receiver:
             push.copying += 1
         wrong: BadFrame | None = None
         try:
-            check_body(claim.header, claim.body)
-            check_steps(push.codec, claim.body, claim.chunk.length)
-            self._copy_chunk(claim)
+            self._place_chunk(claim)
         except BadFrame as refused:
             wrong = refused
         with self._lock:
@@ -482,13 +486,22 @@ class Receiver:
             stream.intake.mark_received(claim.chunk)
             return self._after_chunk(stream)
 
-    def _copy_chunk(self, claim: ClaimedChunk) -> None:
-        targets = claim.stream.push.targets
+    def _place_chunk(self, claim: ClaimedChunk) -> None:
+        """Verify a chunk and write it; what is wrong may leave garbage in the place of an fp32 one, which is filled
+        anew, and never touches the base of a lossy one.
+        """
+        codec, targets = claim.stream.push.codec, claim.stream.push.targets
         if not targets:
             return  # dropped since the claim: nothing may be written, and `drop_push` may have returned
         assert self._layout is not None
         begin, end = self._layout.place_range(claim.chunk)
-        put_body(claim.stream.push.codec, claim.body, targets[claim.chunk.layer][begin:end])
+        target = targets[claim.chunk.layer][begin:end]
+        if not codec.lossy:
+            claim.guard.open_into(claim.header, claim.body, target.view(np.uint8))
+            return
+        body = claim.guard.open_frame(claim.header, claim.body)
+        check_steps(codec, body, claim.chunk.length)
+        put_body(codec, body, target)
 
     def _after_chunk(self, stream: InStream) -> list[Move]:
         """Return the actions that a chunk in its place makes possible."""

@@ -6,13 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import inf
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from dips.codecs import ITEM_BYTES, Codec
 from dips.errors import StaleVersion
@@ -20,18 +20,20 @@ from dips.ids import PullId, VersionId, reads_only
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.slave.ports import Arrays, ByCluster, Move, Released, Say, SourceMoved, Tombstones, error_message
-from dips.transport.intake import MOST_BYTES, MOST_CHUNKS, Rate
+from dips.transport.intake import MOST_BYTES, MOST_CHUNKS, Rate, Transit
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import (
+    CHECKSUMS,
     BadFrame,
     Buffer,
+    FrameGuard,
     Header,
     Kind,
     Range,
     StreamName,
     Welcome,
     encode_welcome,
-    pack_header,
+    hash_body,
     range_type,
 )
 
@@ -64,7 +66,7 @@ class Checksums:
         known = table.get(chunk) if table is not None else None
         if known is not None:
             return known
-        made = xxhash.xxh3_64_intdigest(body)
+        made = hash_body(body)
         with self._lock:
             self._keep_checksum(version, chunk, made)
         return made
@@ -124,6 +126,7 @@ class OutStream:
     held: deque[tuple[Tracker, int, PullSource]] = field(default_factory=deque)  # libzmq may still read these
     queued: int = 0  # bytes asked for, not parked and not handed to libzmq
     jobs: int = 0  # chunks asked for, not parked and not handed to libzmq
+    copied: int = 0  # bytes of chunks that are sent from copies, queued or held by libzmq
     over: bool = False  # DONE, superseded by a later epoch, or unreachable
     updates: tuple[Update, ...] = ()  # contents of each of its chunks; none: parameters
     led_to: tuple[VersionId | None, ...] = ()  # the versions of these updates; a lent one may be written again
@@ -220,8 +223,9 @@ def cut_updates(layout: LayerLayout, updates: tuple[Update, ...], chunk: Range) 
 # libzmq holds a byte of it. A pull stalls while a rank does not take the chunks that it asked for; a pull that is not
 # asked for chunks waits (the master closes one that leads nowhere). A source is never released at the moment of sending
 # (docs/rationale.md#8). A source may be replaced by the same bytes elsewhere (a slow reader is moved to a file): each
-# chunk in flight counts against the source that it was cut from. No socket, no clock; the lock is not held during a
-# checksum or a send.
+# chunk in flight counts against the source that it was cut from. Updates, and all that
+# is sealed, are sent from copies, of which a stream takes no more than it leaves: a slow one cannot take them all. No
+# socket, no clock; the lock is not held during a checksum or a send.
 
 
 MOST_STREAMS = 1 << 16  # of all open pulls, one for each rank and lane: about 30 MB
@@ -242,19 +246,15 @@ class ChunkSend:
         self.body = self.sender.make_body(self)
         return self.body
 
-    def make_header(self, run: int) -> bytes:
-        """Compute the checksum and return the header. Cost: reads the chunk, unless a pull of its version has asked for
-        it before.
+    def make_frame(self, run: int, guard: FrameGuard = CHECKSUMS) -> tuple[bytes, Buffer]:
+        """Return both parts of the frame. Cost: reads the chunk, unless it bears a checksum and a pull of its version
+        has asked for it before; a sealed one is copied.
         """
         layer, param, offset, _ = chunk = self.chunk
-        body = self.make_body()
-        if self.stream.updates or reads_only(self.stream.pull.pull.cluster):  # a file's bytes vouch for no others
-            checksum = xxhash.xxh3_64_intdigest(body)
-        else:
-            checksum = self.sender.checksums.chunk_checksum(self.stream.pull.version, chunk, body)
-        return pack_header(
-            Header(Kind.CHUNK, run, self.stream.stream, chunk.nbytes, checksum, layer, param, offset, chunk.dtype)
-        )
+        header = Header(Kind.CHUNK, run, self.stream.stream, chunk.nbytes, 0, layer, param, offset, chunk.dtype)
+        known = partial(self.sender.checksums.chunk_checksum, self.stream.pull.version, chunk)
+        alone = self.stream.updates or reads_only(self.stream.pull.pull.cluster)  # a file's bytes vouch for no others
+        return guard.seal_frame(header, self.make_body(), hash_body if alone else known)
 
     def still_wanted(self) -> bool:
         return not (self.stream.over or self.stream.pull.closed)
@@ -269,7 +269,16 @@ class ChunkSend:
 class Sender:
     """The sender of all pulls of one slave, over all its lanes."""
 
-    def __init__(self, chunk_bytes: int, stall_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        chunk_bytes: int,
+        stall_s: float,
+        clock: Callable[[], float],
+        sealed: bool = False,
+        copies: int = MOST_BYTES,
+    ) -> None:
+        """`sealed`: all chunks are sent from copies; `copies` is the most bytes of these at once, over all streams."""
+        self._sealed, self._copies = sealed, Transit(copies)
         self._chunk_bytes = chunk_bytes
         self._stall_s = stall_s
         self._clock = clock
@@ -394,7 +403,7 @@ class Sender:
         even if some of these have arrived.
         """
         jobs, source = list[ChunkSend](), stream.pull.source
-        while stream.parked and stream.has_room(stream.parked[0].nbytes):
+        while stream.parked and stream.has_room(nbytes := stream.parked[0].nbytes) and self._take_copy(stream, nbytes):
             chunk = stream.parked.popleft()
             stream.queued += chunk.nbytes
             stream.jobs += 1
@@ -407,6 +416,21 @@ class Sender:
         else:
             self._parked.pop(stream, None)
         return jobs
+
+    def _take_copy(self, stream: OutStream, nbytes: int) -> bool:
+        """Take room for a copy, if the chunk needs one; a stream that has some takes at most half of what is left."""
+        if not (self._sealed or stream.updates):
+            return True
+        left = self._copies.limit - self._copies.used_bytes
+        if (stream.copied and stream.copied + nbytes > left) or not self._copies.take_bytes(nbytes):
+            return False
+        stream.copied += nbytes
+        return True
+
+    def _give_copies(self, stream: OutStream, nbytes: int) -> None:
+        if stream.copied:
+            stream.copied -= nbytes
+            self._copies.give_back(nbytes)
 
     def _too_long(self, chunks: tuple[Range, ...]) -> str | None:
         longest = max((chunk.nbytes for chunk in chunks), default=0)
@@ -451,6 +475,7 @@ class Sender:
         """Record that the chunk will not be sent; if its pull is still served, its peer is unreachable."""
         with self._lock:
             self._unqueue_chunk(job)
+            self._give_copies(job.stream, job.chunk.nbytes)
             job.source.in_flight -= 1
             self._end_stream(job.stream)
 
@@ -461,6 +486,7 @@ class Sender:
     def _reap_stream(self, stream: OutStream, now: float) -> None:
         freed = stream.reap_sent()
         if freed:
+            self._give_copies(stream, freed)
             stream.pull.out += freed
             stream.pull.moved_at = now
 

@@ -21,9 +21,9 @@ from dips.cgroup import available_cpus
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.telemetry.refusals import count_refusal
-from dips.transport.curve import KEY_CHARS, USER_ID, Admit, KeyPair, ZapHandler
 from dips.transport.intake import MOST_CHUNKS
-from dips.wire.frame import FRAME_LIMIT, Buffer
+from dips.transport.seal import KEY_CHARS, USER_ID, Admit, KeyPair, Sessions, ZapHandler
+from dips.wire.frame import CHECKSUMS, FRAME_LIMIT, Buffer, FrameGuard, Header
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
 # A stage of a pipeline: threads that do the heavy part (checksum, copy) of work that other threads queue.
@@ -252,7 +252,7 @@ class Outgoing:
     """One frame to one peer; with `watch` the body is sent without a copy."""
 
     peer: bytes
-    header: bytes
+    header: bytes | Header  # a Header: of a message, which the lane seals as it leaves
     body: Buffer
     watch: Sent | None = None
 
@@ -315,8 +315,10 @@ class Lane:
         admit: Admit = lambda key: True,
         most: int = MOST_CONNECTIONS,
     ) -> None:
-        """Bind; with a key the lane uses CURVE only, for keys that `admit` accepts. `most` limits connections."""
+        """Bind; with a key the lane is encrypted, for keys that `admit` accepts. `most` limits connections."""
         self.index = index
+        # Twice the connections: those of the dead are forgotten before those of the living.
+        self.sessions = None if key is None else Sessions(key, 2 * most)
         self._key_chars = 0 if key is None else KEY_CHARS
         self._zap: ZapHandler | None = None
         self._door: LaneDoor | None = None
@@ -341,7 +343,7 @@ class Lane:
             for option, value in options.items():
                 self._socket.setsockopt(option, value)
             if key is not None:
-                self._zap = ZapHandler(self._context, admit)
+                self._zap = ZapHandler(self._context, key, admit)
                 key.secure_server(self._socket)
             self._door = LaneDoor(self._socket, host, port, most)
         except (zmq.ZMQError, OSError) as error:
@@ -370,6 +372,10 @@ class Lane:
             self._flush_outbox()
         else:
             self._waker.wake()
+
+    def find_guard(self, peer: bytes) -> FrameGuard | None:
+        """Return the guard of a peer's frames, None if it has not greeted; from any thread."""
+        return CHECKSUMS if self.sessions is None else self.sessions.find_session(peer)
 
     def wake(self) -> None:
         """Give the handler its turn now; from any thread."""
@@ -424,7 +430,10 @@ class Lane:
                 peer, *parts = receive_parts(self._socket)
             except zmq.Again:
                 return False
-            handler.on_message(self.index, self._name_peer(peer, parts), parts)
+            name = self._name_peer(peer, parts)
+            if self.sessions is not None:
+                self.sessions.keep_session(name)
+            handler.on_message(self.index, name, parts)
         return True
 
     def _name_peer(self, route: zmq.Frame, parts: list[zmq.Frame]) -> bytes:
@@ -440,6 +449,13 @@ class Lane:
         if frame.watch is not None and not frame.watch.still_wanted():
             frame.watch.on_not_sent()
             return
+        header, body = frame.header, frame.body
+        if isinstance(header, Header):
+            guard = self.find_guard(frame.peer)
+            if guard is None:
+                _drop_frame(frame)
+                return
+            header, body = guard.seal_frame(header, body)
         try:
             self._socket.send(frame.peer[self._key_chars :], MORE)
         except zmq.ZMQError as error:
@@ -447,11 +463,11 @@ class Lane:
                 raise
             _drop_frame(frame)
             return
-        self._socket.send(frame.header, MORE)
+        self._socket.send(header, MORE)
         if frame.watch is None:
-            self._socket.send(frame.body, LAST)
+            self._socket.send(body, LAST)
         else:
-            frame.watch.on_sent(self._socket.send(frame.body, LAST, copy=False, track=True))
+            frame.watch.on_sent(self._socket.send(body, LAST, copy=False, track=True))
 
 
 def _drop_frame(frame: Outgoing) -> None:

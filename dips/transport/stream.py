@@ -19,13 +19,15 @@ from zmq.utils.monitor import parse_monitor_message
 
 from dips.dataclass import dataclass
 from dips.transport.backoff import Backoff
-from dips.transport.curve import KeyPair
 from dips.transport.lane import HANDSHAKE_MS, LAST, MORE, RCVHWM, receive_parts
+from dips.transport.seal import Greeter, KeyPair
 from dips.wire.frame import (
+    CHECKSUMS,
     FRAME_LIMIT,
     MESSAGE_LIMIT,
     BadFrame,
     Buffer,
+    FrameGuard,
     Header,
     Kind,
     Range,
@@ -64,10 +66,11 @@ _OPTIONS: dict[int, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """One received frame; the body of a CHUNK is not verified yet."""
+    """One received frame; its body is not verified yet."""
 
     header: Header
     body: memoryview
+    guard: FrameGuard  # of its connection
 
 
 class Stream:
@@ -86,7 +89,7 @@ class Stream:
     ) -> None:
         """Create the stream without connecting.
 
-        keys   our pair and the lane's public key; None: not encrypted
+        keys   our pair and the lane's public key; None: it is not encrypted
         ready  returns how many of `pieces` the slave may ask for now; None: all
         """
         self._keys, self._ready, self._told_ready = keys, ready, 0
@@ -105,6 +108,8 @@ class Stream:
         self._look_at = 0.0
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
+        self._greeter: Greeter | None = None  # of an encrypted connection, until the lane's greeting is here
+        self.guard: FrameGuard = CHECKSUMS
         self._outbox: deque[tuple[bytes, Buffer]] = deque()
         self._held: deque[zmq.MessageTracker] = deque()
 
@@ -114,12 +119,12 @@ class Stream:
 
     def send_message(self, kind: Kind, body: bytes) -> None:
         """Send a message."""
-        self.post_frame(*make_message(kind, self._run, self.id, body))
+        self.post_frame(*self.guard.seal_frame(Header(kind, self._run, self.id, len(body), 0), body))
 
-    def chunk_header(self, chunk: Range, checksum: int) -> Header:
-        """Return the header of a CHUNK of this stream."""
+    def chunk_header(self, chunk: Range, stream: int) -> Header:
+        """Return the header of a CHUNK of this stream, as it is called in one of its epochs."""
         place = chunk.layer, chunk.param, chunk.offset
-        return Header(Kind.CHUNK, self._run, self.id, chunk.nbytes, checksum, *place, chunk.dtype)
+        return Header(Kind.CHUNK, self._run, stream, chunk.nbytes, 0, *place, chunk.dtype)
 
     def register_poll(self, poller: zmq.Poller) -> None:
         """Register the stream's sockets with the owner's poll."""
@@ -142,6 +147,8 @@ class Stream:
         broken = self._break_reason()
         if broken is None and now - self._moved_at >= self._stall_s:
             broken = f"nothing moved for {self._stall_s:g} s"
+        if broken is None and self.guard.worn:
+            broken = "its keys have sealed as much as they should"
         if broken is None:
             return False
         self.reconnect_later(broken, now)
@@ -176,12 +183,22 @@ class Stream:
     def _read_frame(self, parts: list[zmq.Frame]) -> Arrived | None:
         if len(parts) != 2:
             return None
-        body = parts[1].buffer
+        body, guard = parts[1].buffer, self.guard
         try:
-            header = unpack_header(parts[0].buffer, self._run, len(body), MESSAGE_LIMIT)
+            header = unpack_header(parts[0].buffer, self._run, len(body), MESSAGE_LIMIT, guard.tag_bytes)
+            if header.stream != self.id:
+                return None
+            if self._greeter is not None:
+                self._begin_session(self._greeter, header, body)
+                return None
         except BadFrame:
             return None  # it is asked for again when the stream is found to stall
-        return Arrived(header, body) if header.stream == self.id else None
+        return Arrived(header, body, guard)
+
+    def _begin_session(self, greeter: Greeter, header: Header, body: memoryview) -> None:
+        """Take the lane's greeting: from here on all is sealed."""
+        self.guard, self._greeter = greeter.begin_session(header, body), None
+        self._say_hello()
 
     def on_welcome(self) -> None:
         """Reset the backoff after the slave's answer, so that the next pause is short again."""
@@ -202,12 +219,20 @@ class Stream:
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in _OPTIONS.items():
             self._socket.setsockopt(option, value)
+        self.guard = CHECKSUMS
         if self._keys is not None:
             pair, server = self._keys
             pair.speak_to(self._socket, server)
+            self._greeter = Greeter(pair, server)
         self._monitor = self._socket.get_monitor_socket(_BROKEN)
         self._socket.connect(f"tcp://{self.address}")
         self._moved_at = now
+        if self._greeter is None:
+            self._say_hello()
+        else:
+            self.post_frame(*make_message(Kind.GREETING, self._run, self.id, self._greeter.greeting))
+
+    def _say_hello(self) -> None:
         self._told_ready = len(self._pieces) if self._ready is None else self._ready()
         self.send_message(Kind.HELLO, encode_hello(self.name, self._pieces, self._told_ready))
 

@@ -1,21 +1,22 @@
 """The contents of a lane: frames of a header and a body, the ranges that they name, and the messages of a stream.
 
-A header is believed after its checksum, a body after its own (docs/protocol.md#frames). Every way to be wrong has a
-name in REASONS; receivers count refusals under it. Numbers are little-endian; what a CHUNK's body is says its dtype
-(dips/codecs.py).
+A frame is believed after its checksums, on encrypted lanes after its seal (docs/protocol.md#frames): a FrameGuard knows
+which. Every way to be wrong has a name in REASONS; receivers count refusals under it. Numbers are little-endian; what a
+CHUNK's body is says its dtype (dips/codecs.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from enum import IntEnum
 from functools import cache, cached_property
-from typing import Annotated, Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
+import numpy as np
 import xxhash
 
 from dips.codecs import DTYPES, ITEM_BYTES, UPDATE_BLOCK, Codec, Dtype
@@ -41,7 +42,7 @@ HEADER_BYTES = 64
 MESSAGE_LIMIT = 1 << 20  # bytes of a body that is not a CHUNK's: about 75,000 ranges in one HELLO
 FRAME_LIMIT = MESSAGE_LIMIT + 4096  # ZMQ_MAXMSGSIZE: the largest body, and room; chunks are at most 1 MiB too
 
-# magic, format, kind, dtype, codec, run, layer, stream, param, length, offset, reserved, body checksum
+# magic, format, kind, dtype, codec, run, layer, stream, param, length, offset, counter, body checksum
 _FIELDS = struct.Struct("<4sBBBBIIQIIQQQ")
 _CHECKSUM = struct.Struct("<Q")
 
@@ -53,7 +54,10 @@ REASONS = (
     "header_checksum",
     "kind",
     "type",  # a dtype or codec that this release does not know
-    "reserved",
+    "counter",  # on a lane that is not encrypted
+    "greeting",  # of no cipher or key with which a connection can be sealed
+    "seal",  # not sealed with its connection's key, altered, or before its greeting
+    "replayed",  # sealed, and not later than what was opened before
     "place",  # a message that names a layer, or a place beyond 2^62
     "length",  # not what the header says, or above the limit
     "body_checksum",
@@ -81,6 +85,7 @@ class Kind(IntEnum):
     ERROR = 6
     PROBE = 7  # outside any transfer: a measure of the way, and its answer
     READY = 8  # more of a push may be asked for
+    GREETING = 9  # the keys that an encrypted connection begins with; alone it is not sealed
 
 
 _KINDS = {int(kind): kind for kind in Kind}  # a look-up costs a sixth of Kind(n), and every frame needs one
@@ -100,12 +105,13 @@ class Header(NamedTuple):
     kind: Kind
     run: int  # run_id of the run's name
     stream: int  # StreamName.stream_id
-    length: int  # bytes of the body
-    body_xxh3: int
+    length: int  # bytes of the body, before it is sealed
+    body_xxh3: int  # 0 if it is sealed
     layer: int = 0  # index in the manifest
     param: int = 0  # index in the layer
     offset: int = 0  # elements from the parameter's first
     dtype: Dtype = Codec.FP32.dtype
+    counter: int = 0  # of a sealed frame, in its direction of its connection
 
 
 def run_id(run: str) -> int:
@@ -127,7 +133,7 @@ def pack_header(header: Header) -> bytes:
         header.param,
         header.length,
         header.offset,
-        0,
+        header.counter,
         header.body_xxh3,
     )
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
@@ -139,15 +145,22 @@ def make_message(kind: Kind, run: int, stream: int, body: bytes) -> tuple[bytes,
     return pack_header(Header(kind, run, stream, len(body), xxhash.xxh3_64_intdigest(body))), body
 
 
-def unpack_header(part: Buffer, run: int, body_bytes: int, chunk_bytes: int) -> Header:
+def is_greeting(part: Buffer) -> bool:
+    """Whether a header says that its frame is a GREETING."""
+    return len(part) == HEADER_BYTES and part[5] == Kind.GREETING
+
+
+def unpack_header(part: Buffer, run: int, body_bytes: int, chunk_bytes: int, tag_bytes: int = 0) -> Header:
     """Read the header of a frame whose body has `body_bytes`; raise BadFrame with the reason if anything is wrong.
 
-    The body's checksum is not looked at here: `check_body` does that, for chunks on another thread.
+    The body is not looked at here: a FrameGuard does that, for chunks on another thread.
+
+    tag_bytes  of a body, the seal's; 0: the frame is not sealed
     """
     if len(part) != HEADER_BYTES:
         raise BadFrame("size", f"expected a header of {HEADER_BYTES} bytes, got {len(part)}")
     fields = bytes(part)
-    magic, form, kind, dtype, codec, its_run, layer, stream, param, length, offset, reserved, checksum = (
+    magic, form, kind, dtype, codec, its_run, layer, stream, param, length, offset, counter, checksum = (
         _FIELDS.unpack_from(fields)
     )
     if magic != MAGIC:
@@ -161,12 +174,14 @@ def unpack_header(part: Buffer, run: int, body_bytes: int, chunk_bytes: int) -> 
         raise BadFrame("kind", f"expected a kind from {Kind.HELLO} to {max(Kind)}, got {kind}")
     if encoded is None or encoded.content != codec or (dtype and known is not Kind.CHUNK):
         raise BadFrame("type", f"a {known.name} of dtype {dtype}, codec {codec} is not known")
-    if reserved:
-        raise BadFrame("reserved", f"expected 0 in the reserved field, got {reserved}")
+    if known is Kind.GREETING and tag_bytes:
+        raise BadFrame("greeting", "a connection greets once, got another greeting")
+    if counter and not tag_bytes:
+        raise BadFrame("counter", f"expected 0 in a frame that is not sealed, got {counter}")
     if its_run != run:
         raise BadFrame("run", f"expected a frame of run {run:08x}, got one of {its_run:08x}")
-    header = Header(known, its_run, stream, length, checksum, layer, param, offset, encoded)
-    _check_bounds(header, body_bytes, chunk_bytes)
+    header = Header(known, its_run, stream, length, checksum, layer, param, offset, encoded, counter)
+    _check_bounds(header, body_bytes - tag_bytes, chunk_bytes)
     return header
 
 
@@ -188,9 +203,53 @@ def _check_bounds(header: Header, body_bytes: int, chunk_bytes: int) -> None:
         raise BadFrame("place", f"a {header.kind.name} names no place, this one names layer {header.layer}")
 
 
+HashBody = Callable[[Buffer], int]
+hash_body: HashBody = xxhash.xxh3_64_intdigest
+
+
+class FrameGuard(Protocol):
+    """Makes the frames of a connection trustworthy: by checksums, or by the seal of transport/seal.py."""
+
+    tag_bytes: int  # that each body has more on the wire
+
+    def seal_frame(self, header: Header, body: Buffer, digest: HashBody = ...) -> tuple[bytes, Buffer]:
+        """Return both parts of a frame; `digest` may know the body's checksum already."""
+
+    def open_frame(self, header: Header, body: Buffer) -> Buffer:
+        """Return the body as its sender saw it; raise BadFrame if it is another."""
+
+    def open_into(self, header: Header, body: Buffer, target: Any) -> None:
+        """The same, into an array of `header.length` bytes, whose contents are undefined after BadFrame."""
+
+    @property
+    def worn(self) -> bool:
+        """Whether the connection should be replaced by a new one."""
+
+
+class ChecksumGuard:
+    """The guard of lanes that are not encrypted: it finds what was damaged, not who has forged it."""
+
+    tag_bytes = 0
+    worn = False
+
+    def seal_frame(self, header: Header, body: Buffer, digest: HashBody = hash_body) -> tuple[bytes, Buffer]:
+        return pack_header(header._replace(body_xxh3=digest(body))), body
+
+    def open_frame(self, header: Header, body: Buffer) -> Buffer:
+        check_body(header, body)
+        return body
+
+    def open_into(self, header: Header, body: Buffer, target: Any) -> None:
+        check_body(header, body)
+        np.copyto(target, np.frombuffer(body, np.uint8))
+
+
+CHECKSUMS: FrameGuard = ChecksumGuard()
+
+
 def check_body(header: Header, body: Buffer) -> None:
     """Raise BadFrame if the body is not what its sender saw. Cost: reads the body once, without the GIL."""
-    if xxhash.xxh3_64_intdigest(body) != header.body_xxh3:
+    if hash_body(body) != header.body_xxh3:
         raise BadFrame("body_checksum", f"the checksum of a {header.kind.name} body does not match its header")
 
 

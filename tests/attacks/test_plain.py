@@ -184,7 +184,7 @@ def test_garbage_and_silence_to_a_lane(plain: AttackedRun) -> None:
     """Handshakes that are none are counted, and ended."""
     address = plain.lane_of("ps0")
     begin = b"\xff" + b"\0" * 8
-    said = {"nothing": b"", "half a greeting": begin, "CURVE": begin + b"\x7f\3\0CURVE" + b"\0" * 47}
+    said = {"nothing": b"", "half a greeting": begin, "another mechanism": begin + b"\x7f\3\0PLAIN" + b"\0" * 47}
     connections = [callers.connect_to(address) for _ in said]
     for connection, words in zip(connections, said.values(), strict=True):
         connection.sendall(words)

@@ -6,6 +6,7 @@ counted and no daemon has grown.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ from typing import Any
 import grpc
 import pytest
 
+from dips.client.preflight.peers import admit_probe
+from dips.client.version_pull import _describe_run
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.ids import GENESIS, PullId, PushId
@@ -26,13 +29,16 @@ from dips.protocol.claims import MOST_TERMS_AHEAD
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.manifest import Manifest
+from dips.transport.endpoints import master_peer
 from dips.transport.limits import HANDSHAKE_MS, PEER_CALLS_AT_ONCE
+from dips.transport.tls import TlsSource
+from dips.wire.frame import Header, Kind, encode_probe, make_message, pack_header, run_id
 from dips.wire.generated import operator_pb2, status_pb2
 from dips.wire.messages import to_proto
 from tests.attacks import callers
 from tests.attacks.callers import describe, refused_with
 from tests.attacks.deployment import RUN, AttackedRun
-from tests.attacks.wild_dealer import WildDealer, hello
+from tests.attacks.wild_dealer import SealedDealer, WildDealer, hello
 from tests.integration.test_mistakes import tiny
 
 pytestmark = [pytest.mark.attacks, pytest.mark.real_commands, pytest.mark.timeout(240)]
@@ -350,13 +356,57 @@ def test_who_has_no_key_of_a_lane(secured: AttackedRun, attack: str) -> None:
     address = secured.lane_of("ps0")
     if attack == "garbage":
         raw = callers.connect_to(address)
-        raw.sendall(b"\xff" + b"\0" * 8 + b"\x7f\3\0CURVE" + os.urandom(1024))
+        raw.sendall(b"\xff" + b"\0" * 8 + b"\x7f\3\0PLAIN" + os.urandom(1024))
         assert callers.closed_within(raw, 14.0)
         raw.close()
     else:
         with WildDealer(address, keys=attack != "plain text") as dealer:
             assert not dealer.answers_to(*hello())
-    secured.note_attack(f"{attack} to a lane", "none", "CURVE", "ps0", "lane_handshake", 1)
+    secured.note_attack(f"{attack} to a lane", "none", "ZAP", "ps0", "lane_handshake", 1)
+
+
+def test_frames_that_are_not_sealed_as_they_should(secured: AttackedRun) -> None:
+    """Of an enrolled cluster whose key is admitted, or of who stands between: repeated, reordered, cut, cut anew, of
+    another connection, plain, before a greeting.
+    """
+    source = TlsSource(secured.certificate_of("north", PeerRole.CLUSTER), "north", PeerRole.CLUSTER, RUN)
+    master = master_peer(secured.run.address, source)
+    keys, described = asyncio.run(admit_probe(master, "north")), asyncio.run(_describe_run(master))
+    lane, server = described["slaves"]["ps0"]["lanes"][0], described["slaves"]["ps0"]["key"]
+    body = encode_probe(0, 100)
+    probe = Header(Kind.PROBE, run_id(RUN), 7, len(body), 0)
+    with SealedDealer(lane, RUN, keys, server) as dealer, SealedDealer(lane, RUN, keys, server) as other:
+        early = make_message(Kind.PROBE, run_id(RUN), 7, body)
+        small = make_message(Kind.GREETING, run_id(RUN), 7, b"\0" + bytes(32))
+        for parts in (early, small):
+            dealer.send(parts)
+        dealer.greet()
+        other.greet()
+        first, second, third = (dealer.seal(probe, body) for _ in range(3))
+        *_, foreign = (other.seal(probe, body) for _ in range(5))
+        dealer.send(second)
+        assert dealer.receive()[0].kind is Kind.PROBE
+        cut = pack_header(probe._replace(length=len(body) - 50, counter=9)), third[1][50:]
+        moved = pack_header(probe._replace(stream=8, counter=3)), third[1]
+        told = make_message(Kind.HELLO, run_id(RUN), 7, body)
+        wrong = {
+            "a frame before its connection's greeting": (None, "seal"),
+            "a greeting of a key of low order": (None, "greeting"),
+            "a second greeting": (make_message(Kind.GREETING, run_id(RUN), 7, dealer.greeter.greeting), "greeting"),
+            "a frame that was sent before": (second, "replayed"),
+            "a frame out of order": (first, "replayed"),
+            "a frame without its end": ((third[0], third[1][:-1]), "length"),
+            "a frame that is cut anew": (cut, "seal"),
+            "a frame of another stream's number": (moved, "seal"),
+            "a frame of another connection": (foreign, "seal"),
+            "a plain frame": (told, "length"),
+        }
+        for what, (parts, reason) in wrong.items():
+            if parts is not None:
+                dealer.send(parts)
+            secured.note_attack(what, "north.cluster", "seal", "ps0", f"frame_{reason}", 1)
+        dealer.send(third)
+        assert dealer.receive()[0].kind is Kind.PROBE, "the connection has lost nothing by it"
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------

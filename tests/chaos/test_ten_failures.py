@@ -56,7 +56,7 @@ def test_failure_1_fresh_weights_become_the_truth(deployment: Deployment, tmp_pa
 def test_failure_2_bulk_starves_heartbeats(deployment: Deployment) -> None:
     """Each piece of the data flow takes 0.6 s, each way: a transfer outlasts a lease, and nobody is judged dead.
 
-    With certificates 0.4 s: CURVE's handshake takes four round trips, and a stall is twelve seconds here.
+    With certificates 0.4 s: an encrypted connection takes five round trips, and a stall is twelve seconds here.
     """
     since, skipped = time.time(), len(deployment.skipped())
     for lane in deployment.lanes.values():

@@ -26,7 +26,7 @@ from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import ClusterJoined, PullFinished, PullRequested, PushAborted, PushRequested
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.manifest import Manifest
-from dips.transport import curve
+from dips.transport import seal
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.tls import TlsSource
 from tests.enrolled import enroll_all
@@ -53,7 +53,7 @@ class PlayedCluster:
     master: Endpoint
     link: MasterLink
     manifest: Manifest
-    keys: curve.KeyPair
+    keys: seal.KeyPair
     lease: asyncio.Task[None]
 
     def identity(self, seq: int, name: str | None = None, inc: int | None = None) -> TransferIdentity:
@@ -93,7 +93,7 @@ async def member(run: harness.Run, name: str, seq: int) -> AsyncIterator[PlayedC
     assert isinstance(joined, Joined), joined
     lease = asyncio.create_task(keep_lease(link, name, joined.inc, seq))
     try:
-        yield PlayedCluster(name, joined.inc, master, link, manifest, curve.new_keys(), lease)
+        yield PlayedCluster(name, joined.inc, master, link, manifest, seal.new_keys(), lease)
     finally:
         lease.cancel()
         await asyncio.gather(lease, return_exceptions=True)

@@ -88,7 +88,7 @@ def test_an_agent_on_a_host_of_its_own(
     """Ranks on two hosts without a way out, the agent on a third with the tunnels: a rank dies, torchrun restarts all.
 
     Master and slaves are on the agent host's loopback, where no rank can reach them: data goes through the relay, by
-    CURVE, since the run has certificates. Rank 0 is on either host, as torchrun's c10d store decides.
+    frames that are sealed, since the run has certificates. Rank 0 is on either host, as torchrun's c10d store decides.
     """
     head = hosts["head"]
     monkeypatch.setenv("DIPS_AGENT", f"tcp://{head.ip}:29410")

@@ -39,7 +39,7 @@ WIDE = {  # room: what else drives its lines, where the tests of its own name fi
     "tests/unit/commands/test_rebalance.py tests/integration/test_flow.py tests/simulation/test_seeds.py",
     "outer": "tests/unit/outer tests/unit/slave tests/integration/test_outer_step.py tests/simulation/test_seeds.py",
     "wire": "tests/unit/wire tests/unit/slave tests/integration/test_flow.py tests/golden",
-    "transport": "tests/unit/transport tests/integration/test_flow.py tests/integration/test_curve.py "
+    "transport": "tests/unit/transport tests/integration/test_flow.py tests/integration/test_sealed_lanes.py "
     "tests/integration/test_mutual_tls.py tests/integration/test_control.py tests/integration/test_call_gate.py",
     "client": "tests/unit/client tests/integration/test_client_agent.py tests/integration/test_client_ranks.py "
     "tests/integration/test_lazy_install.py tests/integration/test_adapters.py",

@@ -266,9 +266,9 @@ def test_the_header_is_as_shown() -> None:
     ends = [(int(begin), int(end or begin)) for begin, end, _ in shown]
     assert [begin for begin, _ in ends] == [0] + [end + 1 for _, end in ends[:-1]]
     assert ends[-1][1] == frame.HEADER_BYTES - 1
-    header = frame.pack_header(frame.Header(frame.Kind.CHUNK, 1, 2, 3, 4, 5, 6, 7, Codec.BF16.dtype))
+    header = frame.pack_header(frame.Header(frame.Kind.CHUNK, 1, 2, 3, 4, 5, 6, 7, Codec.BF16.dtype, 9))
     places = {"DIPS": 0x53504944, "kind": 4, "dtype": 1, "codec": 1, "run": 1, "layer": 5, "stream": 2, "parameter": 6}
-    places |= {"body": 3, "offset": 7, "zero": 0, "format": frame.FORMAT}
+    places |= {"body": 3, "offset": 7, "counter": 9, "format": frame.FORMAT}
     for (begin, end), (_, _, word) in zip(ends[:-2], shown, strict=False):
         assert int.from_bytes(header[begin : end + 1], "little") == places[word.strip("`,")], word
 

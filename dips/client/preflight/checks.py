@@ -16,7 +16,7 @@ from dips.errors import DifferentModel, DipsError, Unavailable, treatment_of
 from dips.files import lock_holder
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 from dips.protocol.manifest import Manifest
-from dips.transport.curve import KeyPair
+from dips.transport.seal import KeyPair
 
 AT_ONCE = 16  # slaves probed at the same time; rates are measured one after another
 

@@ -20,8 +20,8 @@ from dips.protocol.events import ProbeAsked
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.transport import control
-from dips.transport.curve import KeyPair, new_keys
 from dips.transport.endpoints import Endpoint, master_peer
+from dips.transport.seal import KeyPair, new_keys
 from dips.transport.tls import TlsSource
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
 from dips.wire.generated.status_pb2 import DescribeRequest

@@ -7,17 +7,22 @@ moves at most `most_bytes` and takes at most `seconds` in each direction.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import zmq
 
 from dips.errors import UnavailableSlave
-from dips.transport.curve import KeyPair
 from dips.transport.lane import HANDSHAKE_MS
+from dips.transport.seal import Greeter, KeyPair
 from dips.wire.frame import (
+    CHECKSUMS,
     FRAME_LIMIT,
     MESSAGE_LIMIT,
     BadFrame,
+    Buffer,
+    Header,
     Kind,
     encode_probe,
     make_message,
@@ -32,6 +37,7 @@ PADDING = MESSAGE_LIMIT - 64  # room for what msgpack adds
 STREAM = 0x50524F42  # stream number of all probes; no transfer is looked up for it
 
 
+T = TypeVar("T")
 Keys = tuple[KeyPair, str]  # our key pair and the lane's public key
 
 
@@ -55,9 +61,17 @@ class Prober:
             zmq.MAXMSGSIZE: FRAME_LIMIT, zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
         }.items():  # fmt: skip
             self._socket.setsockopt(option, value)
+        self._keys, self._guard = keys, CHECKSUMS
         if keys is not None:
             keys[0].speak_to(self._socket, keys[1])
         self._socket.connect(f"tcp://{address}")
+
+    def greet(self) -> None:
+        """Begin the connection, before all probes. Raises UnavailableSlave if a lane does not answer as it should."""
+        if self._keys is not None:
+            greeter = Greeter(*self._keys)
+            self._send_parts(make_message(Kind.GREETING, self._run, STREAM, greeter.greeting))
+            self._guard = self._await_frame(greeter.begin_session)
 
     def round_trip(self) -> float:
         """Return the shortest round trip of several probes in seconds. Raises UnavailableSlave if one is not
@@ -88,12 +102,25 @@ class Prober:
         self._socket.close(linger=0)
 
     def _send_probe(self, answer: int, padding: int = 0) -> None:
+        body = encode_probe(answer, padding)
+        self._send_parts(self._guard.seal_frame(Header(Kind.PROBE, self._run, STREAM, len(body), 0), body))
+
+    def _send_parts(self, parts: tuple[bytes, Buffer]) -> None:
         if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLOUT):
             raise UnavailableSlave(f"{self._address}: no connection within {ANSWER_S:g} s")
-        parts = make_message(Kind.PROBE, self._run, STREAM, encode_probe(answer, padding))
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
     def _await_answer(self, expected: int) -> None:
+        header = self._await_frame(self._open_answer)
+        if (header.kind, header.length) != (Kind.PROBE, expected):
+            raise UnavailableSlave(f"{self._address}: expected {expected} bytes, got {header.length}")
+
+    def _open_answer(self, header: Header, body: Buffer) -> Header:
+        self._guard.open_frame(header, body)
+        return header
+
+    def _await_frame(self, use: Callable[[Header, Buffer], T]) -> T:
+        """Return what `use` makes of the next frame; UnavailableSlave if none comes, or a wrong one."""
         if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLIN):
             raise UnavailableSlave(
                 f"{self._address}: a probe was not answered within {ANSWER_S:g} s: another run's slave, an older "
@@ -103,11 +130,10 @@ class Prober:
         try:
             if len(parts) != 2:
                 raise BadFrame("parts", f"{len(parts)} parts came")
-            header = unpack_header(parts[0].buffer, self._run, len(parts[1].buffer), MESSAGE_LIMIT)
+            body, tag_bytes = parts[1].buffer, self._guard.tag_bytes
+            return use(unpack_header(parts[0].buffer, self._run, len(body), MESSAGE_LIMIT, tag_bytes), body)
         except BadFrame as bad:
             raise UnavailableSlave(f"{self._address}: what answers is no slave of this run: {bad}") from bad
-        if (header.kind, header.length) != (Kind.PROBE, expected):
-            raise UnavailableSlave(f"{self._address}: expected {expected} bytes, got {header.length}")
 
 
 def measure_lane(address: str, run: str, keys: Keys | None, most_bytes: int, seconds: float) -> ProbeResult:
@@ -115,6 +141,7 @@ def measure_lane(address: str, run: str, keys: Keys | None, most_bytes: int, sec
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run, keys)
         try:
+            prober.greet()
             trip = prober.round_trip()
             up = prober.measure_rate(0, PADDING, most_bytes, seconds)
             return ProbeResult(trip, up, prober.measure_rate(PADDING, 0, most_bytes, seconds))
@@ -127,6 +154,7 @@ def measure_round_trip(address: str, run: str, keys: Keys | None) -> float:
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run, keys)
         try:
+            prober.greet()
             return prober.round_trip()
         finally:
             prober.close()

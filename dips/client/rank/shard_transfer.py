@@ -26,7 +26,7 @@ from dips.codecs import Codec
 from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Unavailable
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
-from dips.transport import curve
+from dips.transport import seal
 from dips.wire.chunks import Piece
 from dips.wire.frame import encode_ranges
 
@@ -301,7 +301,7 @@ class ShardTransfer:
         self._takes_updates = pull_codec.lossy
         # This rank's number among the ranks that move bytes, the same in both directions.
         self.rank, self.ranks = collectives.number_ranks(bool(memory.pieces))
-        self.keys = curve.new_keys()  # this rank's keys in this attempt
+        self.keys = seal.new_keys()  # this rank's keys in this attempt
         shown = self.keys.public if memory.pieces else ""
         self.public_keys = tuple(key.decode() for key in collectives.all_gather(shown.encode()) if key)
         totals = collectives.all_sum([_wire_bytes(each, memory.pieces) for each in Codec])

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
-import xxhash
 import zmq
 
 from dips.client.rank.fragments import FragmentGate
@@ -23,10 +24,10 @@ from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.heartbeats import remaining_s
 from dips.protocol.order import slaves_for_worker
-from dips.transport.curve import KeyPair
-from dips.transport.intake import Intake, LinkRate, Rate, Transit
+from dips.transport.intake import Intake, LinkRate, Rate, Transit, pool_cost
 from dips.transport.lane import Stage, Waker, available_cores, spare_threads
 from dips.transport.memory import keep_message_memory
+from dips.transport.seal import KeyPair
 from dips.transport.stream import Arrived, Stream
 from dips.wire.chunks import Piece, Share, check_piece, deal_pieces, encode_body, put_pulled
 from dips.wire.frame import (
@@ -34,11 +35,11 @@ from dips.wire.frame import (
     BadFrame,
     Buffer,
     ErrorMessage,
+    FrameGuard,
     Kind,
     Range,
     StreamName,
     Welcome,
-    check_body,
     decode_done,
     decode_error,
     decode_want,
@@ -46,7 +47,6 @@ from dips.wire.frame import (
     encode_done,
     encode_ranges,
     encode_want,
-    pack_header,
     pulled_range_type,
     range_type,
 )
@@ -151,7 +151,7 @@ def _count_open(ends: tuple[int, ...], gate: FragmentGate) -> int:
 # No torch here.
 
 
-TRANSIT_BYTES = 128 << 20  # requested and not yet in the caller's arrays, per rank's pull
+TRANSIT_BYTES = 128 << 20  # of a rank: requested and not yet in the caller's arrays; of a push: sealed and not yet sent
 POLL_MS = 50
 DEPTH = TRANSIT_BYTES // 4096  # chunks queued between the polling thread and the stage
 BATCH = 4  # frames read from one stream before more are requested: with more, the requests in flight would run out
@@ -160,14 +160,15 @@ FLUSH_MS = 500  # time for sending the DONE of a pull
 
 @dataclass(eq=False, slots=True)
 class StagedChunk:
-    """A chunk in the stage: to be encoded and checksummed (push), or checked and copied (pull)."""
+    """A chunk in the stage: to be encoded and sealed or hashed (push), or checked and copied (pull)."""
 
     part: LanePart
     chunk: Range
     view: memoryview  # in the caller's array
     stream: int  # push: the stream, with its epoch, that asked for it
+    guard: FrameGuard  # of the connection that it leaves or arrived by
     frame: Arrived | None = None  # pull: the frame that arrived
-    body: Buffer = b""  # push: the encoded body, set by the stage
+    parts: tuple[bytes, Buffer] = b"", b""  # push: the frame, set by the stage
 
 
 class TransferLoop(ABC):
@@ -199,13 +200,12 @@ class TransferLoop(ABC):
         self._grant, self._base, self._clock, self._stall_s, self._held = grant, base, clock, stall_s, held
         self._check_pieces(pieces)
         self._gate = gate or FragmentGate((tuple({piece.layer for piece in pieces}),), pieces)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(grant))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._waker = Waker()
         self._codec = grant.codec if self.kind == "push" else Codec.FP32
         self._encode = encode or self._encode_elements
-        self._pool, self._link = Transit(TRANSIT_BYTES), LinkRate()  # of what a pull asks for
-        # The stage's results: a chunk, with its checksum (push) or 1 if it is intact, else 0 (pull).
-        self._results: deque[tuple[StagedChunk, int]] = deque()
+        self._pool, self._link = Transit(TRANSIT_BYTES), LinkRate()
+        self._results: deque[tuple[StagedChunk, bool]] = deque()  # of the stage: a chunk, and whether it is intact
         self._parts = list(self._open_parts(pieces))
         self._total = sum(part.nbytes for part in self._parts)
         self._failure: Exception | None = None  # error of the stage's thread
@@ -318,18 +318,18 @@ class TransferLoop(ABC):
             if frame.header.kind is Kind.CHUNK:
                 self.on_chunk(part, frame, now)
                 return
-            check_body(frame.header, frame.body)
+            body = frame.guard.open_frame(frame.header, frame.body)
             match frame.header.kind:
                 case Kind.WELCOME:
                     part.stream.on_welcome()
-                    self.on_welcome(part, decode_welcome(frame.body), now)
+                    self.on_welcome(part, decode_welcome(body), now)
                 case Kind.WANT:
-                    self.on_want(part, decode_want(frame.body))
+                    self.on_want(part, decode_want(body))
                 case Kind.DONE:
-                    decode_done(frame.body)
+                    decode_done(body)
                     self.finish_part(part)
                 case Kind.ERROR:
-                    self._on_error(part, decode_error(frame.body), now)
+                    self._on_error(part, decode_error(body), now)
         except BadFrame as bad:
             part.stream.reconnect_later(f"slave {part.slave.name} sent a bad frame: {bad}", now)
             self.on_stream_lost(part)
@@ -369,27 +369,27 @@ class TransferLoop(ABC):
     def _process_chunk(self, staged: StagedChunk) -> None:
         """Process a chunk, on the stage's thread if it has one."""
         try:
-            value = self.process_chunk(staged)
+            intact = self.process_chunk(staged)
         except Exception as failure:  # noqa: BLE001  raised again on the caller's thread
             self._failure = failure
             self._waker.wake()
             return
         if self._in_place:
-            self.on_processed(staged, value)  # at once: libzmq sends the chunk while the next one is read
+            self.on_processed(staged, intact)  # at once: libzmq sends the chunk while the next one is read
         else:
-            self._results.append((staged, value))
+            self._results.append((staged, intact))
             self._waker.wake()
 
     def _encode_elements(self, chunk: Range, view: memoryview) -> Buffer:
         return encode_body(self._codec, np.frombuffer(view, np.float32))
 
     @abstractmethod
-    def process_chunk(self, staged: StagedChunk) -> int:
-        """Encode and checksum, or check and copy; runs on the stage's thread."""
+    def process_chunk(self, staged: StagedChunk) -> bool:
+        """Encode and seal or hash, or check and copy; return whether it is intact. Runs on the stage's thread."""
 
     @abstractmethod
-    def on_processed(self, staged: StagedChunk, value: int) -> None:
-        """Continue with a chunk; `value` is the result of `process_chunk`."""
+    def on_processed(self, staged: StagedChunk, intact: bool) -> None:
+        """Continue with a chunk that was processed."""
 
     @abstractmethod
     def _moved_bytes(self) -> int: ...
@@ -408,14 +408,6 @@ class TransferLoop(ABC):
 
     def on_chunk(self, part: LanePart, frame: Arrived, now: float) -> None:
         raise RemoteProtocolError(f"{self._name}: slave {part.slave.name} sent a chunk, but this is a push")
-
-
-def _io_threads(grant: Grant) -> int:
-    """Return one I/O thread per encrypted lane, at most the cores: libzmq encrypts a connection in one of these
-    threads.
-    """
-    lanes = max((len(slave.lanes) for slave in grant.slaves if slave.key), default=1)
-    return max(1, min(lanes, available_cores()))
 
 
 # ---- transfer -------------------------------------------------------------------------------------------------------
@@ -489,29 +481,49 @@ class PushTransfer(TransferLoop):
 
     kind = "push"
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._asked: deque[StagedChunk] = deque()  # wait for room among what is sealed and not sent
+
     def on_want(self, part: LanePart, chunks: tuple[Range, ...]) -> None:
         for chunk in chunks:
             view = part.share.view_chunk(chunk)
             if view is None:
                 raise RemoteProtocolError(f"{self._name}: slave {part.slave.name} asks for {chunk}, not held here")
-            if not self._put(StagedChunk(part, chunk, view, part.stream.id)):
-                raise RemoteProtocolError(f"{self._name}: slave {part.slave.name} asks for more than {DEPTH} chunks")
+            self._asked.append(StagedChunk(part, chunk, view, part.stream.id, part.stream.guard))
+        if len(self._asked) > DEPTH:
+            raise RemoteProtocolError(f"{self._name}: slaves ask for more than {DEPTH} chunks")
+        self._stage_asked()
 
-    def process_chunk(self, staged: StagedChunk) -> int:
-        staged.body = self._encode(staged.chunk, staged.view)
-        return xxhash.xxh3_64_intdigest(staged.body)
+    def _stage_asked(self) -> None:
+        """Stage what was asked for; a sealed chunk is a copy, whose room is free again when libzmq has sent it."""
+        while self._asked:
+            staged = self._asked[0]
+            if staged.guard.tag_bytes and not self._pool.take_bytes(pool_cost(len(staged.view))):
+                break
+            if not self._put(self._asked.popleft()):
+                raise RemoteProtocolError(f"{self._name}: slaves ask for more than {DEPTH} chunks")
 
-    def on_processed(self, staged: StagedChunk, value: int) -> None:
-        stream = staged.part.stream
+    def process_chunk(self, staged: StagedChunk) -> bool:
+        chunk = range_type(self._codec.dtype)(*staged.chunk)
+        header = staged.part.stream.chunk_header(chunk, staged.stream)
+        staged.parts = staged.guard.seal_frame(header, self._encode(staged.chunk, staged.view))
+        if staged.guard.tag_bytes:
+            body = staged.parts[1]
+            assert isinstance(body, memoryview)
+            weakref.finalize(body.obj, self._pool.give_back, pool_cost(len(staged.view)))
+        return True
+
+    def on_processed(self, staged: StagedChunk, intact: bool) -> None:
+        stream, guard = staged.part.stream, staged.guard
         if staged.stream == stream.id and not staged.part.done:
-            stream.post_frame(
-                pack_header(stream.chunk_header(range_type(self._codec.dtype)(*staged.chunk), value)), staged.body
-            )
+            stream.post_frame(*staged.parts)
             stream.flush_outbox()
-            staged.part.posted += len(staged.body)
+            staged.part.posted += len(staged.parts[1]) - guard.tag_bytes
 
     def after_frames(self, now: float) -> None:
-        """Offer fragments that have been frozen since the last pass."""
+        """Offer fragments that have been frozen since the last pass, and send what has found room."""
+        self._stage_asked()
         for part in self._parts:
             if not part.done:
                 part.stream.tell_ready()
@@ -562,22 +574,29 @@ class PullTransfer(TransferLoop):
             return  # requested on a former connection, or never: ignored
         view = part.share.view_chunk(chunk)
         assert view is not None, chunk
-        queued = self._put(StagedChunk(part, chunk, view, part.stream.id, frame))
+        queued = self._put(StagedChunk(part, chunk, view, part.stream.id, frame.guard, frame))
         assert queued, "the queue is as deep as the pool"
 
-    def process_chunk(self, staged: StagedChunk) -> int:
+    def process_chunk(self, staged: StagedChunk) -> bool:
+        """Check a chunk and write it; a wrong one may leave garbage in the place of parameters, which is filled anew,
+        and never touches the base of updates.
+        """
         assert staged.frame is not None
+        header, body, guard = staged.frame.header, staged.frame.body, staged.guard
         try:
-            check_body(staged.frame.header, staged.frame.body)
+            if not staged.chunk.depth:
+                guard.open_into(header, body, np.frombuffer(staged.view, np.uint8))
+            else:
+                opened = guard.open_frame(header, body)
+                put_pulled(staged.chunk, opened, np.frombuffer(staged.view, np.float32))
         except BadFrame:
-            return 0
-        put_pulled(staged.chunk, staged.frame.body, np.frombuffer(staged.view, np.float32))
-        return 1
+            return False
+        return True
 
-    def on_processed(self, staged: StagedChunk, value: int) -> None:
+    def on_processed(self, staged: StagedChunk, intact: bool) -> None:
         intake = staged.part.intake
         assert intake is not None
-        if not value:
+        if not intact:
             intake.mark_wrong(staged.chunk)
             return
         intake.mark_received(staged.chunk)

@@ -27,7 +27,7 @@ from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole
 from dips.outer.pool import MemorySum
 from dips.printable import FAIL, NOTE, CheckFinding
-from dips.slave.machine import TRANSIT_BYTES
+from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES
 from dips.wire.chunks import encode_body
 from tests.enrolled import Enrolled
 
@@ -170,7 +170,7 @@ def test_a_slave_is_planned_as_it_counts_itself(files: FilesToCheck) -> None:
     words = ("plan", "memory", "--config", str(files.run_file), "--parameters", "2001", "--json")
     plan = json.loads(type_words(*words))
     assert [s["parameters"] for s in plan["slaves"]] == [1000, 1001] and plan["model"] == 2001
-    assert plan["slaves"][0]["memory_bytes"] == MemorySum(1000, 3, 2, TRANSIT_BYTES).total_bytes
+    assert plan["slaves"][0]["memory_bytes"] == MemorySum(1000, 3, 2, TRANSIT_BYTES + COPIES_BYTES).total_bytes
     assert plan["slaves"][0]["disk_bytes"] == 1000 * 8 * 3  # two that stay and the one that is written
     assert (plan["cluster"]["push_bytes"], plan["cluster"]["pull_bytes"]) == (8004, 8004)
 

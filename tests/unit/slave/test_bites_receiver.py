@@ -12,10 +12,10 @@ from dips.codecs import Codec, Dtype
 from dips.ids import PushId
 from dips.outer import reference
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave import receiver as receiver_module
 from dips.slave.ports import FrameRefused, Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
 from dips.transport.intake import Transit
+from dips.wire import frame
 from dips.wire.chunks import LayerLayout, encode_body
 from dips.wire.frame import BadFrame, Header, Kind, Range, StreamName, decode_error, decode_want
 
@@ -164,14 +164,14 @@ def test_a_drop_returns_when_nobody_writes_any_more(monkeypatch: pytest.MonkeyPa
     push.hello()
     chunk = push.wants()[0]
     copying, go_on, dropped = threading.Event(), threading.Event(), threading.Event()
-    check = receiver_module.check_body
+    check = frame.check_body
 
     def slowly(header: Header, body: memoryview) -> None:
         check(header, body)
         copying.set()
         assert go_on.wait(10)
 
-    monkeypatch.setattr(receiver_module, "check_body", slowly)
+    monkeypatch.setattr(frame, "check_body", slowly)
     stage = threading.Thread(target=push.bring, args=(chunk,))
     stage.start()
     assert copying.wait(10)

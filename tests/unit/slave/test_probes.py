@@ -7,7 +7,17 @@ import pytest
 import zmq
 
 from dips.slave.flow import MOST_ANSWERS, Probes
-from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Kind, decode_probe, encode_done, encode_probe, unpack_header
+from dips.wire.frame import (
+    CHECKSUMS,
+    MESSAGE_LIMIT,
+    BadFrame,
+    Header,
+    Kind,
+    decode_probe,
+    encode_done,
+    encode_probe,
+    unpack_header,
+)
 
 
 class Leaving(zmq.MessageTracker):
@@ -35,7 +45,9 @@ def test_answers_on_their_way_are_bounded() -> None:
 def test_an_answer_is_a_frame_of_the_run(nbytes: int) -> None:
     """It has the size that was asked for, and is believed by the other end."""
     answer = Probes(run=5).make_answer(b"p", 7, decode_probe(encode_probe(nbytes, 10)))
-    header = unpack_header(answer.header, 5, len(answer.body), MESSAGE_LIMIT)
+    assert isinstance(answer.header, Header)
+    part, body = CHECKSUMS.seal_frame(answer.header, answer.body)
+    header = unpack_header(part, 5, len(body), MESSAGE_LIMIT)
     assert (header.kind, header.stream, header.length) == (Kind.PROBE, 7, nbytes)
 
 

@@ -52,9 +52,10 @@ def asked(sender: Sender, peer: bytes = b"p", epoch: int = 1) -> ChunkSend:
 def test_a_chunk_leaves_from_the_source_with_its_checksum():
     """The body is the source's own memory, and the header is right."""
     job = asked(make())
-    header = unpack_header(job.make_header(7), 7, job.body.nbytes, 4096)
-    check_body(header, job.body)
-    assert np.frombuffer(job.body, np.float32).tolist() == list(range(100, 150))
+    part, body = job.make_frame(7)
+    header = unpack_header(part, 7, len(body), 4096)
+    check_body(header, body)
+    assert np.frombuffer(body, np.float32).tolist() == list(range(100, 150))
     assert (header.layer, header.param, header.offset, header.stream) == (0, 0, 100, name().stream_id)
 
 
@@ -192,16 +193,16 @@ def test_before_and_after_a_pull_a_rank_hears_which():
 def test_a_repeated_pull_of_a_version_needs_no_reading():
     """The checksum is remembered under the version's name: bytes that went bad since do not pass at their reader."""
     sender, values = make(), np.arange(1000, dtype=np.float32)
-    asked(sender).make_header(7)
+    asked(sender).make_frame(7)
     later = PullId("slow", 1, 1)
     values[120] = -1.0
     sender.open_pull(later, V, {0: values}, 0.0)
     other = StreamName("demo", "pull", "slow", 1, 1, 0, "s0", 1, 1, str(V))
     sender.on_hello(0, b"q", other, (), 0.0)
     (job,) = sender.on_want(0, b"q", other.stream_id, (CHUNK,), 0.0)
-    header = unpack_header(job.make_header(7), 7, job.body.nbytes, 4096)
+    part, body = job.make_frame(7)
     with pytest.raises(BadFrame, match="checksum"):
-        check_body(header, job.body)
+        check_body(unpack_header(part, 7, len(body), 4096), body)
 
 
 def test_the_next_deadline_is_the_stall_of_what_is_served():
@@ -217,3 +218,30 @@ def test_the_next_deadline_is_the_stall_of_what_is_served():
     assert [type(move) for move in sender.tick(10.1)] == [Released]
     assert sender.next_deadline() == inf
     assert sender.list_sources() == []
+
+
+def test_a_slow_reader_of_sealed_chunks_leaves_room_for_others():
+    """Copies are bounded over all streams; one takes at most as much as it leaves, and waits with the rest."""
+    sender, slow = Sender(4096, 10.0, lambda: 0.0, sealed=True, copies=8000), name()
+    sender.set_layers(LayerLayout(MANIFEST, (0,)))
+    sender.open_pull(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 0.0)
+    other = PullId("slow", 1, 1)
+    sender.open_pull(other, V, {0: np.arange(1000, dtype=np.float32)}, 0.0)
+    fast = StreamName("demo", "pull", "slow", 1, 1, 0, "s0", 1, 1, str(V))
+    chunks = (Range(0, 0, 0, 250),) * 10  # of 1000 bytes
+    for peer, stream in ((b"p", slow), (b"q", fast)):
+        sender.on_hello(0, peer, stream, (), 0.0)
+    jobs = sender.on_want(0, b"p", slow.stream_id, chunks, 0.0)
+    assert len(jobs) == 4  # of 8 that have room
+    others = sender.on_want(0, b"q", fast.stream_id, chunks, 0.0)
+    assert len(others) == 2
+    assert sender.due(0, 0.0) == []
+    trackers = [SentTracker() for _ in others]
+    for job, tracker in zip(others, trackers, strict=True):
+        sender.on_sent(job, tracker)
+        tracker.done = True
+    assert [job.stream.peer for job in sender.due(0, 0.0)] == [b"q", b"q"]
+    for job in jobs:
+        sender.on_not_sent(job)  # its connection is gone
+    assert len(sender.due(0, 0.0)) == 2
+    sender.close_all("over")
