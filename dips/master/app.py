@@ -26,8 +26,15 @@ from dips.master.journal import SEGMENTS_KEPT, Journal
 from dips.master.ledger import Ledger
 from dips.master.page import MasterPage
 from dips.master.reloading import CHANGEABLE, OTHERS, MasterReload
-from dips.master.runtime import MasterOutside, Runtime
-from dips.master.servicer import ClusterServicer, ManifestDesk, OperatorServicer, SlaveServicer, StatusServicer
+from dips.master.runtime import (
+    ClusterServicer,
+    ManifestDesk,
+    MasterOutside,
+    OperatorServicer,
+    Runtime,
+    SlaveServicer,
+    StatusServicer,
+)
 from dips.master.supervisor import Supervisor
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect

@@ -19,7 +19,7 @@ from dips.files import make_directory
 from dips.http import HttpSubject
 from dips.master import genesis
 from dips.master.ledger import Ledger, hold_ledger, put_in_place
-from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
+from dips.master.runtime import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.protocol.events import RunProposed
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest

@@ -137,7 +137,7 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWant
             "copy the section `shared` of the run file",
         )
     if event.manifest_digest != run.manifest.digest:
-        return ManifestWanted(run.manifest.digest)  # compared outside the Coordinator: master/servicer.py
+        return ManifestWanted(run.manifest.digest)  # compared outside the Coordinator: master/runtime.py
     if differs := _find_other_base(run, event):
         return differs
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import clusters, durability, operator, push_pull, round, seeding, slaves, transfers, view, window
+from dips.protocol import clusters, durability, operator, push_pull, round, seeding, slaves, transfers, view
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.entities import Fanout
@@ -64,7 +64,8 @@ def _nothing_follows(run: RunState, fanout: Fanout) -> None:
 
 
 def _on_push_opened(run: RunState, fanout: Fanout) -> None:
-    push_pull.on_push_opened(run, fanout)
+    if push_pull.on_push_opened(run, fanout):
+        round.extend_open_window(run)
     transfers.reorder_pushes(run)
 
 
@@ -160,7 +161,7 @@ def _next_deadline(run: RunState) -> float:
     if run.seed is not None:
         due = min(due, run.seed.deadline)
     if run.round is not None:
-        return min((due, *window.window_deadlines(run)))
+        return min((due, *round.window_deadlines(run)))
     if run.targets.wall_s and not run.finished:
         return min(due, run.started + run.targets.wall_s)
     return due

@@ -29,7 +29,7 @@ class LayerUnit(StrEnum):
 
 
 class WindowRule(StrEnum):
-    """`timing.window`: when a window is longer than `window_s`; see window.py."""
+    """`timing.window`: when a window is longer than `window_s`; see round.py."""
 
     FIXED = "fixed"  # never
     ADAPTIVE = "adaptive"  # while clusters are due soon, by the times of their earlier pushes

@@ -30,7 +30,7 @@ from typing import Any
 
 from dips.dataclass import dataclass, replace
 from dips.errors import ConfigError
-from dips.protocol import rollback, seeding, window
+from dips.protocol import rollback, seeding
 from dips.protocol.effects import Acknowledged, Extended, Failed, Pending, Refused, Reply, Result, Tuned
 from dips.protocol.entities import AuditBudget, Slave
 from dips.protocol.enums import SlaveCause, SlaveState
@@ -253,7 +253,7 @@ def settle_drains(run: RunState) -> None:
 def _open_on(run: RunState, slave: Slave) -> str:
     """Return what must end before the slave may be stopped; empty if nothing must."""
     if run.round is not None:
-        return f"round {run.round.number} ({window.explain_round(run, run.round)})"
+        return f"round {run.round.number} ({run.explain_round(run.round)})"
     if run.waiting or run.flipping is not None:
         return "the next round" if run.waiting else "the flip to the new version"
     pushes, pulls = run.transfers.pushes, run.transfers.pulls

@@ -10,7 +10,7 @@ from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.errors import ConfigError, RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.protocol import durability, transfers, window
+from dips.protocol import durability, transfers
 from dips.protocol.admission import SlotAnswer, SlotAsk
 from dips.protocol.claims import ToldProgress, find_absurd_seq, why_impossible, why_untold
 from dips.protocol.data import BegunRange
@@ -202,15 +202,15 @@ def _held_base(push: Push) -> VersionId | None:
     return None if push.codec is Codec.FP32 else push.base
 
 
-def on_push_opened(run: RunState, fanout: Fanout) -> None:
-    """Grant a push: every slave has reserved its slot."""
+def on_push_opened(run: RunState, fanout: Fanout) -> bool:
+    """Grant a push: every slave has reserved its slot. Return whether it is still wanted."""
     cluster = run.cluster_of(fanout.subject)
     if cluster is None or cluster.push is None:
-        return
+        return False
     cluster.push.opened, cluster.push.due = True, _due_at(run, cluster, cluster.push.idle_s)
     run.set_cluster_state(cluster, cluster.state, ClusterCause.PUSHES, "pushing")
-    window.extend_open_window(run)
     run.emit_note("push_granted", push=cluster.push.id, base=cluster.push.base)
+    return True
 
 
 def _due_at(run: RunState, cluster: Cluster, idle_s: float) -> float:
@@ -349,7 +349,7 @@ def on_round_awaited(run: RunState, event: RoundAwaited) -> None:
 
 def _answer_awaited(run: RunState, cluster: Cluster, push: PushId) -> Result:
     if cluster.push and cluster.push.id == push:
-        return Pending(window.explain_round(run, run.round) if run.round else "waits for the next window")
+        return Pending(run.explain_round(run.round) if run.round else "waits for the next window")
     row = cluster.outcome
     if row is None or row.push != push:
         return Dropped(_why_gone(cluster, push))

@@ -35,6 +35,7 @@ from dips.protocol.enums import (
     OutcomeKind,
     RequeuePolicy,
     RoundResult,
+    RoundState,
     SlaveCause,
     SlaveState,
 )
@@ -482,6 +483,17 @@ class RunState:
         missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
         drained = [s for s in in_order(self.slaves, self.roster.draining) if s.state is SlaveState.READY]
         return name_some(missing + [f"{s.name} (it drains)" for s in drained])
+
+    def explain_round(self, r: Round) -> str:
+        """Describe what the round does and waits for, for people."""
+        return f"{r.state}: {self.describe_round(r)}"
+
+    def describe_round(self, r: Round) -> str:
+        """Describe the round beyond its state: the commits and the time left of an open window, else its reason."""
+        if r.state is not RoundState.COLLECTING:
+            return r.reason
+        late = f", not before {self.head} is on every disk" if self.durability.late is not None else ""
+        return f"{r.count} committed, closes in {max(0.0, r.closes - self.now):.1f} s{late}"
 
     def make_grant(self, version: VersionId, deadline_s: float, first: int = 0) -> Grant:
         """Return the grant of a transfer; `first` ranks of other transfers have their turns before its own."""

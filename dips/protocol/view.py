@@ -14,7 +14,7 @@ from math import isfinite
 from typing import Any
 
 from dips.ids import VersionId
-from dips.protocol import seeding, window
+from dips.protocol import seeding
 from dips.protocol.durability import measure_lag
 from dips.protocol.entities import Cluster, Slave
 from dips.protocol.enums import (
@@ -307,7 +307,7 @@ def build_view(run: RunState, now: float) -> RunView:
         tuned={key: None if change.off else change.value for key, change in run.tuned.items()},
         untuned=tuple(run.untuned),
         finished=str(run.finished) if run.finished else None,
-        round=RoundView(r.state, r.number, window.describe_round(run, r), tuple(str(p.id) for p in r.pushes))
+        round=RoundView(r.state, r.number, run.describe_round(r), tuple(str(p.id) for p in r.pushes))
         if r
         else RoundView(reason=_why_idle(run)),
         rounds=RoundCounts(**run.counts),

@@ -115,6 +115,9 @@ class PushOver:
     reason: str
 
 
+Report = Staged | PushOver  # reports for the master
+
+
 @dataclass(frozen=True, slots=True)
 class FrameRefused:
     """Count a frame that was refused although it arrived as it was sent: its push is over, and it is not asked for

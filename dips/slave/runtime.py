@@ -20,7 +20,6 @@ from dips.protocol.effects import Acknowledged, Apply, Commit, Order, Persist, R
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.core import SlaveCore
-from dips.slave.open_transfers import Report
 from dips.slave.ports import (
     Actions,
     AnswerOrder,
@@ -29,6 +28,7 @@ from dips.slave.ports import (
     FlowEvent,
     KeepInMirror,
     ReadSnapshot,
+    Report,
     RestoreFromMirror,
     ShardMethod,
     ShardWork,
@@ -97,7 +97,7 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         if not self._ended.done():
             self._ended.set_exception(error)
 
-    async def Execute(self, request: slave_pb2.Order, context: Any) -> slave_pb2.Answer:  # type: ignore[override]  # noqa: N802 (gRPC's name; gate.py)
+    async def Execute(self, request: slave_pb2.Order, context: Any) -> slave_pb2.Answer:  # type: ignore[override]
         """Carry out an order of the master; a repeated (term, number) gets the remembered answer.
 
         Errors are sent by their class (transport/control.py).

@@ -80,10 +80,7 @@ MAY: dict[str, set[str]] = {
     | {"dips.transport.intake"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "shard")}
     | {"dips.slave.mirror_plan", "dips.transport.backoff"}
-    | {
-        f"dips.slave.{pure}"
-        for pure in ("open_transfers", "ports", "admission", "keyring", "receiver", "sender", "moves")
-    }
+    | {f"dips.slave.{pure}" for pure in ("ports", "admission", "keyring", "receiver", "sender", "moves")}
     | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox", "restore")}
     | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dips.client.agent.rank_server import Connection
+from dips.client.agent.agent import Connection
 from dips.client.ipc import messages
 from dips.client.ipc.address import MOST_PATH, OnAnyHost, OnThisHost, find_address, over_network, reach_socket
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
