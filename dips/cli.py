@@ -48,7 +48,7 @@ cli = typer.Typer(
 
 \b
 First look:
-  dips demo --seconds 60 --no-kill                          a run with two clusters, whose claims are checked
+  dips demo --seconds 60 --no-kill                          a run with two clusters, and its losses
   dips new my-run && cd my-run && dips up -- python train.py    a run of your own on this machine
 
 \b

@@ -2,7 +2,7 @@
 
 Mirrored: the directories of a slave and of the master are removed, and both are restored from mirrors. Unmirrored: a
 slave's directory is removed, and `dips recover` continues from the last export. The remaining model is kept, so that
-the verdict can compare later losses with it.
+later losses can be compared with its own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,11 @@ LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class LostMachines:
-    """The removed directories, and the version from which the run can continue."""
+class ModelLeft:
+    """The version from which the run continues: the newest in the slave's mirror, or the last exported one."""
 
-    way: Way
-    owners: tuple[str, ...]
-    head: VersionId  # when they were removed
-    left: VersionId  # the newest version in the slave's mirror, or the last exported one
-    models: tuple[Path, ...]  # the files of this version
+    version: VersionId
+    files: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class DemoRun:
 # ---- with mirrors ----------------------------------------------------------------------------------------------------
 
 
-def lose_mirrored(demo: DemoRun, slave: str, head: VersionId) -> LostMachines:
+def lose_mirrored(demo: DemoRun, slave: str, head: VersionId) -> ModelLeft:
     """Kill the master after the slave, remove the directories of both, and restart them on empty disks."""
     running, files, watch = demo.running, demo.files, demo.watch
     running.processes["master"].kill()
@@ -94,7 +91,7 @@ def lose_mirrored(demo: DemoRun, slave: str, head: VersionId) -> LostMachines:
         f"both restored themselves from their mirrors: after {time.monotonic() - begun:.0f} s the run goes on "
         f"at {status.head}; the clusters trained on meanwhile"
     )
-    return LostMachines("mirrored", (slave, "master"), head, left, models)
+    return ModelLeft(left, models)
 
 
 def newest_mirrored(files: DemoLayout, slave: str) -> VersionId:
@@ -126,7 +123,7 @@ def export_head(demo: DemoRun) -> VersionId:
     return version
 
 
-def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId) -> LostMachines:
+def lose_unmirrored(demo: DemoRun, slave: str, left: VersionId) -> ModelLeft:
     """Remove the killed slave's directory, wait until the run stops, and recover from the saved model."""
     running, files, watch = demo.running, demo.files, demo.watch
     shutil.rmtree(files.slave_directory(slave))
@@ -153,7 +150,7 @@ def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId)
         f"started them again: after {time.monotonic() - begun:.0f} s the run goes on at {status.head}; the clusters "
         "trained on meanwhile"
     )
-    return LostMachines("unmirrored", (slave,), head, left, (files.saved_file,))
+    return ModelLeft(left, (files.saved_file,))
 
 
 # ---- leaves ----------------------------------------------------------------------------------------------------------
