@@ -157,7 +157,6 @@ def _digest_of(token: str) -> bytes:
 
 
 # ---- cached view ----------------------------------------------------------------------------------------------------
-# A view for many readers that is built at most once a second, however often it is read.
 
 
 MOST_AGE_S = 1.0
@@ -197,7 +196,6 @@ class CachedView(Generic[T]):
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
-# The routes of the HTTP port: two probes, the metrics, and those that a daemon adds. Read-only: only GET and HEAD.
 
 
 METHODS = ("GET", "HEAD")

@@ -29,7 +29,6 @@ from dips.telemetry.refusals import refusals_by_reason
 from dips.transport.tls import TlsSource
 
 # ---- loop watch -----------------------------------------------------------------------------------------------------
-# Measures whether an event loop answers, and how late it wakes: from within, and from another thread.
 
 
 WAKE_S = 0.25  # interval of wake-ups
@@ -81,8 +80,6 @@ async def wait_for_answer(answer: Future[T], within_s: float) -> T:
 
 
 # ---- daemon ---------------------------------------------------------------------------------------------------------
-# The HTTP port of a daemon: what it reads on which thread.
-#
 # The daemon's loop builds a view at most once a second, however many clients scrape; disks are measured on a separate
 # thread; text is formatted on a thread of the port. /healthz asks the loop itself each time.
 

@@ -12,7 +12,6 @@ from dips.telemetry.metrics import Histogram
 from dips.view.points import RoundHistory, mean_loss
 
 # ---- newest ---------------------------------------------------------------------------------------------------------
-# The newest version by its row in the ledger: its loss, its age, the clusters in it. For display only.
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,6 @@ from dips.wire.generated.status_pb2_grpc import StatusServiceServicer
 from dips.wire.packed_manifest import ManifestTooLong, unpack_manifest
 
 # ---- links ----------------------------------------------------------------------------------------------------------
-# The master's connections to its slaves: one gRPC channel each; orders arrive in the order in which they were given.
-#
 # No order waits for the answer of another (transport/ordered_calls.py), since a snapshot takes minutes. core.py
 # decides when an order is sent again and what counts as its failure. The meaning of orders is not known here.
 
@@ -174,8 +172,6 @@ class SlaveLinks:
 
 
 # ---- outside --------------------------------------------------------------------------------------------------------
-# The ledger's thread and its mirror, the links to the slaves, and the processes of `master.on_version` and
-# `master.track`.
 
 
 ROUNDS_BACK = 16  # searched for the newest version
@@ -275,8 +271,6 @@ class MasterOutside:
 
 
 # ---- runtime --------------------------------------------------------------------------------------------------------
-# The daemon's shell around the core: inbox, futures, the ledger's thread, a task for each order. It decides nothing.
-#
 # What must stay true: one event loop owns the core, and it never waits for the disk. Messages that have arrived are
 # passed in before the core acts on any deadline.
 
@@ -492,8 +486,6 @@ class Runtime:
 
 
 # ---- manifest desk --------------------------------------------------------------------------------------------------
-# Compares a cluster's model with the run's, in a thread and outside the core.
-#
 # Any enrolled cluster may send a manifest of any size and as often as it likes. So only one is read at a time, at most
 # twice as large as the run's own, and for at most a tenth of the time: other callers are asked to wait, which agents
 # do.

@@ -37,8 +37,6 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 from dips.wire.packed_manifest import MOST_PACKED, pack_manifest, unpack_manifest
 
 # ---- begin ----------------------------------------------------------------------------------------------------------
-# Creates the ledger of a run whose first model comes by `dips seed`: like `dips init`, without the model's bytes.
-#
 # The ledger's file is built aside and renamed, so after a crash of the master there is none, or a complete one.
 
 

@@ -23,8 +23,6 @@ def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | N
 
 
 # ---- claims ---------------------------------------------------------------------------------------------------------
-# Checks of numbers that peers claim, against their heartbeats, the time that passed and this ledger.
-#
 # A push is weighted by its tokens, and its norm is divided by its inner steps, so neither is believed without a check.
 # There are two bounds: what no cluster can do in the time (the request is refused as the cluster's fault), and what its
 # heartbeats have reported so far (the push waits for the next one, so a lost heartbeat costs an honest cluster a moment

@@ -247,7 +247,6 @@ class GateName(StrEnum):
 
 
 # ---- moves ----------------------------------------------------------------------------------------------------------
-# The states of rounds, clusters and slaves, and the three tables of legal moves (docs/architecture.md#states).
 
 
 class RoundState(StrEnum):

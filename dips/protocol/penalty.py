@@ -40,7 +40,6 @@ from dips.protocol.rules import TOKENS_KEPT, most_tokens
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence, Settled, Verdict
 
 # ---- differences ----------------------------------------------------------------------------------------------------
-# Lasting differences of a cluster from the others, for status and page; no push is gated for them. Pure.
 
 
 def find_differences(row: PenaltyRow, rows: Iterable[PenaltyRow], options: PenaltyOptions) -> dict[Difference, str]:

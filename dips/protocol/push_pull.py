@@ -51,7 +51,6 @@ from dips.protocol.transfer_book import too_slow
 from dips.protocol.transfers import close_pull
 
 # ---- slot requests --------------------------------------------------------------------------------------------------
-# Answers to requests for a slot: admitted, or refused with a place in the queue (admission.py) and a time to ask again.
 
 
 LEAST_RETRY_S = 0.2  # a complete push is still to be measured and folded before its slot is free
@@ -493,8 +492,6 @@ def stop_waiting_for(run: RunState, slave: str) -> None:
 
 
 # ---- pulls ----------------------------------------------------------------------------------------------------------
-# Pulls: a version is pinned on every slave before the cluster gets its Grant (docs/protocol.md#messages row 17,
-# docs/rationale.md#19, #20).
 
 
 def on_pull_requested(run: RunState, event: PullRequested) -> None:

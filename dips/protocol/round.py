@@ -241,8 +241,6 @@ def _slot_is_wanted(run: RunState) -> bool:
 
 
 # ---- stepping -------------------------------------------------------------------------------------------------------
-# Weights of a push and the coefficients of a round: applies the rules (rules.py) to the run's options and state.
-#
 # What must stay true: a push's weights depend on it and on those folded before it, never on later ones, since slaves
 # fold each as it comes. In the common case, the mean of whole pushes, all layers share one number.
 

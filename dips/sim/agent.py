@@ -37,7 +37,6 @@ from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32
 
 # ---- master client --------------------------------------------------------------------------------------------------
-# A simulated agent's connection to the master: sends each question and each heartbeat once.
 
 
 CALL_S = 2.0  # deadline of a question

@@ -28,7 +28,6 @@ def make_keys(attempt: str, ranks: int) -> tuple[str, ...]:
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
-# The elements of a model that a rank holds: the pieces that its streams transfer.
 
 
 def rank_share(size: int, rank: int, ranks: int) -> slice:

@@ -42,7 +42,6 @@ from dips.sim.ledger_disk import LedgerDisk
 from dips.sim.network import Network
 
 # ---- slave client ---------------------------------------------------------------------------------------------------
-# A simulated master's connection to its slaves: sends each order until it is answered, refused, or past its deadline.
 
 
 RESEND_S = 1.5  # after which an order without an answer is sent again under its number

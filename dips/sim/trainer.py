@@ -159,7 +159,6 @@ class SimRanks:
 
 
 # ---- underway -------------------------------------------------------------------------------------------------------
-# A simulated transfer of all ranks, as the trainer sees it: it is waited for, or polled.
 
 
 # Begins a transfer; its argument is called with the result.

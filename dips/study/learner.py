@@ -24,7 +24,6 @@ from dips.study.task import Batch, BatchDraw, Task, make_model
 from dips.wire.chunks import LayerLayout
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------
-# Optimizers of the inner steps, by their names in a study.
 
 
 BETAS = (0.9, 0.95)  # of AdamW

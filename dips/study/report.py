@@ -73,7 +73,6 @@ def student_quantile(freedom: int) -> float:
 
 
 # ---- drawing --------------------------------------------------------------------------------------------------------
-# A chart of a study's losses: each row's mean and seeds, with the row that the others are compared with.
 
 
 mpl.use("Agg")  # writes files only, without a screen
@@ -105,7 +104,6 @@ def draw_study(result: StudyResult) -> Figure:
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
-# The results of a study: a table, results.csv, and the recommended row.
 
 
 BLIND = 0.1  # a gate that stops at most this share of the bad pushes does not detect the fault

@@ -65,7 +65,6 @@ from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 
 # ---- signals --------------------------------------------------------------------------------------------------------
-# Events by which the tasks of one agent notify each other.
 
 
 class AgentSignals:
@@ -97,7 +96,6 @@ class AgentSignals:
 
 
 # ---- connection -----------------------------------------------------------------------------------------------------
-# One connection of a rank, on the agent's side: whole messages in and out, sealed if it came from the network.
 
 
 ADMIT_S = 10.0  # time for a rank to prove that it knows the token
@@ -147,7 +145,6 @@ class Connection:
 
 
 # ---- listen ---------------------------------------------------------------------------------------------------------
-# The sockets on which ranks reach the agent: a Unix socket for its own user, and a TCP port for a job on several hosts.
 
 
 RESOLVE_S = 60.0  # the name of a pod is resolvable only some seconds after its start
@@ -224,7 +221,6 @@ def _bracket_host(host: str) -> str:
 
 
 # ---- rank server ----------------------------------------------------------------------------------------------------
-# Serves the connections of ranks: passes each message of rank 0 to the core, and the core's answer back.
 
 
 MOST_REMOTE = 8192  # connections of ranks on other hosts, one per rank: the ranks of the largest job
@@ -386,8 +382,6 @@ class IncarnationFile:
 
 
 # ---- master link ----------------------------------------------------------------------------------------------------
-# The agent's calls to the master: each question is one gRPC call; the master's errors are raised as their classes.
-#
 # Heartbeats have their own connection, so that no long poll delays them. This file does not know what a question means
 # or when it is legal.
 
@@ -470,7 +464,6 @@ class MasterLink:
 
 
 # ---- command --------------------------------------------------------------------------------------------------------
-# Runs the training command: launches it, waits for its end, stops it when necessary, and launches it again.
 
 
 FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot continue, before it is stopped
@@ -564,8 +557,6 @@ class CommandRunner:
 
 
 # ---- agent ----------------------------------------------------------------------------------------------------------
-# The agent's daemon: performs the core's actions and reports their results back to it.
-#
 # All decisions are in core.py. One event loop owns the core; every task calls it and performs what it returns, so no
 # lock is needed. Sockets and channels are made in app.py.
 

@@ -180,8 +180,6 @@ def _waits_in_vain(s: AgentState) -> bool:
 
 
 # ---- heartbeats -----------------------------------------------------------------------------------------------------
-# Heartbeats: they renew the cluster's lease, and their answers tell the cluster's standing.
-#
 # Must stay true: an answer is accepted only for the incarnation that asked, and only from a master without a successor.
 
 

@@ -36,7 +36,6 @@ from dips.protocol.enums import DivergencePolicy, OutcomeKind
 from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushFinished, PushRequested, RoundAwaited
 
 # ---- transfers ------------------------------------------------------------------------------------------------------
-# The common part of pushes and pulls: the ranks' progress and rate.
 
 
 def begin_transfer(s: AgentState) -> None:
@@ -99,7 +98,6 @@ def push_idle_s(s: AgentState) -> float:
 
 
 # ---- verdicts -------------------------------------------------------------------------------------------------------
-# Answers to rank 0 when a push or pull has ended or failed.
 
 
 def give_verdict(s: AgentState, verdict: Answer) -> None:
@@ -283,8 +281,6 @@ def on_closed(s: AgentState, _: Acknowledged | Dropped) -> None:
 
 
 # ---- pushes ---------------------------------------------------------------------------------------------------------
-# The steps of a push: asked for, granted, frozen, moved, committed, and settled by the outcome of its round.
-#
 # Must stay true: progress is cut when the ranks freeze the model, and settled, given back or lost exactly once.
 
 

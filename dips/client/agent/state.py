@@ -23,7 +23,6 @@ from dips.protocol.heartbeats import REMARK_CHARS, ClusterHeartbeat, Remark
 from dips.transport.backoff import Backoff
 
 # ---- actions --------------------------------------------------------------------------------------------------------
-# The actions that the agent's core orders its shell to do: small frozen values, returned in the order of execution.
 
 
 class Channel(StrEnum):
@@ -87,7 +86,6 @@ SAVED_AT = frozenset({"joined", "push_end"})
 
 
 # ---- phases ---------------------------------------------------------------------------------------------------------
-# The phases of a cluster's outer step, with the activity shown and the cause of a trainer's standstill in each.
 
 
 class SyncPhase(StrEnum):
@@ -137,8 +135,6 @@ STANDSTILL: Mapping[SyncPhase, str] = {
 
 
 # ---- questions ------------------------------------------------------------------------------------------------------
-# Questions to the master: one at a time in each channel, repeated until it answers.
-#
 # A master that does not answer is asked again after a pause that doubles up to `retry_s`; a heartbeat that reaches it
 # ends the pause. A reply to a question that is no longer open is ignored.
 
@@ -194,8 +190,6 @@ def _send_question(s: AgentState, channel: Channel, delay_s: float) -> None:
 
 
 # ---- remarks --------------------------------------------------------------------------------------------------------
-# Remarks on this cluster for its operator: logged once, and shown in `dips status` as long as they hold.
-#
 # Subjects are few and fixed, so nothing grows; a remark that is repeated with the same text is not logged again.
 
 
@@ -242,8 +236,6 @@ def tell_wait(s: AgentState) -> None:
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
-# The agent's state; no decision is made here.
-#
 # Three dataclasses hold the cluster's standing with the master (Membership), its trainer (TrainerAttempt) and the
 # present push or pull (OuterSync). Further ones hold the progress (Account), the data ranges (RangeQueue,
 # RangeRequests), the time of the next push (Pace), the use of time (Tally) and the open questions to the master

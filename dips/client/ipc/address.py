@@ -13,7 +13,6 @@ from dips.errors import ConfigError
 from dips.files import require_private
 
 # ---- process --------------------------------------------------------------------------------------------------------
-# Process names that are unique across hosts, containers and reboots; an agent passes its own on by the environment.
 
 
 AGENT_PID, AGENT_HOME = "DIPS_AGENT_PID", "DIPS_AGENT_HOME"

@@ -227,7 +227,6 @@ def _exit_after_grace() -> None:
 
 
 # ---- joining --------------------------------------------------------------------------------------------------------
-# Finding a rank's cluster file and its agent, and attaching to the agent.
 
 
 _loops = count(1)  # numbers the OuterLoops of this process: each is a separate attempt

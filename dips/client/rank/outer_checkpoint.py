@@ -15,7 +15,6 @@ from dips.ids import VersionId
 from dips.protocol.data import BegunRange
 
 # ---- feedback checkpoint --------------------------------------------------------------------------------------------
-# Error feedback in a checkpoint: one tensor of bases and one of debts, each over all pieces of this rank in order.
 
 
 NAMES = ("base", "owed")

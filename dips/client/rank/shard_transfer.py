@@ -31,9 +31,6 @@ from dips.wire.chunks import Piece
 from dips.wire.frame import encode_ranges
 
 # ---- background transfer --------------------------------------------------------------------------------------------
-# A transfer in progress: this rank's thread, and the collective that decides whether all ranks are done
-# (docs/rationale.md#7).
-#
 # The caller either waits for its end (`wait`) or trains on and polls it regularly (`poll`). The first rank that fails
 # ends the transfer on all ranks.
 
@@ -256,8 +253,6 @@ class FragmentMerge:
 
 
 # ---- shard transfer -------------------------------------------------------------------------------------------------
-# Transfers of this rank's bytes in a push or pull, and the ranks' agreement on the result (docs/rationale.md#7, #25).
-#
 # A transfer runs in its own thread; meanwhile the ranks meet in a collective at least every `poll_s`, so none of them
 # waits for anything outside the cluster, and the first rank that fails ends it for all. The host buffer is allocated
 # once and holds the frozen or the pulled parameters; nothing else is written into it while a transfer runs.

@@ -154,7 +154,6 @@ def longest_step(genesis_norm: float, inner_steps: int) -> float:
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
-# Gates of a push's norm against its cluster's own past: `dips`, and `dips-paper`, the literal rule of §4.1.
 
 
 LITERAL_LEAST = 2  # pushes before σ is defined; the paper has no warm-up
