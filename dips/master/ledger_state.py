@@ -8,7 +8,7 @@ from collections import deque
 from dips.dataclass import replace
 from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
-from dips.master import ledger_operators
+from dips.master import ledger_history
 from dips.master.ledger_rows import OUTCOMES, RowReader, read_begun, read_ints, read_real
 from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind
@@ -58,8 +58,8 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         undone_ranges=tuple(sorted(r for r in _undone_ranges(db) - held if r not in settled)),
         unknown_rounds=_unknown_rounds(db),
         incarnations_above=restored[0] if restored else 0,
-        tuned=ledger_operators.read_tuned(db),
-        quarantined=ledger_operators.read_quarantined(db),
+        tuned=ledger_history.read_tuned(db),
+        quarantined=ledger_history.read_quarantined(db),
     )
 
 
@@ -121,18 +121,18 @@ def read_run(db: sqlite3.Connection) -> RunRow:
     row = db.execute("SELECT run, config_digest, manifest FROM run").fetchone()
     if row is None:
         raise Corrupt("the ledger names no run: `dips init` did not finish")
-    rebalances = ledger_operators.read_rebalances(db)
+    rebalances = ledger_history.read_rebalances(db)
     genesis = db.execute("SELECT digest, norm FROM genesis ORDER BY layer").fetchall()
     run, config_digest, manifest = row
     return RunRow(
         run,
         config_digest,
         manifest,
-        rebalances[-1].placement if rebalances else ledger_operators.read_first_placement(db),
+        rebalances[-1].placement if rebalances else ledger_history.read_first_placement(db),
         tuple(digest for digest, _ in genesis),
         tuple(read_real(norm) for _, norm in genesis),
-        ledger_operators.removed_slaves(rebalances),
-        extensions[-1].targets if (extensions := ledger_operators.read_extensions(db)) else None,
+        ledger_history.removed_slaves(rebalances),
+        extensions[-1].targets if (extensions := ledger_history.read_extensions(db)) else None,
     )
 
 

@@ -96,7 +96,7 @@ class SimSlaveClient:
 
 
 # ---- master ---------------------------------------------------------------------------------------------------------
-# The simulated master: a process around the real MasterCore and Ledger, on a machine (master_machine.py).
+# The simulated master: a process around the real MasterCore and Ledger, on a machine.
 #
 # The core decides; this shell delivers messages and time to it, writes its records in transactions that take time, and
 # performs its actions. A crash loses the process; the transaction under way is written completely or not at all, also

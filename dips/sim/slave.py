@@ -1,4 +1,4 @@
-"""A simulated slave: a process around the real core and Shard, on a machine (slave_machine.py)."""
+"""A simulated slave: a process around the real core and Shard, on a machine."""
 
 from __future__ import annotations
 

@@ -36,13 +36,12 @@ from dips.data.steps import Part, samples_of
 from dips.errors import Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.data_links import make_keys, pieces_of
-from dips.sim.feed import SimFeed
 from dips.sim.fiber import ChangeSignal, Fiber, Gate, Story, Wait, sleep
 from dips.sim.heap import Heap
 from dips.sim.ports import TrainerAgent, TrainerWorld
-from dips.sim.pull_stream import HeldVersion, Pulled
+from dips.sim.scenario import SimFeed
 from dips.sim.site import Site
-from dips.sim.streams import Meter, SimTransfer
+from dips.sim.streams import HeldVersion, Meter, Pulled, SimTransfer
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
 from dips.wire.chunks import LayerLayout, Piece, encode_body, put_body, split_chunks

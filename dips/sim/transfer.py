@@ -14,9 +14,7 @@ from dips.protocol.manifest import Manifest
 from dips.sim.data_links import DataLinks, Flows
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap
-from dips.sim.pull_stream import HeldVersion, Pulled, PullStream
-from dips.sim.push_stream import PushStream, Spell
-from dips.sim.streams import Meter, SimTransfer
+from dips.sim.streams import HeldVersion, Meter, Pulled, PullStream, PushStream, SimTransfer, Spell
 
 
 class DataNetwork(DataLinks):

@@ -14,9 +14,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from dips.study.execute import Numbers
 from dips.study.fleet import Fault
-from dips.study.runner import StudyResult
+from dips.study.runner import Numbers, StudyResult
 from dips.study.study_file import Settings, list_tunings
 
 # ---- statistics -----------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from functools import partial
 from random import Random
 
 from dips.sim.cluster import SimCluster
-from dips.sim.slave_machine import SlaveMachine
-from dips.sim.world import World
+from dips.sim.world import SlaveMachine, World
 
 Strike = Callable[[World, Random], None]
 Death = Callable[[World, Random], list[str]]  # returns the clusters for which nobody waits any more

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from dips.client.agent import checkpoints, membership, push_pull, ranges, restarts, state, training
+from dips.client.agent import membership, push_pull, ranges, restarts, state, training
 from dips.client.agent.account import NO_INCARNATION, Pace, PastIncarnation
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.state import (
@@ -93,8 +93,8 @@ MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     PullWanted: push_pull.answer_question,
     PullMoved: push_pull.answer_question,
     RangeWanted: ranges.give_range,
-    SaveWanted: checkpoints.save_progress,
-    Resume: checkpoints.resume_checkpoint,
+    SaveWanted: ranges.save_progress,
+    Resume: ranges.resume_checkpoint,
     Detach: restarts.detach_trainer,
 }
 

@@ -25,11 +25,21 @@ from weakref import WeakSet
 from torch import nn
 
 from dips.client.ipc.address import find_address
-from dips.client.ipc.messages import Detach, Healed, Remarked, Resume, Resumed, Saved, SaveWanted
+from dips.client.ipc.messages import (
+    Detach,
+    Healed,
+    RangeGiven,
+    RangesEnded,
+    RangeWanted,
+    Remarked,
+    Resume,
+    Resumed,
+    Saved,
+    SaveWanted,
+)
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
 from dips.client.parallel.unshared_buffers import BufferWatch
-from dips.client.rank.agent_client import JobCollectives
-from dips.client.rank.data_ranges import DataRanges
+from dips.client.rank.agent_client import AgentClient, JobCollectives
 from dips.client.rank.joining import (
     attach_trainer,
     find_agent,
@@ -44,7 +54,7 @@ from dips.client.rank.optimizers import InnerOptimizers, KeptWeights
 from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
 from dips.client.rank.outer_log import OnVersion, OuterLog
 from dips.client.rank.shard_transfer import ShardTransfer
-from dips.client.rank.steps import InnerState, OuterSteps, StepChecks, StepReports, StepTokens
+from dips.client.rank.steps import InnerState, OuterState, OuterSteps, StepChecks, StepReports, StepTokens
 from dips.codecs import Codec
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError
@@ -520,3 +530,52 @@ class OuterLoop:
 
 def _make_call(given: Any) -> Callable[[], Any]:
     return given if callable(given) else lambda: given
+
+
+# ---- data ranges -----------------------------------------------------------------------------------------------------
+
+
+class DataRanges:
+    """Requests ranges from the agent; each request reports the former ranges as used up, except for those marked as
+    left.
+    """
+
+    def __init__(self, state: OuterState, agent_client: AgentClient, outer_steps: OuterSteps) -> None:
+        self._state, self._agent_client, self._outer_steps = state, agent_client, outer_steps
+        self._asked = 0
+        self.begun: BegunRange | None = None  # the trained part of the last given range; None: nothing of it
+
+    def next_range(self) -> int | None:
+        """Return the next range; None at the end of the data or of the run, once all progress is settled.
+
+        Also returns None if the remaining samples of the last ranges must be trained first. Collective.
+        """
+        self._asked += 1
+        while True:
+            answer = self._agent_client.ask_until_answered(
+                RangeWanted(self._state.attempt, self._asked, self._state.left)
+            )
+            if isinstance(answer, RangeGiven):
+                self.begun, self._state.recalls = answer.begun, answer.recalls
+                return answer.range
+            if not isinstance(answer, RangesEnded):
+                raise LocalProtocolError(f"expected RangeGiven or RangesEnded from the agent, got {answer!r}")
+            if (self._state.left and not answer.finished) or self._settle_ranges(answer):
+                return None
+
+    def mark_position(self, left: Sequence[int], begun: BegunRange | None) -> None:
+        """Set the position after the next inner step: only `left` have samples to train; `begun` is trained of the
+        first.
+        """
+        self._state.left, self._state.begun = tuple(left), begun
+
+    def _settle_ranges(self, ended: RangesEnded) -> bool:
+        """Push the progress since the last push; return whether none is left to settle."""
+        was_in_flight = self._outer_steps.in_flight
+        self._outer_steps.settle_transfers()
+        if was_in_flight and not self._state.finished:
+            return False  # its outcome may have settled everything, or returned ranges: ask again
+        if not self._state.finished and (ended.finished or ended.unsettled):
+            # In a finished run nothing is pushed; the final version is pulled.
+            self._outer_steps.run_outer_step(demanded=ended.unsettled)
+        return self._state.finished or not ended.unsettled
