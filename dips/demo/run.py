@@ -30,7 +30,7 @@ from dips.demo.layout import SLAVES, DemoLayout
 from dips.demo.model import build
 from dips.ids import VersionId
 from dips.local import run as local
-from dips.local.processes import LocalProcesses, ProcessEnded, exit_on_sigterm
+from dips.local.run import LocalProcesses, ProcessEnded, exit_on_sigterm
 from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
 from dips.protocol.enums import SlaveCause, SlaveState

@@ -18,7 +18,7 @@ def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | N
     if event.protocol == PROTOCOL:
         return None
     peer = f"cluster {event.cluster}" if isinstance(event, ClusterJoined) else f"slave {event.slave}"
-    spoken = f"this master speaks {PROTOCOL}, {peer} speaks {event.protocol}"
+    spoken = f"expected {PROTOCOL}, got {event.protocol} from {peer}"
     return Failed(ConfigError, f"protocol: {spoken}; install one release everywhere")
 
 
@@ -59,7 +59,7 @@ def why_impossible(tokens: int, inner_steps: int, passed_s: float) -> str:
     ):
         most = (passed_s + FORGIVEN_S) * rate
         if claimed > most:
-            return f"{what}: {claimed} were claimed, and {passed_s:.0f} s after the last push at most {most:.3g} can be"
+            return f"{what}: expected at most {most:.3g} in {passed_s:.0f} s since the last push, got {claimed}"
     return ""
 
 
@@ -69,10 +69,10 @@ def why_untold(told: ToldProgress, settled: ToldProgress, tokens: int, inner_ste
     Empty if it does not.
     """
     if settled.tokens + tokens > told.tokens:
-        return f"its heartbeats told of {told.tokens - settled.tokens} tokens so far, the push brings {tokens}"
+        return f"expected at most {told.tokens - settled.tokens} tokens, as reported so far, got {tokens}"
     if settled.inner_steps + inner_steps > told.inner_steps:
         steps = told.inner_steps - settled.inner_steps
-        return f"its heartbeats told of {steps} inner steps so far, the push brings {inner_steps}"
+        return f"expected at most {steps} inner steps, as reported so far, got {inner_steps}"
     return ""
 
 

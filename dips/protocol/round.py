@@ -11,7 +11,7 @@ from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import VersionId
 from dips.outer_step import OuterStep, factor_at, join_factors, pick_factors, returned_share
-from dips.protocol import durability, push_pull
+from dips.protocol import durability, push_pull, rules
 from dips.protocol.effects import Abort, Apply, DropPush, Fold, Measure, Persist
 from dips.protocol.entities import Cluster, Fanout, Push, Round, Slave
 from dips.protocol.enums import (
@@ -40,22 +40,6 @@ from dips.protocol.records import (
     ScoreHistory,
     VersionCommitted,
     VersionRow,
-)
-from dips.protocol.rules import (
-    MEAN,
-    WEIGHTS,
-    Clipped,
-    LayerShare,
-    Merge,
-    StepRound,
-    clip_layers,
-    clip_whole,
-    find_merge,
-    find_step,
-    measure_share,
-    rate_of_clusters,
-    scale_layer,
-    weigh_last,
 )
 from dips.protocol.run_state import RunState
 from dips.protocol.verdicts import PushEvidence, Settled, Verdict
@@ -254,11 +238,11 @@ def weigh_push(run: RunState, r: Round, push: Push) -> None:
     push.counted = push.tokens if most is None else min(push.tokens, most)
     if push.counted < push.tokens:
         run.emit_note("push_capped", push=push.id, tokens=push.tokens, counted=push.counted)
-    push.merge_weight = WEIGHTS[o.weights](push.counted)
+    push.merge_weight = rules.WEIGHTS[o.weights](push.counted)
     push.weight = push.counted / r.folded[0].counted if r.folded else 1.0
     r.flagged |= bool(push.verdict is not None and push.verdict.flagged)
     layers = _layers_that_differ(run, r)
-    weights = [weigh_last(_merge_of(run, i), _layer_shares(r.folded, i), _share_in(push, i)) for i in layers]
+    weights = [rules.weigh_last(_merge_of(run, i), _layer_shares(r.folded, i), _share_in(push, i)) for i in layers]
     push.layer_weights = () if set(weights) == {push.weight} else join_factors(tuple(weights))
 
 
@@ -270,37 +254,37 @@ def fold_order(r: Round, push: Push, layers: Sequence[int]) -> Fold:
 
 def _layers_that_differ(run: RunState, r: Round) -> Sequence[int]:
     """Return the layers whose weights and scales may differ; the first layer stands for all that are not returned."""
-    by_layer = find_merge(run.options.outer.merge).by_layer or r.flagged
+    by_layer = rules.find_merge(run.options.outer.merge).by_layer or r.flagged
     return range(len(run.manifest.layers)) if by_layer else (0,)
 
 
-def _merge_of(run: RunState, layer: int) -> Merge:
-    merge = find_merge(run.options.outer.merge)
-    return MEAN if merge.blocks_only and layer not in run.manifest.blocks else merge
+def _merge_of(run: RunState, layer: int) -> rules.Merge:
+    merge = rules.find_merge(run.options.outer.merge)
+    return rules.MEAN if merge.blocks_only and layer not in run.manifest.blocks else merge
 
 
-def _layer_shares(pushes: Sequence[Push], layer: int) -> Iterator[LayerShare | None]:
+def _layer_shares(pushes: Sequence[Push], layer: int) -> Iterator[rules.LayerShare | None]:
     """Iterate over the pushes' shares in one layer, lazily, since a caller may stop at the first that counts."""
     return (_share_in(push, layer) for push in pushes)
 
 
-def _share_in(push: Push, layer: int) -> LayerShare | None:
+def _share_in(push: Push, layer: int) -> rules.LayerShare | None:
     if push.verdict is not None and layer in push.verdict.flagged:
         return None
-    return LayerShare(push.merge_weight, sqrt(push.layer_sq[layer]), push.inner_steps)
+    return rules.LayerShare(push.merge_weight, sqrt(push.layer_sq[layer]), push.inner_steps)
 
 
 # ---- a round --------------------------------------------------------------------------------------------------------
 
 
-def make_step(run: RunState, r: Round) -> Clipped:
+def make_step(run: RunState, r: Round) -> rules.Clipped:
     """Compute the coefficients of the round's outer step; its norm may turn out not to be finite."""
     o = run.options.outer
     cut = _clip(run, r, _scale_layers(run, r))
     live = {cluster.name: cluster.last_tokens for cluster in run.clusters.values() if cluster.live}
     clusters = len(live.keys() | {push.id.cluster for push in r.folded})
-    lr = rate_of_clusters(clusters) if isinstance(o.lr, str) else o.lr
-    numbers = find_step(o.step)(_describe_round(run, r, live))
+    lr = rules.rate_of_clusters(clusters) if isinstance(o.lr, str) else o.lr
+    numbers = rules.find_step(o.step)(_describe_round(run, r, live))
     r.step = OuterStep(cut.scales, lr, *numbers, returned_share(lr, numbers))
     return cut
 
@@ -310,24 +294,26 @@ def _scale_layers(run: RunState, r: Round) -> tuple[float, ...]:
     for layer in _layers_that_differ(run, r):
         weights = [factor_at(push.layer_weights or (push.weight,), layer) for push in r.folded]
         shares, acc_sq = _layer_shares(r.folded, layer), r.acc_sq[layer]
-        scales.append(scale_layer(_merge_of(run, layer), shares, weights, sqrt(acc_sq) if acc_sq >= 0 else acc_sq))
+        scales.append(
+            rules.scale_layer(_merge_of(run, layer), shares, weights, sqrt(acc_sq) if acc_sq >= 0 else acc_sq)
+        )
     return join_factors(tuple(scales))
 
 
-def _clip(run: RunState, r: Round, scales: tuple[float, ...]) -> Clipped:
+def _clip(run: RunState, r: Round, scales: tuple[float, ...]) -> rules.Clipped:
     clip, norms = run.options.outer.clip, run.penalty.history.delta_norms
     if clip.per_layer:
-        return clip_layers(scales, r.acc_sq, clip.norm)
+        return rules.clip_layers(scales, r.acc_sq, clip.norm)
     relative = clip.relative * median(norms) if clip.relative is not None and norms else None
-    return clip_whole(scales, r.acc_sq, clip.norm if clip.relative is None else relative)
+    return rules.clip_whole(scales, r.acc_sq, clip.norm if clip.relative is None else relative)
 
 
-def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> StepRound:
+def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> rules.StepRound:
     """Return the round's momentum and share of a cycle, the input of a step rule."""
     tokens = dict[str, int]()
     for push in r.folded:
         tokens[push.id.cluster] = tokens.get(push.id.cluster, 0) + push.counted
-    return StepRound(run.options.outer.momentum, measure_share(tokens, live))
+    return rules.StepRound(run.options.outer.momentum, rules.measure_share(tokens, live))
 
 
 # ---- round ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dips.sim.fiber import Gate, Wait
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.model import SimModel
 from dips.sim.scenario import Scenario
-from dips.sim.transfer import DataNetwork
+from dips.sim.streams import DataNetwork
 from dips.sim.work import Books, Work
 
 

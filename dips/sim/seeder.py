@@ -19,8 +19,7 @@ from dips.sim.data_links import make_keys
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.heap import Chance, Heap
 from dips.sim.network import Network
-from dips.sim.streams import SimTransfer
-from dips.sim.transfer import DataNetwork
+from dips.sim.streams import DataNetwork, SimTransfer
 from dips.slave.ports import F32
 from dips.wire.frame import Buffer, Range
 

@@ -22,9 +22,20 @@ from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.state import Actions, AskMaster, Channel, RecordMark, SaveIncarnation, SendHeartbeat, StopTrainer
 from dips.client.agent.trainer import ErrorTail, TrainerProcess, kill_leftovers
 from dips.client.ipc import messages
-from dips.client.ipc.address import AGENT, TOKEN, over_network, reach_socket, socket_path, token_of
+from dips.client.ipc.address import (
+    AGENT,
+    ANSWER,
+    TAG,
+    TOKEN,
+    Seal,
+    TokenServer,
+    keep_alive,
+    over_network,
+    reach_socket,
+    socket_path,
+    token_of,
+)
 from dips.client.ipc.messages import Answer, AskAgain, Attached, Detach, ErrorReply, Message, Noted, PullNow, PushNow
-from dips.client.ipc.seal import ANSWER, TAG, Seal, TokenServer, keep_alive
 from dips.config import ClusterFile
 from dips.dataclass import replace
 from dips.differences import differing_options

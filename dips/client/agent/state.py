@@ -333,6 +333,33 @@ class TrainerAttempt:
 
 
 @dataclass
+class TransferMeter:
+    """The bytes that the ranks have moved in the present or last transfer, and their rate."""
+
+    nbytes: int = 0
+    total: int = 0
+    at: float = 0.0  # when they were reported
+    moving_s: float = 0.0  # time in which bytes moved
+    bytes_per_s: float = 0.0  # mean rate over `moving_s`, of the former transfer until bytes of this one are reported
+
+    def reset_bytes(self) -> None:
+        """Forget the bytes of the last transfer."""
+        self.nbytes = self.total = 0
+
+    def begin_moving(self, now: float) -> None:
+        """Begin to measure, before the ranks move bytes."""
+        self.reset_bytes()
+        self.at, self.moving_s = now, 0.0
+
+    def record_bytes(self, nbytes: int, total: int, now: float, idle_s: float, staggered: bool) -> None:
+        """Record the bytes moved over all ranks; `idle_s` is the time before this report in which none moved."""
+        if not staggered or nbytes > self.nbytes:  # between two fragments the link is idle, not slow
+            self.moving_s += max(0.0, now - self.at - max(0.0, idle_s))
+        self.nbytes, self.total, self.at = nbytes, total, now
+        self.bytes_per_s = nbytes / max(self.moving_s, 1e-3)
+
+
+@dataclass
 class OuterSync:
     """The present push or pull, and the state of rank 0's question."""
 
@@ -352,10 +379,7 @@ class OuterSync:
     frozen_by: int = 0  # the attempt whose progress the open push carries
     merge: bool = False  # the present pull keeps the training since the push was frozen
     ordered: PushId | PullId | None = None  # the transfer that the ranks were last ordered to move
-    moved: tuple[int, int] = (0, 0)  # present or last transfer: bytes moved, bytes in all
-    moved_at: float = 0.0  # when `moved` was reported
-    moving_s: float = 0.0  # time in which bytes moved
-    bytes_per_s: float = 0.0  # mean rate over `moving_s`
+    meter: TransferMeter = field(default_factory=TransferMeter)
     moving_at_heartbeat: PushId | PullId | None = None  # the transfer that was moving at the last heartbeat
     halt: str = ""  # why the ranks should end the present transfer; "": they should not
     # what comes next

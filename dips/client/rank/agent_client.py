@@ -16,9 +16,19 @@ import torch
 import torch.distributed as dist
 
 from dips.client.ipc import messages
-from dips.client.ipc.address import AGENT, Address, OnThisHost, reach_socket
+from dips.client.ipc.address import (
+    AGENT,
+    GREETING,
+    PROOF,
+    TAG,
+    Address,
+    OnThisHost,
+    Seal,
+    TokenClient,
+    keep_alive,
+    reach_socket,
+)
 from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Noted, Notice, Question, Stepped, TransferProgress
-from dips.client.ipc.seal import GREETING, PROOF, TAG, Seal, TokenClient, keep_alive
 from dips.dataclass import replace
 from dips.errors import (
     ConfigError,

@@ -51,9 +51,8 @@ from dips.client.rank.joining import (
 )
 from dips.client.rank.model_checks import UNKNOWN, TrainedNames, digest_frozen
 from dips.client.rank.optimizers import InnerOptimizers, KeptWeights
-from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
 from dips.client.rank.outer_log import OnVersion, OuterLog
-from dips.client.rank.shard_transfer import ShardTransfer
+from dips.client.rank.shard_transfer import ShardTransfer, make_state, read_saved, read_tensors
 from dips.client.rank.steps import InnerState, OuterState, OuterSteps, StepChecks, StepReports, StepTokens
 from dips.codecs import Codec
 from dips.config import Shared
