@@ -13,24 +13,20 @@ from dips import __version__
 from dips.commands import (
     certs,
     check,
-    cluster,
     config,
     demo,
-    drain,
     export,
     history,
     init,
     logs,
     new,
+    operator,
     plan,
     plot,
     rebalance,
     recover,
-    rollback,
     seed,
-    set_options,
     status,
-    stop,
     study,
     up,
     verify,
@@ -88,7 +84,7 @@ answers; 78 the configuration is wrong. The message says what was expected, what
 )
 
 cli.add_typer(data.words, name="data")
-cli.add_typer(cluster.words, name="cluster")
+cli.add_typer(operator.cluster_words, name="cluster")
 cli.add_typer(certs.words, name="certs")
 cli.add_typer(config.words, name="config")
 cli.add_typer(plan.words, name="plan")
@@ -127,16 +123,16 @@ for word in (
     plot.plot,
     verify.verify,
     export.export,
-    stop.stop,
-    drain.drain,
+    operator.stop,
+    operator.drain,
     rebalance.rebalance,
     recover.recover,
-    rollback.rollback,
+    operator.rollback,
     study.study,
 ):
     cli.command()(word)
-    if word is stop.stop:
-        cli.command("set")(set_options.set_options)
+    if word is operator.stop:
+        cli.command("set")(operator.set_options)
 
 
 if __name__ == "__main__":
