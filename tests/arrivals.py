@@ -32,8 +32,7 @@ from dips.sim.agent import SimAgent
 from dips.sim.model import SimModel
 from dips.sim.network import Answer, SimHost
 from dips.sim.observer import Observer
-from dips.sim.scenario import Scenario
-from dips.sim.site import Site
+from dips.sim.scenario import Scenario, Site
 from dips.sim.world import World
 from dips.slave.ports import F32
 from dips.study.emulator import RANGES, make_scenario

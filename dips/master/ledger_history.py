@@ -1,4 +1,4 @@
-"""Reads past rounds from the ledger for display: the result of each round, its folds, its clusters' outcomes."""
+"""Reads from the ledger what happened: each round with its folds and outcomes, and what operators changed."""
 
 from __future__ import annotations
 

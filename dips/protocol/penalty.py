@@ -21,7 +21,6 @@ from dips.protocol.gates.direction import (
     lacks_witnesses,
     own_usual,
 )
-from dips.protocol.gates.layers import layer_norms
 from dips.protocol.gates.losses import LEARNED, MARGIN, MOST_USUAL, bound_loss, excess_loss, has_risen, taught_losses
 from dips.protocol.gates.norms import (
     OWN_REFERENCE,
@@ -31,6 +30,7 @@ from dips.protocol.gates.norms import (
     gate_threshold,
     has_score,
     is_joiner,
+    layer_norms,
     longest_step,
 )
 from dips.protocol.gates.replays import DIGESTS_KEPT

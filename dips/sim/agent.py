@@ -26,11 +26,10 @@ from dips.errors import Denied, DipsError, Diverged, StaleIncarnation, Unavailab
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
-from dips.sim.fiber import ChangeSignal, Fiber, Gate, Story, Wait, sleep
-from dips.sim.heap import Heap
+from dips.sim.heap import ChangeSignal, Fiber, Gate, Heap, Story, Wait, sleep
 from dips.sim.network import Network
 from dips.sim.ports import TrainerAgent, TrainerWorld
-from dips.sim.site import Site
+from dips.sim.scenario import Site
 from dips.sim.trainer import SimTrainer
 from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dips.client.agent.account import NO_INCARNATION
 from dips.sim.agent import CALL_S, AgentWorld, SimAgent
-from dips.sim.site import Site
+from dips.sim.scenario import Site
 
 RESTART_S = 2.0  # until an agent that exited by itself is restarted
 

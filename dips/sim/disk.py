@@ -1,5 +1,5 @@
-"""The simulated disk of one slave: full or slow at times; a snapshot being written may be torn, written snapshots may
-rot, and an old copy of the directory may be restored. Otherwise written snapshots survive every crash.
+"""The simulated disks: of the ledger (below), and of one slave. The latter is full or slow at times; a snapshot being
+written may be torn, written ones may rot, and an old copy of the directory may be restored. Otherwise they survive.
 """
 
 from __future__ import annotations

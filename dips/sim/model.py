@@ -12,7 +12,7 @@ import numpy as np
 
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.sim.site import Site
+from dips.sim.scenario import Site
 from dips.slave.ports import F32
 
 NOISES = 32  # noise vectors, one of which an inner step adds

@@ -9,8 +9,7 @@ from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.ids import PullId, PushId
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
-from dips.sim.fiber import Gate, Wait
-from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.heap import Chance, Gate, Heap, Timer, Trace, Wait
 from dips.sim.model import SimModel
 from dips.sim.scenario import Scenario
 from dips.sim.streams import DataNetwork

@@ -1,7 +1,10 @@
-"""The scenario of a simulation: clusters and slaves, their speed, and the options of the run."""
+"""The scenario of a simulation: clusters, their machines and data, slaves, and the options of the run."""
 
 from __future__ import annotations
 
+from random import Random
+
+from dips.client.agent.account import Pace
 from dips.client.ipc.messages import RangeGiven
 from dips.codecs import Codec
 from dips.data.steps import Part, StepCutter
@@ -102,3 +105,34 @@ class SimFeed:
     def take_step(self, *, whole: bool) -> tuple[Part, ...]:
         """Return the samples of the next inner step; empty if none is left, or, with `whole`, too few."""
         return tuple(self._cutter.take_step(whole=whole))
+
+
+# ---- site ------------------------------------------------------------------------------------------------------------
+
+STRAGGLING = 10.0  # factor of a straggling step's time
+
+
+@dataclass
+class Site:
+    """The machines of one cluster: their name, their ranks and their speed."""
+
+    name: str
+    ranks: int
+    step_s: float
+    rng: Random
+    aligned_steps: int = 0  # pace.aligned of its cluster file; 0: it pushes after the scenario's inner steps
+    overlap: bool = False  # it trains during push, window and pull
+    restarts: int = 0  # torchrun --max-restarts
+    fragments: int = 1  # number of fragments of an overlapping transfer
+    jitter: float = 0.6  # of step_s, between the shortest and the longest inner step
+    straggles: float = 0.0  # share of inner steps that take STRAGGLING times as long
+    diverged: int = 0  # number of coming pushes with bad content
+
+    def make_pace(self, inner_steps: int) -> Pace:
+        """Return the pace of an agent started here; `inner_steps` is the scenario's."""
+        return Pace(aligned=self.aligned_steps) if self.aligned_steps else Pace(steps=inner_steps)
+
+    def draw_step_s(self) -> float:
+        """Return the duration of the next inner step."""
+        step_s = self.step_s * (1.0 - self.jitter / 2 + self.jitter * self.rng.random())
+        return step_s * STRAGGLING if self.straggles and self.rng.random() < self.straggles else step_s

@@ -19,12 +19,10 @@ from dips.protocol.events import MirrorReport
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.agent import error_of
-from dips.sim.data_links import LANE_KEY
 from dips.sim.disk import SimDisk, Snapshot
-from dips.sim.fiber import Gate
 from dips.sim.flow import SimFlow
-from dips.sim.heap import Heap, Timer
-from dips.sim.network import Network
+from dips.sim.heap import Gate, Heap, Timer
+from dips.sim.network import LANE_KEY, Network
 from dips.sim.scenario import Scenario
 from dips.sim.streams import DataNetwork
 from dips.slave.core import SlaveCore

@@ -17,10 +17,9 @@ from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Manifest
-from dips.sim.data_links import DataLinks, Flows
-from dips.sim.fiber import Gate
 from dips.sim.flow import SimFlow, SimTracker
-from dips.sim.heap import Heap, Timer
+from dips.sim.heap import Gate, Heap, Timer
+from dips.sim.network import DataLinks, Flows
 from dips.slave.ports import F32
 from dips.slave.sender import ChunkSend
 from dips.wire.chunks import put_pulled, split_chunks

@@ -1,4 +1,4 @@
-"""One simulated world: the real Coordinator, Judge, Ledger, Shards and client cores; everything else is simulated.
+"""One simulated world: the real Coordinator, Judge, Ledger, Shards and client cores; the rest is simulated.
 
 `World(seed, scenario).run(observers)` runs it to its end. Failures are planned by the caller; by itself a world
 has none.
@@ -28,9 +28,8 @@ from dips.sim.master import Answer, MasterProcess, MasterWorld
 from dips.sim.model import NoiseModel, SimModel
 from dips.sim.network import Network
 from dips.sim.observer import Monitor, Observer
-from dips.sim.scenario import NAMES, Scenario
+from dips.sim.scenario import NAMES, Scenario, Site
 from dips.sim.seeder import SimSeeder
-from dips.sim.site import Site
 from dips.sim.slave import SimMirror, SlaveProcess, SlaveWorld
 from dips.sim.streams import DataNetwork
 from dips.sim.work import Books

@@ -17,7 +17,7 @@ from dips.protocol.enums import LayerUnit
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import FORBID
-from dips.sim.site import Site
+from dips.sim.scenario import Site
 from dips.slave.ports import F32
 from dips.study.fleet import Arrays, Fault
 from dips.study.task import Batch, BatchDraw, Task, make_model

@@ -1,4 +1,4 @@
-"""The address of a job's agent: a Unix socket on its own host, TCP with a token from the job's other hosts."""
+"""The address of a job's agent, a Unix socket or TCP, and the seal of messages between hosts."""
 
 from __future__ import annotations
 

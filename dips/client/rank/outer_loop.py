@@ -39,16 +39,8 @@ from dips.client.ipc.messages import (
 )
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
 from dips.client.parallel.unshared_buffers import BufferWatch
+from dips.client.rank import joining
 from dips.client.rank.agent_client import AgentClient, JobCollectives
-from dips.client.rank.joining import (
-    attach_trainer,
-    find_agent,
-    find_config,
-    is_alone,
-    tell_memory,
-    warn_of_coarse,
-    watch_run,
-)
 from dips.client.rank.model_checks import UNKNOWN, TrainedNames, digest_frozen
 from dips.client.rank.optimizers import InnerOptimizers, KeptWeights
 from dips.client.rank.outer_log import OnVersion, OuterLog
@@ -107,17 +99,17 @@ class OuterLoop:
                    supported, ranks that hold different models. DifferentModel: the model is not the run's; the first
                    differences are listed.
         """
-        self._config, alone = find_config(config), is_alone(config)
+        self._config, alone = joining.find_config(config), joining.is_alone(config)
         self._agent = None if alone else find_address(self._config)
         for former in [loop for loop in _open if loop._agent == self._agent is not None]:
             former._give_way()
-        self._unwatch = watch_run(self._config, alone)
+        self._unwatch = joining.watch_run(self._config, alone)
         self.resumed = False  # whether training goes on from what `load_state_dict` was given, not from a pull instead
         self._collectives = JobCollectives(self._config.collective_s)
-        self._agent_client = find_agent(self._config, self._collectives, alone)
+        self._agent_client = joining.find_agent(self._config, self._collectives, alone)
         layout = lay_out(model, self._collectives, optimizer, grouping=self._config.shared.grouping)
         if layout.adapter.loses_bits and self._collectives.rank == 0:
-            warn_of_coarse(layout.adapter.loses_bits)
+            joining.warn_of_coarse(layout.adapter.loses_bits)
         parts = [model] if isinstance(model, nn.Module) else model
         self._optimizers = InnerOptimizers(parts, optimizer)
         self._trained_names = TrainedNames(parts, self._collectives)
@@ -137,11 +129,13 @@ class OuterLoop:
             self._config.fragments,
             self._warn,
         )
-        tell_memory(self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone)
+        joining.tell_memory(
+            self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone
+        )
         moving = self._shard_transfer
         keys = moving.public_keys if self._config.tls else ()  # plain lanes ask for none
         frozen = UNKNOWN if layout.adapter.staged else digest_frozen(parts, self._collectives)
-        self._state = attach_trainer(self._agent_client, layout.plan.manifest, moving.ranks, keys, frozen)
+        self._state = joining.attach_trainer(self._agent_client, layout.plan.manifest, moving.ranks, keys, frozen)
         self._inner, self._step_checks = InnerState(), StepChecks(self._collectives)
         self._outer_steps = OuterSteps(
             self._config, self._state, self._agent_client, self._shard_transfer, self._reset_optimizers

@@ -1,4 +1,4 @@
-"""Transfers of this rank's bytes in the background of training, and the ranks' agreement on the result."""
+"""Transfers of this rank's bytes in the background of training, and the ranks' agreement; their checkpoint."""
 
 from __future__ import annotations
 
