@@ -13,7 +13,6 @@ from dips import __version__
 from dips.commands import (
     certs,
     check,
-    config,
     demo,
     export,
     history,
@@ -86,7 +85,7 @@ answers; 78 the configuration is wrong. The message says what was expected, what
 cli.add_typer(data.words, name="data")
 cli.add_typer(operator.cluster_words, name="cluster")
 cli.add_typer(certs.words, name="certs")
-cli.add_typer(config.words, name="config")
+cli.add_typer(check.words, name="config")
 cli.add_typer(plan.words, name="plan")
 
 

@@ -29,10 +29,10 @@ from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.protocol.records import FoldRow, OutcomeRow, Record, RoundEnded, VersionCommitted
 from dips.sim.agent import SimAgent
-from dips.sim.model import SimModel
 from dips.sim.network import Answer, SimHost
 from dips.sim.observer import Observer
 from dips.sim.scenario import Scenario, Site
+from dips.sim.work import SimModel
 from dips.sim.world import World
 from dips.slave.ports import F32
 from dips.study.emulator import RANGES, make_scenario

@@ -43,8 +43,7 @@ from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.options import Options
 from dips.protocol.penalty import Penalty
 from dips.protocol.records import LedgerState, Record, VersionRow
-from dips.protocol.timers import Timers
-from dips.protocol.transfer_book import TransferBook, transfer_deadline_s
+from dips.protocol.transfer_book import Timers, TransferBook, transfer_deadline_s
 from dips.protocol.tunable import restore_tuned
 
 # ---- lineage --------------------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from dips.ids import PullId, PushId
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.heap import Chance, Gate, Heap, Timer, Trace, Wait
-from dips.sim.model import SimModel
 from dips.sim.scenario import Scenario
 from dips.sim.streams import DataNetwork
-from dips.sim.work import Books, Work
+from dips.sim.work import Books, SimModel, Work
 
 
 class TrainerWorld(Protocol):

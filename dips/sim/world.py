@@ -20,19 +20,18 @@ from dips.protocol.effects import Exit, Failed, Order
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.protocol.slaves import EXIT_OLD_LEDGER
-from dips.sim.cluster import SimCluster
+from dips.sim.agent import SimCluster
 from dips.sim.disk import LedgerDisk, SimDisk
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.master import Answer, MasterProcess, MasterWorld
-from dips.sim.model import NoiseModel, SimModel
 from dips.sim.network import Network
 from dips.sim.observer import Monitor, Observer
 from dips.sim.scenario import NAMES, Scenario, Site
 from dips.sim.seeder import SimSeeder
 from dips.sim.slave import SimMirror, SlaveProcess, SlaveWorld
 from dips.sim.streams import DataNetwork
-from dips.sim.work import Books
+from dips.sim.work import Books, NoiseModel, SimModel
 from dips.slave.ports import F32
 
 Plan = Callable[["World"], None]  # plans failures with World.call_later

@@ -164,7 +164,7 @@ class _Trained:
 
 
 class LearnedModel:
-    """The model of a World (sim/model.py): a module for each cluster that has begun."""
+    """The model of a World (sim/work.py): a module for each cluster that has begun."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
-from dips.sim.cluster import SimCluster
+from dips.sim.agent import SimCluster
 from dips.sim.world import SlaveMachine, World
 
 Strike = Callable[[World, Random], None]

@@ -11,8 +11,7 @@ import torch
 
 from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock
 from dips.client.parallel.blocks import FiniteCheck, find_not_finite, shaped_like, split_together, sum_bits
-from dips.client.parallel.devices import HOST_BLOCK_ITEMS, Device, find_device
-from dips.client.parallel.model_memory import ModelMemory
+from dips.client.parallel.devices import HOST_BLOCK_ITEMS, Device, ModelMemory, find_device
 from dips.client.parallel.plan import LocalRect, Replicas, TransferPlan
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.shard_buffer import BYTES, HostSum, PartExchange, RankExchange, SentPart, ShardBuffer

@@ -24,19 +24,8 @@ from weakref import WeakSet
 
 from torch import nn
 
+from dips.client.ipc import messages
 from dips.client.ipc.address import find_address
-from dips.client.ipc.messages import (
-    Detach,
-    Healed,
-    RangeGiven,
-    RangesEnded,
-    RangeWanted,
-    Remarked,
-    Resume,
-    Resumed,
-    Saved,
-    SaveWanted,
-)
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
 from dips.client.parallel.unshared_buffers import BufferWatch
 from dips.client.rank import joining
@@ -259,7 +248,7 @@ class OuterLoop:
 
     def remark(self, text: str) -> None:
         """Show a remark in the agent's log and in `dips status`. Only rank 0's call has an effect."""
-        self._agent_client.notify_agent(Remarked(self._state.attempt, text))
+        self._agent_client.notify_agent(messages.Remarked(self._state.attempt, text))
 
     def log_to(self, target: Any) -> None:
         """Write `dips/…` numbers at every outcome and version: mean loss since the last, progress, counts of outcomes.
@@ -393,8 +382,8 @@ class OuterLoop:
         self._shard_transfer.finish_install()
         if self._config.on_divergence is not DivergencePolicy.RESET:
             self._shard_transfer.check_finite("it is not saved over the last good checkpoint")
-        saved = self._agent_client.ask_agent(SaveWanted(self._state.attempt))
-        if not isinstance(saved, Saved):
+        saved = self._agent_client.ask_agent(messages.SaveWanted(self._state.attempt))
+        if not isinstance(saved, messages.Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
         own = self._shard_transfer.checkpoint_tensors()
         self._tell_of_own(bool(own))
@@ -429,11 +418,11 @@ class OuterLoop:
             return self._pull_instead(f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}")
         if misfit := self._shard_transfer.find_misfit(own):
             return self._pull_instead(NOT_EACH_RANK.format(misfit=misfit))
-        answer = self._agent_client.ask_until_answered(Resume(self._state.attempt, saved))
+        answer = self._agent_client.ask_until_answered(messages.Resume(self._state.attempt, saved))
         self._inner.warming_up = False
-        if isinstance(answer, Healed):
+        if isinstance(answer, messages.Healed):
             return self._pull_instead(f"the checkpoint is overtaken: {answer.reason}")
-        if not isinstance(answer, Resumed):
+        if not isinstance(answer, messages.Resumed):
             raise LocalProtocolError(f"expected Resumed or Healed from the agent, got {answer!r}")
         self._state.version = VersionId.parse(saved.base)
         self._shard_transfer.restore_tensors(self.version, own)
@@ -469,7 +458,7 @@ class OuterLoop:
         self._settle_steps()
         self._shard_transfer.finish_install()
         self._outer_steps.cancel_transfers()
-        self._agent_client.ask_agent(Detach(self._state.attempt))
+        self._agent_client.ask_agent(messages.Detach(self._state.attempt))
         self._closed = CLOSED
         _open.discard(self)
         self._optimizers.close()
@@ -546,12 +535,12 @@ class DataRanges:
         self._asked += 1
         while True:
             answer = self._agent_client.ask_until_answered(
-                RangeWanted(self._state.attempt, self._asked, self._state.left)
+                messages.RangeWanted(self._state.attempt, self._asked, self._state.left)
             )
-            if isinstance(answer, RangeGiven):
+            if isinstance(answer, messages.RangeGiven):
                 self.begun, self._state.recalls = answer.begun, answer.recalls
                 return answer.range
-            if not isinstance(answer, RangesEnded):
+            if not isinstance(answer, messages.RangesEnded):
                 raise LocalProtocolError(f"expected RangeGiven or RangesEnded from the agent, got {answer!r}")
             if (self._state.left and not answer.finished) or self._settle_ranges(answer):
                 return None
@@ -562,7 +551,7 @@ class DataRanges:
         """
         self._state.left, self._state.begun = tuple(left), begun
 
-    def _settle_ranges(self, ended: RangesEnded) -> bool:
+    def _settle_ranges(self, ended: messages.RangesEnded) -> bool:
         """Push the progress since the last push; return whether none is left to settle."""
         was_in_flight = self._outer_steps.in_flight
         self._outer_steps.settle_transfers()
