@@ -102,9 +102,7 @@ def _find_rival(run: RunState, cluster: Cluster | None, event: events.ClusterJoi
     heartbeat_s, name = run.options.timing.heartbeat_s, f"{cluster.name}/{cluster.inc}"
     if event.rival_heard_s < SILENT_HEARTBEATS * heartbeat_s:
         taken = f"got {cluster.name}, which a live agent has as {name}"
-        return Refused(
-            heartbeat_s, f"cluster: expected a name that is free, {taken}; stop that agent, or rename this one"
-        )
+        return Refused(heartbeat_s, f"cluster: expected a name that is free, {taken}; stop it, or rename this one")
     return Pending(f"waits until the lease of {name} ends, which has the name {cluster.name} and is silent")
 
 
