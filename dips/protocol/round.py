@@ -229,7 +229,7 @@ def _slot_is_wanted(run: RunState) -> bool:
 # fold each as it comes. In the common case, the mean of whole pushes, all layers share one number.
 
 
-# ---- a push ---------------------------------------------------------------------------------------------------------
+# ---- weights of a push ----------------------------------------------------------------------------------------------
 
 
 def weigh_push(run: RunState, r: Round, push: Push) -> None:
@@ -274,7 +274,7 @@ def _share_in(push: Push, layer: int) -> rules.LayerShare | None:
     return rules.LayerShare(push.merge_weight, sqrt(push.layer_sq[layer]), push.inner_steps)
 
 
-# ---- a round --------------------------------------------------------------------------------------------------------
+# ---- coefficients of a round ----------------------------------------------------------------------------------------
 
 
 def make_step(run: RunState, r: Round) -> rules.Clipped:
@@ -320,8 +320,8 @@ def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> rules.Step
 # A round: collect, measure, gate, fold, close, apply, persist (docs/protocol.md#messages rows 9 to 14).
 #
 # Pushes are measured and folded one after another in the order of their commits, so that every slave adds in the same
-# order and the ledger's order replays bit for bit. The settlement
-# ends the round for its clusters: with a commit, or with a skip if anything breaks the round before its row.
+# order and the ledger's order replays bit for bit. The settlement ends the round for its clusters: with a commit, or
+# with a skip if anything breaks the round before its row.
 
 
 PUSH_DIGESTS = 1 << 53  # a push's digest is the sum of its slaves' digests modulo this
@@ -559,7 +559,7 @@ DELTA_NORMS_KEPT = 50  # accepted ‖δ‖, for a relative clip
 ROUND_ORDERS = frozenset({FanoutKind.MEASURE, FanoutKind.FOLD, FanoutKind.APPLY, FanoutKind.PERSIST})
 
 
-# ---- a version ------------------------------------------------------------------------------------------------------
+# ---- settlement with a version --------------------------------------------------------------------------------------
 
 
 def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
@@ -622,7 +622,7 @@ def _version_row(
     )  # fmt: skip
 
 
-# ---- no version -----------------------------------------------------------------------------------------------------
+# ---- settlement without one -----------------------------------------------------------------------------------------
 
 
 def end_unchanged(run: RunState, r: Round) -> None:
@@ -691,7 +691,7 @@ def _give_back(run: RunState, over: list[Push], reason: str) -> None:
             run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.SKIPPED, why)
 
 
-# ---- one push -------------------------------------------------------------------------------------------------------
+# ---- outcome of a push ----------------------------------------------------------------------------------------------
 
 
 def _kind_of(push: Push) -> OutcomeKind:

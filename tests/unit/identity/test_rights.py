@@ -86,7 +86,7 @@ def test_only_those_of_the_row(method: str, role: PeerRole) -> None:
     caller = who(role)
     own, other = request_of(method, caller.cluster_name), request_of(method, "b")
     if role not in {word.rstrip("*") for word in MAY[method]}:
-        with pytest.raises(Denied, match="is for"):
+        with pytest.raises(Denied, match="expected a certificate of"):
             check_right(caller, method, own)
         return
     check_right(caller, method, own)
