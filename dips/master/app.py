@@ -302,10 +302,6 @@ def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
     return row
 
 
-if __name__ == "__main__":
-    main()
-
-
 # ---- reloading -------------------------------------------------------------------------------------------------------
 # The guard refuses the next call of a cluster whose certificate was revoked, has expired or is on no list any more;
 # here it is expelled: the slaves drop its transfers, and its questions are answered, within a second and not at the end
@@ -371,3 +367,7 @@ def _spell_request(action: str, request: Any) -> str:
         return cut_text(kind.spell(messages.from_proto(request, asked, req=0)))
     except (DipsError, KeyError):
         return "not to be read"
+
+
+if __name__ == "__main__":
+    main()
