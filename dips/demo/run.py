@@ -158,7 +158,6 @@ LEAST_VERSION = {"kept": 0, "mirrored": 3, "unmirrored": 3}  # least head before
 AWAY_S = 6.0  # longer than a lease, so that the master notices the loss of the slave
 BACK_S = 60.0  # timeout for the run to continue
 AFTER_EXPORT = 2  # outer steps after the export, which are lost with a disk without a mirror
-LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)

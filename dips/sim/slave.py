@@ -54,7 +54,7 @@ from dips.wire.chunks import LayerLayout
 
 
 COPY_S = 0.4  # duration of a snapshot's copy, at most double
-BACKOFF_S = (0.5, 4.0)
+MIRROR_BACKOFF_S = (0.5, 4.0)
 
 
 class Later(Protocol):
@@ -94,7 +94,7 @@ class MirrorShell:
 
     def __init__(self, mirror: SimMirror, later: Later, heap: Heap) -> None:
         self._mirror, self._later, self._heap = mirror, later, heap
-        self._plan = MirrorPlan(Backoff(*BACKOFF_S, mirror.rng))
+        self._plan = MirrorPlan(Backoff(*MIRROR_BACKOFF_S, mirror.rng))
         self._timer: Timer | None = None
         self._rotten: dict[VersionId, Snapshot] = {}  # copies that this process has read and found rotten
 
