@@ -28,7 +28,7 @@ from dips.demo import data, layout, plots, train
 from dips.demo.evaluate import Losses, evaluate_losses, validation_sample
 from dips.demo.layout import SLAVES, DemoLayout
 from dips.demo.model import build
-from dips.ids import VersionId
+from dips.ids import GENESIS, VersionId
 from dips.local import run as local
 from dips.local.run import LocalProcesses, ProcessEnded, exit_on_sigterm
 from dips.master.genesis import ledger_path
@@ -85,6 +85,9 @@ def run_demo(
     try:
         console.print(f"everything of this run is in {files.directory}", highlight=False, soft_wrap=True)
         status, killed = _train_and_kill(files, seconds, kill, seed, way, secure, preset)
+        if status.head_version == GENESIS:
+            console.print(f"[bold red]✗[/] expected versions in {seconds:g} s, got none; give it more --seconds")
+            return 1
         return _report_results(files, status.head, killed, seconds, seed, console)
     except KeyboardInterrupt:
         console.print("stopped; every process of the demo has ended")
