@@ -195,7 +195,6 @@ def check_body(header: Header, body: Buffer) -> None:
 
 
 # ---- ranges ---------------------------------------------------------------------------------------------------------
-# Ranges of parameters, which messages name and chunks bring.
 
 
 class Range(NamedTuple):
