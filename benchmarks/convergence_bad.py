@@ -16,9 +16,8 @@ from typing import Any
 
 from benchmarks.convergence_rows import HALF, Rows, make_fleet, spread
 from benchmarks.harness import Bench
-from dips.study.execute import Numbers
 from dips.study.report import BLIND, losses_of, spell_table
-from dips.study.runner import StudyResult
+from dips.study.runner import Numbers, StudyResult
 
 KINDS = ("nan", "inf", "zeros", "lr_x100", "frozen", "shuffled", "sign")
 ALL = "all"

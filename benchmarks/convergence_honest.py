@@ -16,9 +16,8 @@ from typing import Any
 
 from benchmarks.convergence_rows import BASE, HALF, Rows, make_fleet
 from benchmarks.harness import Bench
-from dips.study.execute import Numbers
 from dips.study.report import spell_table
-from dips.study.runner import StudyResult
+from dips.study.runner import Numbers, StudyResult
 
 FACTORY = "benchmarks.honest_task:build"
 MOST_GATED = 0.02  # of the pushes of the cluster with other data, and of all others, over the seeds that are shown

@@ -13,25 +13,20 @@ from dips import __version__
 from dips.commands import (
     certs,
     check,
-    cluster,
-    config,
     demo,
-    drain,
     export,
     follow,
     history,
     init,
     logs,
     new,
+    operator,
     plan,
     plot,
     rebalance,
     recover,
-    rollback,
     seed,
-    set_options,
     status,
-    stop,
     study,
     trace,
     up,
@@ -50,7 +45,7 @@ cli = typer.Typer(
 
 \b
 First look:
-  dips demo --seconds 60 --no-kill                          a run with two clusters, whose claims are checked
+  dips demo --seconds 60 --no-kill                          a run with two clusters, and its losses
   dips new my-run && cd my-run && dips up -- python train.py    a run of your own on this machine
 
 \b
@@ -92,9 +87,9 @@ answers; 78 the configuration is wrong. The message says what was expected, what
 )
 
 cli.add_typer(data.words, name="data")
-cli.add_typer(cluster.words, name="cluster")
+cli.add_typer(operator.cluster_words, name="cluster")
 cli.add_typer(certs.words, name="certs")
-cli.add_typer(config.words, name="config")
+cli.add_typer(check.words, name="config")
 cli.add_typer(plan.words, name="plan")
 
 
@@ -133,16 +128,16 @@ for word in (
     verify.verify,
     export.export,
     follow.follow,
-    stop.stop,
-    drain.drain,
+    operator.stop,
+    operator.drain,
     rebalance.rebalance,
     recover.recover,
-    rollback.rollback,
+    operator.rollback,
     study.study,
 ):
     cli.command()(word)
-    if word is stop.stop:
-        cli.command("set")(set_options.set_options)
+    if word is operator.stop:
+        cli.command("set")(operator.set_options)
 
 
 if __name__ == "__main__":

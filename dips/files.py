@@ -12,7 +12,6 @@ from pathlib import Path
 from dips.errors import ConfigError
 
 # ---- fsync ----------------------------------------------------------------------------------------------------------
-# Makes changes to a file system durable, so that they survive a power cut.
 
 
 def sync_path(path: Path) -> None:
@@ -114,8 +113,6 @@ def require_private(path: Path, key: str) -> None:
 
 
 # ---- pidlock --------------------------------------------------------------------------------------------------------
-# A lock file that one process holds while it runs, with the process's id in it.
-#
 # The kernel releases the lock when the process dies for any reason; the file stays and has no meaning by itself.
 
 
@@ -163,7 +160,6 @@ def lock_holder(path: Path) -> str:
 
 
 # ---- file stamps ----------------------------------------------------------------------------------------------------
-# Detection of changes to a file that is checked regularly: one stamp, for configurations and certificates.
 
 
 FileStamp = tuple[int, int, int]

@@ -20,10 +20,9 @@ import typer
 from dips import daemon
 from dips.client.agent import metrics as agent_metrics
 from dips.client.agent.account import Pace
-from dips.client.agent.agent import Agent, IncarnationFile, MasterLink
+from dips.client.agent.agent import Agent, IncarnationFile, MasterLink, listen_for_ranks
 from dips.client.agent.core import AgentCore
 from dips.client.agent.launch import PR_SET_CHILD_SUBREAPER, set_process_attribute
-from dips.client.agent.rank_server import listen_for_ranks
 from dips.client.agent.relay import Relay
 from dips.client.agent.state import MOST_PAUSE_S, AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import AGENT_HOME, AGENT_PID, PID_FILE, over_network, process_home

@@ -12,7 +12,8 @@ import typer
 
 from dips.commands.config_checks import check_files, read_files
 from dips.commands.options import AS_JSON
-from dips.config import ClusterFile
+from dips.config import ClusterFile, load_cluster, load_run
+from dips.config.reading import is_cluster_file
 from dips.errors import ConfigError, Unavailable, treatment_of
 from dips.printable import FAIL, NOTE, CheckFinding
 
@@ -94,3 +95,20 @@ def _ask(
     elif model:
         ours = partial(manifest_of_file, model, grouping)
     return ask_peers(file, ours, most_mib * MIB, seconds)
+
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+
+words = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Print configuration files.")
+
+
+@words.command("show")
+def show_command(file: Annotated[Path, typer.Argument(help="A run file or a cluster file.")]) -> None:
+    """Print a file as JSON, as a daemon reads it: every key with its value, including defaults, paths made absolute.
+
+    \b
+    Example:
+      dips config show dips.yaml | jq .master.timing
+    """
+    load = load_cluster if is_cluster_file(file) else load_run
+    print(json.dumps(load(file).model_dump(mode="json"), indent=2))

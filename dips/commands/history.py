@@ -21,7 +21,6 @@ from dips.telemetry.listing import Column, Listing, ListingRow
 from dips.view.terminal import NONE, format_count
 
 # ---- history audit --------------------------------------------------------------------------------------------------
-# `dips history --audit`: lists the operators' requests in the ledger.
 
 
 AUDIT_COLUMNS = tuple(Column(name, left=True) for name in ("when (UTC)", "who", "what", "of what"))
@@ -55,7 +54,6 @@ def _draw_row(row: OperatorActed) -> ListingRow:
 
 
 # ---- history --------------------------------------------------------------------------------------------------------
-# The command `dips history`: lists the versions and rounds in the ledger.
 
 
 COLUMNS = (

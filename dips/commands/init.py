@@ -1,17 +1,103 @@
-"""The command `dips init`: makes a run from a model."""
+"""The command `dips init`: makes a run from a model, which `dips seed` reads or makes in the same way."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from dips.commands.first_model import load_tensors
 from dips.commands.options import CONFIG
 from dips.config import RunFile, load_run
+from dips.errors import ConfigError
 from dips.files import keep_files_private
+from dips.store.files import read_parameters
+
+# ---- first model -----------------------------------------------------------------------------------------------------
+
+
+def load_tensors(
+    model: Path | None, factory: str | None, seed: int, trainable: Sequence[str], share_buffers: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return fp32 parameters by name, from a file, from MODULE:FUNCTION, or from both. Raises ConfigError for any
+    problem.
+    """
+    check_source(model, factory)
+    made, frozen = _from_factory(factory, seed, share_buffers) if factory else (None, [])
+    tensors = made if model is None else _from_file(model, made, frozen)
+    assert tensors is not None
+    if trainable:
+        tensors = {n: t for n, t in tensors.items() if any(fnmatchcase(n, p) for p in (*trainable, *share_buffers))}
+        if not tensors:
+            raise ConfigError(f"--trainable: no parameter's name matches {' or '.join(trainable)}")
+    return tensors
+
+
+def check_source(model: Path | None, factory: str | None) -> None:
+    """Raise ConfigError for problems that are known before the model is made: no file, no torch, no such function."""
+    if model is None and factory is None:
+        raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")
+    if model is not None and not model.exists():
+        raise ConfigError(f"{model}: expected a safetensors file with fp32 parameters: there is no such file")
+    if factory is not None:
+        try:
+            importlib.import_module("torch")
+        except ImportError as error:
+            raise ConfigError(
+                f"--factory {factory} needs torch here: pip install torch 'di-ps[client]', or give --model FILE"
+            ) from error
+        from dips.client.parallel.factory import find_function
+
+        find_function(factory, "--factory")
+
+
+def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+    """Call MODULE:FUNCTION under a seed; return its trainable parameters and shared buffers by name, and the names of
+    its frozen parameters.
+    """
+    import torch
+
+    from dips.client.parallel import full_parameters
+    from dips.client.parallel.factory import make_module
+    from dips.client.parallel.unshared_buffers import advise_run
+
+    made = make_module(spec, seed=seed)
+    try:
+        parameters, frozen = full_parameters(made, share_buffers)
+    except ConfigError as error:
+        raise ConfigError(f"--factory {spec}: {error}") from error
+    wrong = [name for name, tensor in parameters.items() if tensor.dtype is not torch.float32]
+    if wrong:
+        raise ConfigError(f"--factory {spec}: expected parameters in float32; {wrong[0]} is not")
+    if told := advise_run(made, share_buffers):
+        print(told, file=sys.stderr)
+    return {name: tensor.cpu().contiguous().numpy() for name, tensor in parameters.items()}, frozen
+
+
+def _from_file(path: Path, made: dict[str, Any] | None, frozen: list[str]) -> dict[str, Any]:
+    """Read a safetensors file, or a version's directory: the tensors that the factory's module trains, or all tensors
+    without a factory.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if path.is_dir():
+        return dict(read_parameters(path))
+    try:
+        with safe_open(path, framework="np") as file:
+            names = set(file.keys())
+            wanted = names if made is None else made.keys()
+            if made is not None and (odd := (wanted - names) | (names - wanted - set(frozen))):
+                one = sorted(odd)[0]
+                where = "only in the file" if one in names else "only in the factory's module"
+                raise ConfigError(f"{path}: parameters differ from the factory's; {one} is {where}")
+            return {name: file.get_tensor(name) for name in sorted(wanted)}
+    except (OSError, SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy has not (bfloat16)
+        raise ConfigError(f"{path}: expected a safetensors file with fp32 parameters: {error}") from error
 
 
 def init(

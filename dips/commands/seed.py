@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from dips.client.rank.transfer import TransferRate
 from dips.commands import operator
-from dips.commands.first_model import check_source, load_tensors
+from dips.commands.init import check_source, load_tensors
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.config import load_run
 from dips.errors import ConfigError

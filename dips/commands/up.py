@@ -17,7 +17,7 @@ from dips.commands.options import OPERATOR, operator_peer
 from dips.config import ClusterFile, RunFile, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.local import run as local
-from dips.local.processes import LocalProcess, LocalProcesses, exit_on_sigterm
+from dips.local.run import LocalProcess, LocalProcesses, exit_on_sigterm
 from dips.master.genesis import ledger_path
 from dips.transport.endpoints import Endpoint
 from dips.view import terminal

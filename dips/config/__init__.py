@@ -6,11 +6,9 @@ of a third file: the options on which all must agree, compared by digest at Join
 """
 
 from dips.config.cluster import ClusterFile, load_cluster
-from dips.config.master import MasterSection, OnVersionSection, TrackSection
-from dips.config.run import RunFile, load_run
+from dips.config.run import AUTO_LANES, MasterSection, OnVersionSection, RunFile, SlaveSection, TrackSection, load_run
 from dips.config.section import STALL_HEARTBEATS, host_port, is_loopback
 from dips.config.shared import Shared
-from dips.config.slave import AUTO_LANES, SlaveSection
 
 __all__ = [
     "AUTO_LANES",

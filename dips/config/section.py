@@ -14,7 +14,6 @@ from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 
 # ---- section --------------------------------------------------------------------------------------------------------
-# The base class and common types of all sections of the configuration files.
 
 
 STALL_HEARTBEATS = 15  # who owes bytes and is silent for so long has stalled, at both ends of a lane: 30 s by default
@@ -37,7 +36,6 @@ class Section(BaseModel):
 
 
 # ---- addresses ------------------------------------------------------------------------------------------------------
-# Addresses in the configuration files.
 
 
 def host_port(address: str) -> tuple[str, int]:
@@ -57,7 +55,6 @@ def is_loopback(host: str) -> bool:
 
 
 # ---- http -----------------------------------------------------------------------------------------------------------
-# The keys of a daemon's HTTP port, which serves probes, metrics, and on the master the page.
 
 
 class HttpKey(Section):
@@ -73,7 +70,6 @@ class HttpTokenKey(Section):
 
 
 # ---- tls ------------------------------------------------------------------------------------------------------------
-# The key `tls` of both files.
 
 
 CERTIFICATE = ".crt"

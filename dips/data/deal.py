@@ -42,7 +42,6 @@ def _mix_bits(x: U64) -> U64:
 
 
 # ---- balance --------------------------------------------------------------------------------------------------------
-# The balance of ranges: the share of each source in every range against its share of the whole data set.
 
 
 @dataclass(frozen=True)

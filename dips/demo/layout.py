@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 import time
@@ -14,6 +15,9 @@ import yaml
 from dips.config.reading import load_file, read_yaml
 from dips.config.shared import Shared
 from dips.errors import ConfigError
+from dips.identity.names import MASTER_NAME, PeerRole
+from dips.identity.paths import REVOCATIONS, ROOT
+from dips.local import run as local
 from dips.local.run import LOGS
 
 RUN, MIRROR = "demo", "mirror"
@@ -179,3 +183,37 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+# ---- certificates ---------------------------------------------------------------------------------------------------
+# Made for `--secure` by the commands of docs/guides/certificates.md. One directory represents all machines: really the
+# authority's `ca/` is elsewhere, and each machine has its own key.
+
+
+AUTHORITY, CERTIFICATES = "ca", "certs"  # directories
+VIEWER = "watch"  # name in the certificate by which the demo reads the status
+_ENROLLED = (
+    (MASTER_NAME, PeerRole.MASTER),
+    *((name, PeerRole.SLAVE) for name in SLAVES),
+    *((name, PeerRole.CLUSTER) for name in CLUSTERS),
+    (PeerRole.OPERATOR.value, PeerRole.OPERATOR),
+    (VIEWER, PeerRole.VIEWER),
+)
+
+
+def make_certificates(files: DemoLayout) -> int:
+    """Make an authority and a certificate for each process and for the viewer; return their number."""
+    authority, directory = files.directory / AUTHORITY, files.directory / CERTIFICATES
+    local.run_word("certs", "init", str(authority), "--run", RUN)
+    for name, role in _ENROLLED:
+        local.run_word("certs", "request", name, "--role", role, "--run", RUN, "--out", str(directory))
+        request = str(directory / f"{name}.{role}.csr")
+        local.run_word("certs", "issue", str(authority), request, "--as", f"{name}.{role}")
+    for name in (ROOT, REVOCATIONS):
+        shutil.copyfile(authority / name, directory / name)
+    return len(_ENROLLED)
+
+
+def viewer_file(files: DemoLayout) -> Path:
+    """Return the certificate by which the demo itself asks the master."""
+    return files.directory / CERTIFICATES / f"{VIEWER}.{PeerRole.VIEWER}.crt"

@@ -61,7 +61,6 @@ def make_context(loaded: LoadedTls) -> ssl.SSLContext:
 
 
 # ---- connection -----------------------------------------------------------------------------------------------------
-# One connection of the HTTP port: uvicorn's, with the client's certificate in its scope and a limit on every wait.
 
 
 REQUEST_S = 10.0  # from a request's first byte, or the connection's beginning, to the end of its answer

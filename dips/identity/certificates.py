@@ -134,8 +134,6 @@ def _parse(load: Callable[[bytes], Document], content: bytes, path: Path, key: s
 
 
 # ---- certificates ---------------------------------------------------------------------------------------------------
-# Makes and reads certificates: P-256 keys, one name each, X.509 by the library `cryptography`.
-#
 # The contents of a certificate are fixed here, so that an authority cannot by mistake sign one that the daemons refuse.
 
 

@@ -68,21 +68,21 @@ def check_right(caller: PeerIdentity, method: str, request: Any) -> None:
     """Return if `caller` may call `method` with this request; raise Denied with the reason if not."""
     right = RIGHTS.get(method)
     if right is None:
-        raise Denied(f"{method} is open to nobody")
+        raise Denied(f"{method}: expected a call that some role may make, got one that is open to nobody")
     if caller.role not in right.roles:
-        raise Denied(f"{method} is for {_either(right.roles)}; this certificate is of {caller}")
+        raise Denied(f"{method}: expected a certificate of {_either(right.roles)}, got that of {caller}")
     if not right.own or caller.role not in right.own_of:
         return
     named = attrgetter(right.own)(request)
     own = caller.cluster_name if caller.role in _PULLERS else caller.name
     if named != own:
-        raise Denied(f"{method}: {caller} cannot speak for {named[:64]!r}")
+        raise Denied(f"{method}: expected the name of {caller}, got {named[:64]!r}")
 
 
 def check_enrolled(caller: PeerIdentity, clusters: Collection[str] | None) -> None:
     """Raise Denied for a cluster that is not in the run file's `clusters`; None allows all."""
     if caller.role is PeerRole.CLUSTER and clusters is not None and caller.name not in clusters:
-        raise Denied(f"{caller} is not in the run file's list `clusters`")
+        raise Denied(f"clusters: expected a name of the run file's list, got {caller}; add it there if it may join")
 
 
 def _either(roles: frozenset[PeerRole]) -> str:

@@ -16,7 +16,8 @@ from grpc_health.v1 import health
 
 from dips import daemon
 from dips.config import RunFile, host_port, is_loopback, load_run
-from dips.errors import ConfigError
+from dips.config.watching import LOOK_S
+from dips.errors import ConfigError, DipsError
 from dips.files import keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import MASTER_NAME, PeerRole
@@ -25,15 +26,23 @@ from dips.master.core import MasterCore, Step
 from dips.master.journal import SEGMENTS_KEPT, Journal
 from dips.master.ledger import Ledger
 from dips.master.page import MasterPage
-from dips.master.reloading import CHANGEABLE, OTHERS, MasterReload
-from dips.master.runtime import MasterOutside, Runtime
-from dips.master.servicer import ClusterServicer, ManifestDesk, OperatorServicer, SlaveServicer, StatusServicer
+from dips.master.runtime import (
+    ClusterServicer,
+    ManifestDesk,
+    MasterOutside,
+    OperatorServicer,
+    Runtime,
+    SlaveServicer,
+    StatusServicer,
+)
 from dips.master.supervisor import Supervisor
+from dips.protocol import events
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event, RunProposed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
+from dips.protocol.operator import REQUESTS, cut_text
 from dips.protocol.records import RunRow
 from dips.tasks import start_task
 from dips.telemetry import exits, logs
@@ -42,6 +51,7 @@ from dips.transport import control
 from dips.transport.gate import Guard
 from dips.transport.tls import TlsSource
 from dips.view import prometheus
+from dips.wire import messages
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
 from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
@@ -306,6 +316,73 @@ def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
     genesis.check_is_of_run(config, row)
     genesis.check_placement(config, row)
     return row
+
+
+# ---- reloading -------------------------------------------------------------------------------------------------------
+# The guard refuses the next call of a cluster whose certificate was revoked, has expired or is on no list any more;
+# here it is expelled: the slaves drop its transfers, and its questions are answered, within a second and not at the end
+# of its lease. A changed `clusters` has the same effect at once.
+
+
+CHANGEABLE = ("clusters",)
+OTHERS = ("slaves.*",)  # keys that the slaves watch themselves
+RUN_FILE = "run file"  # the caller in the ledger's audit
+OPERATOR_SERVICE = "/dips.v1.OperatorService/"
+NOBODY = "no certificate"
+
+
+class MasterReload:
+    """Applies changes of the run file (`apply_changes`), expels clusters (`keep_expelling`); on the master's loop."""
+
+    def __init__(
+        self,
+        guard: Guard | None,
+        runtime: Runtime,
+        log: logs.Log,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._guard, self._runtime, self._log, self._wall = guard, runtime, log, wall
+        if guard is not None:
+            guard.on_refused = self.report_refusal
+
+    def apply_changes(self, config: RunFile, keys: list[str], told: str) -> None:
+        """Apply the changes of the keys CHANGEABLE and record them in the ledger's audit."""
+        if "clusters" in keys and self._guard is not None:
+            self._guard.change_clusters(config.clusters)
+            self._expel_clusters(self._guard)
+        self._report_act(RUN_FILE, "reload", told, "done", refused=False)
+
+    def report_refusal(self, who: str, method: str, request: Any, reason: str) -> None:
+        """Record a call of an operator that the guard refused in the ledger's audit."""
+        if not method.startswith(OPERATOR_SERVICE):
+            return
+        action = method.removeprefix(OPERATOR_SERVICE).lower()
+        self._report_act(who or NOBODY, action, _spell_request(action, request), reason, refused=True)
+
+    async def keep_expelling(self) -> None:
+        """Expel clusters until cancelled; any other exception is a bug, after which none would be expelled."""
+        while self._guard is not None:
+            self._expel_clusters(self._guard)
+            await asyncio.sleep(LOOK_S)
+
+    def _expel_clusters(self, guard: Guard) -> None:
+        for cluster, reason in guard.take_expelled():
+            self._log.warning("cluster expelled", cluster=cluster, reason=reason)
+            self._runtime.put_event(events.ClusterExpelled(cluster, reason))
+
+    def _report_act(self, who: str, action: str, arguments: str, outcome: str, *, refused: bool) -> None:
+        event = events.OperatorReported(who, action, arguments, outcome, refused, self._wall())
+        self._runtime.put_event(event)
+
+
+def _spell_request(action: str, request: Any) -> str:
+    """Return the arguments of a request that does not come to the Coordinator."""
+    kinds = {kind.action: (asked, kind) for asked, kind in REQUESTS.items()}
+    try:
+        asked, kind = kinds[action]
+        return cut_text(kind.spell(messages.from_proto(request, asked, req=0)))
+    except (DipsError, KeyError):
+        return "not to be read"
 
 
 if __name__ == "__main__":

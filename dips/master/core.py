@@ -39,9 +39,6 @@ from dips.protocol.slaves import EXIT_STALE
 from dips.protocol.view import RunView
 
 # ---- ports ----------------------------------------------------------------------------------------------------------
-# The interfaces of the master's core and of its runtime: the state machines that it drives, and the targets of its
-# actions.
-#
 # The daemon uses the Coordinator, the Judge, the ledger's thread and gRPC; tests use small ones that they can observe.
 
 
@@ -253,8 +250,6 @@ class HeldQuestions:
 
 
 # ---- orders ---------------------------------------------------------------------------------------------------------
-# One order to a slave, from its first sending to the event that ends it: when to send it again, and what is a failure.
-#
 # A deadline limits silence: neither the time that a model's size takes, nor a wait for a disk that heartbeats report.
 # Pure: the daemon's links and the simulated master send, and report the results here. An order that is sent again keeps
 # its number, so the slave repeats its answer and not the work.

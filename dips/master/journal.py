@@ -266,8 +266,6 @@ def code_digest() -> str:
 
 
 # ---- replay ---------------------------------------------------------------------------------------------------------
-# Replays a journal: a fresh Coordinator processes the events of each segment, and must return the same effects again.
-#
 # Each segment can be replayed alone, since it begins with the whole state; where one follows another, it must begin
 # with the state in which the replay of the other ended.
 

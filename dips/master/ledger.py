@@ -15,7 +15,7 @@ from pathlib import Path
 from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.files import PidLock, make_directory, sync_path
 from dips.ids import VersionId
-from dips.master import ledger_operators
+from dips.master import ledger_history
 from dips.master.ledger_chain import ChainedRows, refuse_failing, verify_chain, verify_pages
 from dips.master.ledger_history import (
     find_unprocessed,
@@ -143,24 +143,24 @@ class Ledger:
 
     def read_digests(self) -> dict[tuple[int, str], str]:
         """Return (round, slave) → digest of the manifest of that slave's snapshot."""
-        return ledger_operators.read_digests(self._db)
+        return ledger_history.read_digests(self._db)
 
-    def read_rebalances(self) -> list[ledger_operators.RebalanceHistory]:
+    def read_rebalances(self) -> list[ledger_history.RebalanceHistory]:
         """Return every `dips rebalance`, oldest first."""
         with _one_moment(self._db):
-            return ledger_operators.read_rebalances(self._db)
+            return ledger_history.read_rebalances(self._db)
 
-    def read_extensions(self) -> list[ledger_operators.ExtensionHistory]:
+    def read_extensions(self) -> list[ledger_history.ExtensionHistory]:
         """Return the targets of `dips init`, then those of every `dips set`, oldest first."""
-        return ledger_operators.read_extensions(self._db)
+        return ledger_history.read_extensions(self._db)
 
     def read_audit(self, limit: int = 100) -> list[OperatorActed]:
         """Return the newest `limit` requests of operators, oldest first, with caller and outcome."""
-        return ledger_operators.read_audit(self._db, limit)
+        return ledger_history.read_audit(self._db, limit)
 
-    def read_tunings(self) -> list[ledger_operators.TuningHistory]:
+    def read_tunings(self) -> list[ledger_history.TuningHistory]:
         """Return every key that `dips set` changed, oldest first."""
-        return ledger_operators.read_tunings(self._db)
+        return ledger_history.read_tunings(self._db)
 
     def read_tokens(self) -> dict[str, dict[str, int]]:
         """Return tokens accepted (in the lineage), gated, lost and undone for each known cluster."""

@@ -5,7 +5,7 @@ that class; a version other than the record's own has the field's name as a pref
 JSON. Fields for which a table has no column are not written. Columns that are no field of the record are passed beside
 it, or belong to the row itself (`place`).
 
-Written inside one transaction of ledger.py; read by ledger_state.py, ledger_history.py and ledger_operators.py.
+Written inside one transaction of ledger.py; read by ledger_state.py and ledger_history.py.
 """
 
 from __future__ import annotations

@@ -8,26 +8,17 @@ from collections import deque
 from dips.dataclass import replace
 from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
-from dips.master import ledger_operators
+from dips.master import ledger_history
 from dips.master.ledger_rows import OUTCOMES, RowReader, read_begun, read_ints, read_real
+from dips.protocol import records
 from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind
-from dips.protocol.records import (
-    ClusterTotals,
-    LedgerState,
-    OutcomeRow,
-    PeerRow,
-    PenaltyRow,
-    RunRow,
-    ScoreHistory,
-    VersionRow,
-)
 from dips.protocol.run_state import oldest_offered
 
-_PENALTY, _HISTORY = RowReader(PenaltyRow, "penalty"), RowReader(ScoreHistory, "score_history")
+_PENALTY, _HISTORY = RowReader(records.PenaltyRow, "penalty"), RowReader(records.ScoreHistory, "score_history")
 
 
-def read_state(db: sqlite3.Connection) -> LedgerState:
+def read_state(db: sqlite3.Connection) -> records.LedgerState:
     """Return the state from which a new master starts; raise Corrupt if rows contradict each other."""
     (term,) = db.execute("SELECT coalesce(max(term), 0) FROM terms").fetchone()
     (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
@@ -38,7 +29,7 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
     lineage, undone = _read_versions(db)
     settled, leased = _settled_ranges(db), _leased_ranges(db)
     held = {r for *_, ranges in leased for r in ranges}
-    return LedgerState(
+    return records.LedgerState(
         row=read_run(db),
         term=term,
         next_round=last_round + 1,
@@ -58,8 +49,8 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         undone_ranges=tuple(sorted(r for r in _undone_ranges(db) - held if r not in settled)),
         unknown_rounds=_unknown_rounds(db),
         incarnations_above=restored[0] if restored else 0,
-        tuned=ledger_operators.read_tuned(db),
-        quarantined=ledger_operators.read_quarantined(db),
+        tuned=ledger_history.read_tuned(db),
+        quarantined=ledger_history.read_quarantined(db),
     )
 
 
@@ -73,12 +64,12 @@ def _unknown_rounds(db: sqlite3.Connection) -> tuple[tuple[int, int], ...]:
     return tuple(db.execute(query))
 
 
-def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
+def read_totals(db: sqlite3.Connection) -> tuple[records.ClusterTotals, ...]:
     """Return the sums over all rounds for each cluster that was ever known."""
     names = db.execute(
         "SELECT name FROM incarnations WHERE role = 'cluster' UNION SELECT cluster FROM outcomes ORDER BY 1"
     )
-    totals = {name: ClusterTotals(name) for (name,) in names}
+    totals = {name: records.ClusterTotals(name) for (name,) in names}
     for cluster, kind, pushes, tokens in db.execute(
         """SELECT cluster, iif(kind = 'accepted' AND u.round IS NOT NULL, 'undone', kind), count(*),
                   sum(iif(kind = 'skipped', 0, tokens))  -- they come again with the next push
@@ -114,39 +105,39 @@ def _died_open(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
 # ---- the state, part by part --------------------------------------------------------------------------------------
 
 
-def read_run(db: sqlite3.Connection) -> RunRow:
+def read_run(db: sqlite3.Connection) -> records.RunRow:
     """Return the row of `dips init`, with the placement of the last rebalance; raise Corrupt if `dips init` did not
     finish.
     """
     row = db.execute("SELECT run, config_digest, manifest FROM run").fetchone()
     if row is None:
         raise Corrupt("the ledger names no run: `dips init` did not finish")
-    rebalances = ledger_operators.read_rebalances(db)
+    rebalances = ledger_history.read_rebalances(db)
     genesis = db.execute("SELECT digest, norm FROM genesis ORDER BY layer").fetchall()
     run, config_digest, manifest = row
-    return RunRow(
+    return records.RunRow(
         run,
         config_digest,
         manifest,
-        rebalances[-1].placement if rebalances else ledger_operators.read_first_placement(db),
+        rebalances[-1].placement if rebalances else ledger_history.read_first_placement(db),
         tuple(digest for digest, _ in genesis),
         tuple(read_real(norm) for _, norm in genesis),
-        ledger_operators.removed_slaves(rebalances),
-        extensions[-1].targets if (extensions := ledger_operators.read_extensions(db)) else None,
+        ledger_history.removed_slaves(rebalances),
+        extensions[-1].targets if (extensions := ledger_history.read_extensions(db)) else None,
     )
 
 
-def _read_versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tuple[VersionRow, ...]]:
+def _read_versions(db: sqlite3.Connection) -> tuple[tuple[records.VersionRow, ...], tuple[records.VersionRow, ...]]:
     """Return the lineage of the newest version that is not undone, oldest first; and the undone versions."""
     query = """SELECT v.round, v.version, v.parent_version, v.parent_round, v.durable OR d.round IS NOT NULL, v.tokens,
                       r.round IS NOT NULL, u.round IS NOT NULL
                FROM versions v LEFT JOIN retired r USING (round) LEFT JOIN durable d USING (round)
                LEFT JOIN undone u USING (round) ORDER BY v.round"""
-    rows: dict[VersionId, VersionRow] = {}
-    undone = list[VersionRow]()
+    rows: dict[VersionId, records.VersionRow] = {}
+    undone = list[records.VersionRow]()
     for number, version, parent_version, parent_round, durable, tokens, retired, over in db.execute(query):
         name, parent = VersionId(version, number), VersionId(parent_version, parent_round)
-        row = VersionRow(name, parent, bool(durable), tokens, bool(retired))
+        row = records.VersionRow(name, parent, bool(durable), tokens, bool(retired))
         if over:
             undone.append(row)
         else:
@@ -168,9 +159,9 @@ def _read_shares(db: sqlite3.Connection, after: int) -> dict[int, list[tuple[str
     return shares
 
 
-def _walk_lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
+def _walk_lineage(rows: dict[VersionId, records.VersionRow]) -> tuple[records.VersionRow, ...]:
     """Return the lineage, by walking from the newest version to v0@r0 by parents."""
-    lineage = list[VersionRow]()
+    lineage = list[records.VersionRow]()
     at = max(rows, key=lambda name: name.round, default=GENESIS)
     while True:
         if at not in rows:
@@ -182,7 +173,7 @@ def _walk_lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
         at = rows.pop(at).parent
 
 
-def _read_peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
+def _read_peers(db: sqlite3.Connection, role: str) -> tuple[records.PeerRow, ...]:
     query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL, e.tokens_lost, f.tokens_lost
                FROM incarnations i
                LEFT JOIN incarnations_ended e ON i.role = 'cluster' AND e.cluster = i.name AND e.inc = i.inc
@@ -195,7 +186,7 @@ def _read_peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
         return settled.get(incarnation, 0) + died_open.get(incarnation, 0) + (lost or 0)
 
     return tuple(
-        PeerRow(
+        records.PeerRow(
             name, inc, nonce, bool(ended), settled.get((name, inc), 0),
             count_tokens((name, inc), lost) if ended else count_tokens((name, inc - 1), lost_before),
         )
@@ -209,7 +200,7 @@ def _settled_tokens(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
     return {(cluster, inc): tokens for cluster, inc, tokens in db.execute(query)}
 
 
-def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionId | None], ...]:
+def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[records.OutcomeRow, VersionId | None], ...]:
     query = f"""SELECT {OUTCOMES.columns}, v.version, v.round FROM outcomes o LEFT JOIN versions v USING (round)
                 WHERE o.place IN (SELECT max(place) FROM outcomes GROUP BY cluster) ORDER BY o.cluster"""
     found = []
@@ -219,15 +210,15 @@ def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionI
     return tuple(found)
 
 
-def _newest_penalty(db: sqlite3.Connection) -> tuple[PenaltyRow, ...]:
+def _newest_penalty(db: sqlite3.Connection) -> tuple[records.PenaltyRow, ...]:
     query = f"""SELECT {_PENALTY.columns} FROM penalty
                 WHERE place IN (SELECT max(place) FROM penalty GROUP BY cluster) ORDER BY cluster"""
     return tuple(map(_PENALTY.read, db.execute(query)))
 
 
-def _score_history(db: sqlite3.Connection) -> ScoreHistory:
+def _score_history(db: sqlite3.Connection) -> records.ScoreHistory:
     row = db.execute(f"SELECT {_HISTORY.columns} FROM score_history").fetchone()
-    return ScoreHistory((), ()) if row is None else _HISTORY.read(row)
+    return records.ScoreHistory((), ()) if row is None else _HISTORY.read(row)
 
 
 def _settled_ranges(db: sqlite3.Connection) -> Intervals:

@@ -12,7 +12,6 @@ from dips.telemetry.metrics import Histogram
 from dips.view.points import RoundHistory, mean_loss
 
 # ---- newest ---------------------------------------------------------------------------------------------------------
-# The newest version by its row in the ledger: its loss, its times, the clusters in it. For display only.
 
 
 def find_newest(rounds: Iterable[RoundHistory]) -> NewestView:

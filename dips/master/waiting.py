@@ -19,7 +19,7 @@ from dips.files import make_directory
 from dips.http import HttpSubject
 from dips.master import genesis
 from dips.master.ledger import Ledger, hold_ledger, put_in_place
-from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
+from dips.master.runtime import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.protocol.events import RunProposed
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
@@ -37,8 +37,6 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 from dips.wire.packed_manifest import MOST_PACKED, pack_manifest, unpack_manifest
 
 # ---- begin ----------------------------------------------------------------------------------------------------------
-# Creates the ledger of a run whose first model comes by `dips seed`: like `dips init`, without the model's bytes.
-#
 # The ledger's file is built aside and renamed, so after a crash of the master there is none, or a complete one.
 
 

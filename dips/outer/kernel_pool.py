@@ -69,8 +69,6 @@ class WorkMeter:
 
 
 # ---- kernel pool ----------------------------------------------------------------------------------------------------
-# Spreads the kernels over the layers of a slave, a slice a task, on the threads it is given.
-#
 # A slice has a fixed size and partial sums are added in the order of slices, so results have the same bits whatever the
 # number of threads: the same ledger replays to the same θ and the same norms.
 

@@ -60,8 +60,6 @@ class AveragedLayers:
 
 
 # ---- held thetas ----------------------------------------------------------------------------------------------------
-# The θ that a slave serves, the older ones in memory, and who reads each.
-#
 # An older θ stays while pulls read it. Those beyond the pinned ones take the place of θ′: `move_readers` moves their
 # readers to a file of the same bytes, one after another, and the last of them frees the bank.
 
@@ -184,8 +182,6 @@ class HeldThetas:
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------
-# The versions of θ that a slave holds, and everything that lives beside them: m, acc, θ′, slots, pinned readers.
-#
 # Versions are immutable: θ′ and m′ are made beside θ and m, so an abort frees two banks and a reader of θ never sees it
 # move. What must stay true (docs/architecture.md#invariant-11): every bank has one holder; θ, an older pinned θ and a
 # prepared θ′ are never written; a bank becomes free only when nobody writes or reads it. It knows no master, no socket

@@ -26,7 +26,7 @@ from bisect import bisect_left, insort
 from dataclasses import field
 
 from dips.dataclass import dataclass
-from dips.protocol.timers import Timers
+from dips.protocol.transfer_book import Timers
 
 MOST_LEAD = 4  # earlier numbers that the push with the most tokens may overtake; a usual push overtakes half as many
 LATE = 1.5  # factor on the time expected until its next request: steps vary, and messages travel

@@ -18,13 +18,11 @@ def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | N
     if event.protocol == PROTOCOL:
         return None
     peer = f"cluster {event.cluster}" if isinstance(event, ClusterJoined) else f"slave {event.slave}"
-    spoken = f"this master speaks {PROTOCOL}, {peer} speaks {event.protocol}"
+    spoken = f"expected {PROTOCOL}, got {event.protocol} from {peer}"
     return Failed(ConfigError, f"protocol: {spoken}; install one release everywhere")
 
 
 # ---- claims ---------------------------------------------------------------------------------------------------------
-# Checks of numbers that peers claim, against their heartbeats, the time that passed and this ledger.
-#
 # A push is weighted by its tokens, and its norm is divided by its inner steps, so neither is believed without a check.
 # There are two bounds: what no cluster can do in the time (the request is refused as the cluster's fault), and what its
 # heartbeats have reported so far (the push waits for the next one, so a lost heartbeat costs an honest cluster a moment
@@ -61,7 +59,7 @@ def why_impossible(tokens: int, inner_steps: int, passed_s: float) -> str:
     ):
         most = (passed_s + FORGIVEN_S) * rate
         if claimed > most:
-            return f"{what}: {claimed} were claimed, and {passed_s:.0f} s after the last push at most {most:.3g} can be"
+            return f"{what}: expected at most {most:.3g} in {passed_s:.0f} s since the last push, got {claimed}"
     return ""
 
 
@@ -71,10 +69,10 @@ def why_untold(told: ToldProgress, settled: ToldProgress, tokens: int, inner_ste
     Empty if it does not.
     """
     if settled.tokens + tokens > told.tokens:
-        return f"its heartbeats told of {told.tokens - settled.tokens} tokens so far, the push brings {tokens}"
+        return f"expected at most {told.tokens - settled.tokens} tokens, as reported so far, got {tokens}"
     if settled.inner_steps + inner_steps > told.inner_steps:
         steps = told.inner_steps - settled.inner_steps
-        return f"its heartbeats told of {steps} inner steps so far, the push brings {inner_steps}"
+        return f"expected at most {steps} inner steps, as reported so far, got {inner_steps}"
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, RemoteProtocolError
 from dips.ids import reads_only
-from dips.protocol import push_pull, seeding, transfers
+from dips.protocol import events, push_pull, seeding, transfers
 from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress, find_protocol_mismatch
 from dips.protocol.effects import (
     Acknowledged,
@@ -19,17 +19,6 @@ from dips.protocol.effects import (
 )
 from dips.protocol.entities import Cluster, ProbeAdmission
 from dips.protocol.enums import ClusterCause, ClusterStanding, ClusterState, FanoutKind, Role
-from dips.protocol.events import (
-    BandwidthMeasured,
-    ClusterExpelled,
-    ClusterJoined,
-    ClusterLeft,
-    ClusterSilent,
-    ProbeAsked,
-    RangesRequested,
-    TokensReported,
-    TrainerChanged,
-)
 from dips.protocol.rank_keys import KEY_CHARS, is_key
 from dips.protocol.records import ClusterEnded, IncarnationGiven, RangesLeased
 from dips.protocol.run_state import RunState
@@ -43,7 +32,7 @@ from dips.protocol.run_state import RunState
 MOST_PROBES = 64  # clusters whose last probe is remembered; a forgotten one is ordered again
 
 
-def on_probe_asked(run: RunState, event: ProbeAsked) -> None:
+def on_probe_asked(run: RunState, event: events.ProbeAsked) -> None:
     """Legal any time. A repetition with the same key gets Pending until every slave has it."""
     if not is_key(event.key):
         run.reply_to(event.req, Failed(RemoteProtocolError, f"key: expected {KEY_CHARS} characters of Z85"))
@@ -58,7 +47,7 @@ def on_probe_asked(run: RunState, event: ProbeAsked) -> None:
     run.reply_to(event.req, Pending(f"waits for {waiting}") if waiting else Acknowledged())
 
 
-def _admit_probe(run: RunState, event: ProbeAsked) -> ProbeAdmission:
+def _admit_probe(run: RunState, event: events.ProbeAsked) -> ProbeAdmission:
     run.probes.pop(event.cluster, None)
     if len(run.probes) >= MOST_PROBES:
         del run.probes[next(iter(run.probes))]
@@ -76,7 +65,7 @@ MAX_RANGES_ASKED = 1_024
 REASON_CHARS = 300  # most characters of the reason for which a cluster left
 
 
-def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
+def on_cluster_joined(run: RunState, event: events.ClusterJoined) -> None:
     """Begin an incarnation; the older one is fenced, its uncommitted push dropped. A repeated nonce changes nothing."""
     problem = _find_mismatch(run, event) or run.find_unproven()
     if problem:
@@ -104,7 +93,7 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
     )
 
 
-def _find_rival(run: RunState, cluster: Cluster | None, event: ClusterJoined) -> Refused | Pending | None:
+def _find_rival(run: RunState, cluster: Cluster | None, event: events.ClusterJoined) -> Refused | Pending | None:
     """Return an answer if another agent uses the name: Refused while it is heard, Pending once it is silent; else None.
 
     An agent that starts again in its directory, or joins again, names its former incarnation and is not a rival.
@@ -113,8 +102,9 @@ def _find_rival(run: RunState, cluster: Cluster | None, event: ClusterJoined) ->
         return None
     heartbeat_s, name = run.options.timing.heartbeat_s, f"{cluster.name}/{cluster.inc}"
     if event.rival_heard_s < SILENT_HEARTBEATS * heartbeat_s:
-        return Refused(heartbeat_s, f"the name {cluster.name} is taken: another agent bears it as {name} and lives")
-    return Pending(f"{name} bears the name {cluster.name} and is silent: waits until its lease ends")
+        taken = f"got {cluster.name}, which a live agent has as {name}"
+        return Refused(heartbeat_s, f"cluster: expected a name that is free, {taken}; stop it, or rename this one")
+    return Pending(f"waits until the lease of {name} ends, which has the name {cluster.name} and is silent")
 
 
 def _settled_pushes(cluster: Cluster) -> int:
@@ -122,31 +112,29 @@ def _settled_pushes(cluster: Cluster) -> int:
     return cluster.counts["accepted"] + cluster.counts["gated"] + cluster.in_window
 
 
-def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWanted | None:
+def _find_mismatch(run: RunState, event: events.ClusterJoined) -> Failed | ManifestWanted | None:
     if mismatch := find_protocol_mismatch(event):
         return mismatch
     if event.cluster == seeding.SEEDER:
-        return Failed(ConfigError, f"cluster: the name {seeding.SEEDER} is that of `dips seed`; give it another")
+        return Failed(ConfigError, f"cluster: expected a name, got {seeding.SEEDER}, that of `dips seed`; rename it")
     if event.run != run.row.run:
-        return Failed(
-            ConfigError, f"shared.run: this master serves {run.row.run!r}, the cluster belongs to {event.run!r}"
-        )
+        return Failed(ConfigError, f"shared.run: expected {run.row.run!r}, got {event.run!r}; name that run's master")
     if event.config_digest != run.row.config_digest:
         return Failed(
             ConfigError,
-            f"shared: digest {event.config_digest[:12]} differs from the run's {run.row.config_digest[:12]}; "
-            "copy the section `shared` of the run file",
+            f"shared: expected digest {run.row.config_digest[:12]}, got {event.config_digest[:12]}; copy the section "
+            "`shared` of the run file",
         )
     if event.manifest_digest != run.manifest.digest:
-        return ManifestWanted(run.manifest.digest)  # compared outside the Coordinator: master/servicer.py
+        return ManifestWanted(run.manifest.digest)  # compared outside the Coordinator: master/runtime.py
     if differs := _find_other_base(run, event):
         return differs
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:
-        return Failed(Busy, f"this run has had {MAX_CLUSTERS} cluster names, its limit")
+        return Failed(Busy, f"cluster: expected at most {MAX_CLUSTERS} names, got one more; take one of before")
     return None
 
 
-def _find_other_base(run: RunState, event: ClusterJoined) -> Failed | None:
+def _find_other_base(run: RunState, event: events.ClusterJoined) -> Failed | None:
     """Return an error if a live cluster has other frozen parameters: adapters trained on two bases cannot be merged."""
     if not event.frozen_digest or reads_only(event.cluster):
         return None
@@ -156,12 +144,12 @@ def _find_other_base(run: RunState, event: ClusterJoined) -> Failed | None:
         return None
     return Failed(
         ConfigError,
-        f"the frozen parameters of {event.cluster} (digest {event.frozen_digest[:12]}) are not those of {other.name} "
-        f"({other.frozen_digest[:12]}): what both train belongs to one base; load the same one everywhere",
+        f"frozen parameters of {event.cluster}: expected digest {other.frozen_digest[:12]}, as {other.name} has, got "
+        f"{event.frozen_digest[:12]}; load the same base everywhere",
     )
 
 
-def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None) -> Cluster:
+def _begin_incarnation(run: RunState, event: events.ClusterJoined, old: Cluster | None) -> Cluster:
     inc = run.next_incarnation(old.inc if old is not None else 0)
     if old is not None:
         if old.live:
@@ -212,7 +200,7 @@ def _countable_loss(cluster: Cluster, brought: int, lost: int) -> int:
     return max(0, min(lost, push_pull.MAX_TOKENS - brought, push_pull.MAX_TOKENS - cluster.tokens["lost"]))
 
 
-def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
+def on_trainer_changed(run: RunState, event: events.TrainerChanged) -> None:
     """Record that a trainer hangs, died or goes on: it keeps its lease, and no window waits for it while it stands
     still.
     """
@@ -227,7 +215,7 @@ def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
     run.follow_cluster(cluster)
 
 
-def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
+def on_bandwidth_measured(run: RunState, event: events.BandwidthMeasured) -> None:
     """Record a cluster's bandwidth for its next transfers; open transfers keep their deadline."""
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:
@@ -235,7 +223,7 @@ def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
         run.follow_cluster(cluster)
 
 
-def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
+def on_ranges_requested(run: RunState, event: events.RangesRequested) -> None:
     """Lease data ranges; a repeated request gets the same ones.
 
     An empty answer means none before the cluster has settled its own, or, if `exhausted`, none ever. Pending: ranges
@@ -271,7 +259,7 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
     run.reply_to(event.req, Ranges(taken, exhausted, book.begun_of(taken)))
 
 
-def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
+def on_cluster_left(run: RunState, event: events.ClusterLeft) -> None:
     """End an incarnation at its own request; a repetition is acknowledged again."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         cause = ClusterCause.GAVE_UP if event.reason else ClusterCause.LEFT
@@ -280,7 +268,7 @@ def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
     run.reply_to(event.req, Acknowledged())
 
 
-def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
+def on_cluster_silent(run: RunState, event: events.ClusterSilent) -> None:
     """End an incarnation whose lease has run out."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         reason = f"silent for {event.silent_s:.1f} s"
@@ -288,7 +276,7 @@ def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
         end_incarnation(run, cluster, ClusterCause.SILENT, reason, event.tokens_consumed, event.tokens_lost)
 
 
-def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
+def on_cluster_expelled(run: RunState, event: events.ClusterExpelled) -> None:
     """End the incarnation of a cluster that may no longer take part; its transfers are dropped and its open questions
     answered.
     """
@@ -298,7 +286,7 @@ def on_cluster_expelled(run: RunState, event: ClusterExpelled) -> None:
         end_incarnation(run, cluster, ClusterCause.EXPELLED, reason, cluster.consumed, cluster.lost)
 
 
-def on_tokens_reported(run: RunState, event: TokensReported) -> None:
+def on_tokens_reported(run: RunState, event: events.TokensReported) -> None:
     """Record the progress of the present incarnation, for its next push and in case it is fenced."""
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:

@@ -12,41 +12,11 @@ from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import clusters, durability, operator, push_pull, round, seeding, slaves, transfers, view, window
+from dips.protocol import clusters, durability, events, operator, push_pull, round, seeding, slaves, transfers, view
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.entities import Fanout
 from dips.protocol.enums import ClusterStanding, FanoutKind, SlaveState
-from dips.protocol.events import (
-    BandwidthMeasured,
-    Blind,
-    ClusterExpelled,
-    ClusterJoined,
-    ClusterLeft,
-    ClusterSilent,
-    Event,
-    MirrorReported,
-    OperatorAsked,
-    OperatorReported,
-    OrderAnswered,
-    OrderFailed,
-    ProbeAsked,
-    PullFinished,
-    PullRequested,
-    PushAborted,
-    PushFinished,
-    PushRefused,
-    PushRequested,
-    PushStaged,
-    RangesRequested,
-    RoundAwaited,
-    SlaveRegistered,
-    SlaveSilent,
-    Ticked,
-    TokensReported,
-    TrainerChanged,
-    TransferAwaited,
-)
 from dips.protocol.gates import find_gate
 from dips.protocol.heartbeats import LiveTransfers
 from dips.protocol.manifest import Manifest
@@ -64,7 +34,8 @@ def _nothing_follows(run: RunState, fanout: Fanout) -> None:
 
 
 def _on_push_opened(run: RunState, fanout: Fanout) -> None:
-    push_pull.on_push_opened(run, fanout)
+    if push_pull.on_push_opened(run, fanout):
+        round.extend_open_window(run)
     transfers.reorder_pushes(run)
 
 
@@ -85,23 +56,23 @@ CONTINUATIONS: dict[FanoutKind, Continuation] = {
 }
 
 
-def _on_order_answered(run: RunState, event: OrderAnswered) -> None:
+def _on_order_answered(run: RunState, event: events.OrderAnswered) -> None:
     fanout = slaves.take_answer(run, event)
     if fanout is not None:
         CONTINUATIONS[fanout.kind](run, fanout)
 
 
-def _on_push_staged(run: RunState, event: PushStaged) -> None:
+def _on_push_staged(run: RunState, event: events.PushStaged) -> None:
     if not seeding.take_staged(run, event):
         push_pull.on_push_staged(run, event)
 
 
-def _on_push_refused(run: RunState, event: PushRefused) -> None:
+def _on_push_refused(run: RunState, event: events.PushRefused) -> None:
     if not seeding.take_refused(run, event):
         push_pull.on_push_refused(run, event)
 
 
-def _on_blind(run: RunState, event: Blind) -> None:
+def _on_blind(run: RunState, event: events.Blind) -> None:
     """Shift every deadline by the time in which the master did not run (docs/rationale.md#12)."""
     run.started += event.gap_s
     run.slot_queue.shift_times(event.gap_s)
@@ -118,38 +89,38 @@ def _on_blind(run: RunState, event: Blind) -> None:
     run.emit_note("blind", gap_s=f"{event.gap_s:.3f}")
 
 
-def _on_tick(run: RunState, event: Ticked) -> None:
+def _on_tick(run: RunState, event: events.Ticked) -> None:
     """Do nothing by itself: deadlines are checked after every event."""
 
 
-HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
-    SlaveRegistered: slaves.on_slave_registered,
-    MirrorReported: durability.on_mirror_reported,
-    SlaveSilent: slaves.on_slave_silent,
-    OrderAnswered: _on_order_answered,
-    OrderFailed: slaves.on_order_failed,
-    PushStaged: _on_push_staged,
-    PushRefused: _on_push_refused,
-    ClusterJoined: clusters.on_cluster_joined,
-    ClusterLeft: clusters.on_cluster_left,
-    ClusterSilent: clusters.on_cluster_silent,
-    TokensReported: clusters.on_tokens_reported,
-    TrainerChanged: clusters.on_trainer_changed,
-    BandwidthMeasured: clusters.on_bandwidth_measured,
-    TransferAwaited: transfers.on_transfer_awaited,
-    RangesRequested: clusters.on_ranges_requested,
-    PushRequested: push_pull.on_push_requested,
-    PushFinished: push_pull.on_push_finished,
-    PushAborted: push_pull.on_push_aborted,
-    RoundAwaited: push_pull.on_round_awaited,
-    PullRequested: push_pull.on_pull_requested,
-    PullFinished: push_pull.on_pull_finished,
-    ProbeAsked: clusters.on_probe_asked,
-    OperatorAsked: operator.on_operator_asked,
-    OperatorReported: operator.on_operator_reported,
-    ClusterExpelled: clusters.on_cluster_expelled,
-    Blind: _on_blind,
-    Ticked: _on_tick,
+HANDLERS: dict[type[events.Event], Callable[[RunState, Any], None]] = {
+    events.SlaveRegistered: slaves.on_slave_registered,
+    events.MirrorReported: durability.on_mirror_reported,
+    events.SlaveSilent: slaves.on_slave_silent,
+    events.OrderAnswered: _on_order_answered,
+    events.OrderFailed: slaves.on_order_failed,
+    events.PushStaged: _on_push_staged,
+    events.PushRefused: _on_push_refused,
+    events.ClusterJoined: clusters.on_cluster_joined,
+    events.ClusterLeft: clusters.on_cluster_left,
+    events.ClusterSilent: clusters.on_cluster_silent,
+    events.TokensReported: clusters.on_tokens_reported,
+    events.TrainerChanged: clusters.on_trainer_changed,
+    events.BandwidthMeasured: clusters.on_bandwidth_measured,
+    events.TransferAwaited: transfers.on_transfer_awaited,
+    events.RangesRequested: clusters.on_ranges_requested,
+    events.PushRequested: push_pull.on_push_requested,
+    events.PushFinished: push_pull.on_push_finished,
+    events.PushAborted: push_pull.on_push_aborted,
+    events.RoundAwaited: push_pull.on_round_awaited,
+    events.PullRequested: push_pull.on_pull_requested,
+    events.PullFinished: push_pull.on_pull_finished,
+    events.ProbeAsked: clusters.on_probe_asked,
+    events.OperatorAsked: operator.on_operator_asked,
+    events.OperatorReported: operator.on_operator_reported,
+    events.ClusterExpelled: clusters.on_cluster_expelled,
+    events.Blind: _on_blind,
+    events.Ticked: _on_tick,
     **dict.fromkeys(operator.REQUESTS, operator.on_request_asked),
 }
 
@@ -160,7 +131,7 @@ def _next_deadline(run: RunState) -> float:
     if run.seed is not None:
         due = min(due, run.seed.deadline)
     if run.round is not None:
-        return min((due, *window.window_deadlines(run)))
+        return min((due, *round.window_deadlines(run)))
     if run.targets.wall_s and not run.finished:
         return min(due, run.started + run.targets.wall_s)
     return due
@@ -177,12 +148,12 @@ class Coordinator:
         self._due: float | None = None  # the next deadline, cached until the next step
         self._live: LiveTransfers | None = None  # one object for all slaves as long as nothing changes
 
-    def step(self, event: Event, now: float) -> list[Effect]:
+    def step(self, event: events.Event, now: float) -> list[Effect]:
         """Process one event; return the effects to carry out, in order."""
         run = self._run
         run.now, run.out, self._due = now, [], None
         HANDLERS[type(event)](run, event)
-        if type(event) is not Blind:
+        if type(event) is not events.Blind:
             if run.transfers.may_expire(now):
                 push_pull.expire_pushes(run)
                 push_pull.expire_pulls(run)

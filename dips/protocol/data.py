@@ -10,8 +10,6 @@ from itertools import islice
 from dips.protocol.options import RANGES_HELD, DataOptions
 
 # ---- intervals ------------------------------------------------------------------------------------------------------
-# A compact set of integers as disjoint intervals. Pure.
-#
 # Adding, removing and finding a number take O(log n) comparisons for n intervals, which are in ascending order and
 # never touch.
 

@@ -14,21 +14,10 @@ from dips.codecs import Codec
 from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId, reads_only
 from dips.outer_step import NO_STEP, Factors, OuterStep
+from dips.protocol import enums
 from dips.protocol.claims import ToldProgress
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import OrderBody
-from dips.protocol.enums import (
-    CLUSTER_MOVES,
-    SLAVE_MOVES,
-    ClusterCause,
-    ClusterState,
-    DurabilityState,
-    FanoutKind,
-    RoundState,
-    SlaveCause,
-    SlaveState,
-    check_move,
-)
 from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.records import OutcomeRow
 from dips.protocol.verdicts import Verdict
@@ -50,8 +39,8 @@ class Slave:
     place: int = 0  # among the slaves of the run
     sinc: int = 0
     nonce: str = ""
-    state: SlaveState = SlaveState.AWAITED
-    cause: SlaveCause = SlaveCause.UNREGISTERED
+    state: enums.SlaveState = enums.SlaveState.AWAITED
+    cause: enums.SlaveCause = enums.SlaveCause.UNREGISTERED
     reason: str = "not registered since this master started"  # the cause, for people
     since: float = 0.0  # when state or cause changed last
     address: str = ""
@@ -68,12 +57,12 @@ class Slave:
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
     needs_ping: bool = False  # lost as unresponsive: becomes READY only after it has answered a Ping
 
-    def set_state(self, state: SlaveState, cause: SlaveCause, reason: str, now: float) -> None:
+    def set_state(self, state: enums.SlaveState, cause: enums.SlaveCause, reason: str, now: float) -> None:
         """Enter a state, or stay in it for another reason."""
         if (state, cause) != (self.state, self.cause):
             self.since = now
         if state != self.state:
-            self.state = check_move(SLAVE_MOVES, self.state, state, f"slave {self.name}")
+            self.state = enums.check_move(enums.SLAVE_MOVES, self.state, state, f"slave {self.name}")
         self.cause, self.reason = cause, reason
 
 
@@ -160,8 +149,8 @@ class Cluster:
     inc: int
     nonce: str
     frozen_digest: str = ""  # digest of its frozen parameters; "": not known to this master
-    state: ClusterState = ClusterState.JOINING
-    cause: ClusterCause = ClusterCause.JOINED
+    state: enums.ClusterState = enums.ClusterState.JOINING
+    cause: enums.ClusterCause = enums.ClusterCause.JOINED
     reason: str = "joined"  # the cause, for people
     since: float = 0.0  # when state or cause changed last
     seq_high: int = 0  # the highest seq of a push or pull in this incarnation
@@ -197,7 +186,7 @@ class Cluster:
 
     @property
     def live(self) -> bool:
-        return self.state is not ClusterState.GONE
+        return self.state is not enums.ClusterState.GONE
 
     @property
     def reads(self) -> bool:
@@ -219,18 +208,23 @@ class Cluster:
         """Tokens that rounds have settled, over all its incarnations."""
         return self.tokens["accepted"] + self.tokens["gated"] + self.tokens["undone"]
 
-    def set_state(self, state: ClusterState, cause: ClusterCause, reason: str, now: float) -> None:
+    def set_state(self, state: enums.ClusterState, cause: enums.ClusterCause, reason: str, now: float) -> None:
         """Enter a state, or stay in it for another reason."""
         if (state, cause) != (self.state, self.cause):
             self.since = now
         if state != self.state:
-            self.state = check_move(CLUSTER_MOVES, self.state, state, f"cluster {self.name}")
+            self.state = enums.check_move(enums.CLUSTER_MOVES, self.state, state, f"cluster {self.name}")
         self.cause, self.reason = cause, reason
 
     def begin_incarnation(self, inc: int, nonce: str, now: float) -> None:
         """Start anew under the same name: counters stay, transfers and the outcome are dropped."""
         self.inc, self.nonce = inc, nonce
-        self.state, self.cause, self.reason, self.since = ClusterState.JOINING, ClusterCause.JOINED, "joined", now
+        self.state, self.cause, self.reason, self.since = (
+            enums.ClusterState.JOINING,
+            enums.ClusterCause.JOINED,
+            "joined",
+            now,
+        )
         self.seq_high, self.base, self.moving, self.read_before = 0, None, not self.reads, False
         self.consumed = self.lost = self.settled = self.settled_steps = 0
         self.told = None
@@ -244,7 +238,7 @@ class Round:
     """One attempt at an outer step."""
 
     number: int
-    state: RoundState
+    state: enums.RoundState
     reason: str
     opened: float
     closes: float
@@ -276,7 +270,7 @@ class Round:
 class Fanout:
     """One order given to several slaves; complete when all have answered."""
 
-    kind: FanoutKind
+    kind: enums.FanoutKind
     subject: Subject
     waiting: dict[str, int] = field(default_factory=dict)  # slave that has not answered → number of its order
     first: int = 0  # number of its first order, its key in the order book
@@ -296,7 +290,7 @@ class ProbeAdmission:
 class Durability:
     """State of the run's snapshots."""
 
-    state: DurabilityState = DurabilityState.DURABLE
+    state: enums.DurabilityState = enums.DurabilityState.DURABLE
     reason: str = ""
     failures: int = 0  # snapshots in a row that failed on some slave
     late: Fanout | None = None  # the order to write the head's snapshot after its commit

@@ -29,7 +29,7 @@ class LayerUnit(StrEnum):
 
 
 class WindowRule(StrEnum):
-    """`timing.window`: when a window is longer than `window_s`; see window.py."""
+    """`timing.window`: when a window is longer than `window_s`; see round.py."""
 
     FIXED = "fixed"  # never
     ADAPTIVE = "adaptive"  # while clusters are due soon, by the times of their earlier pushes
@@ -248,7 +248,6 @@ class GateName(StrEnum):
 
 
 # ---- moves ----------------------------------------------------------------------------------------------------------
-# The states of rounds, clusters and slaves, and the three tables of legal moves (docs/architecture.md#states).
 
 
 class RoundState(StrEnum):

@@ -11,19 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from dips.protocol import events
 from dips.protocol.enums import Activity, TrainerState
-from dips.protocol.events import (
-    BandwidthMeasured,
-    ClusterSilent,
-    Event,
-    MirrorReport,
-    MirrorReported,
-    PushStaged,
-    SlaveSilent,
-    TokensReported,
-    TrainerChanged,
-    TransferAwaited,
-)
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import LedgerState
@@ -46,7 +35,7 @@ class _Cluster:
     moving: bool = True
     tokens_consumed: int = 0  # of this incarnation in all
     tokens_lost: int = 0
-    reported: TokensReported | None = None
+    reported: events.TokensReported | None = None
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
     step_s: float = 0.0  # duration of an inner step, as reported; 0 while unknown
     awaited: tuple[int, float] = (0, 0.0)  # seq of the push or pull last reported as awaited, and when
@@ -56,7 +45,7 @@ class _Cluster:
 class _Slave:
     sinc: int
     heard_at: float
-    mirror: MirrorReport | None = None  # as last reported
+    mirror: events.MirrorReport | None = None  # as last reported
 
 
 class Judge:
@@ -102,12 +91,12 @@ class Judge:
         known = self._slaves.get(slave)
         return self._options.lease_s if known is None else min(now - known.heard_at, self._options.lease_s)
 
-    def report_tokens(self, cluster: str) -> list[Event]:
+    def report_tokens(self, cluster: str) -> list[events.Event]:
         """Return an event with the progress of the cluster's incarnation, if it has changed since the last one."""
         known = self._clusters.get(cluster)
         if known is None:
             return []
-        report = TokensReported(cluster, known.inc, known.tokens_consumed, known.tokens_lost, known.signs[0])
+        report = events.TokensReported(cluster, known.inc, known.tokens_consumed, known.tokens_lost, known.signs[0])
         news = report != known.reported
         known.reported = report
         return [report] if news else []
@@ -115,7 +104,7 @@ class Judge:
     def forget_cluster(self, cluster: str) -> None:
         self._clusters.pop(cluster, None)
 
-    def on_cluster_heartbeat(self, heartbeat: ClusterHeartbeat, now: float) -> list[Event]:
+    def on_cluster_heartbeat(self, heartbeat: ClusterHeartbeat, now: float) -> list[events.Event]:
         """Renew the lease; return events for a trainer that began or ceased to move and for a bandwidth that has
         changed.
         """
@@ -131,10 +120,10 @@ class Judge:
         if known.moving:
             self._look_at(known.progressed_at + self._hang_s(known))
         measured = known.bandwidth.measure_rate(heartbeat.bytes_per_s)
-        found += [] if measured is None else [BandwidthMeasured(heartbeat.cluster, heartbeat.inc, measured)]
+        found += [] if measured is None else [events.BandwidthMeasured(heartbeat.cluster, heartbeat.inc, measured)]
         return found + self._find_awaited(known, heartbeat, now)
 
-    def _find_awaited(self, known: _Cluster, heartbeat: ClusterHeartbeat, now: float) -> list[Event]:
+    def _find_awaited(self, known: _Cluster, heartbeat: ClusterHeartbeat, now: float) -> list[events.Event]:
         """Return an event for the push or pull that a cluster in the middle of a step awaits, at most a few times per
         deadline.
         """
@@ -142,9 +131,9 @@ class Judge:
         if not seq or not known.moving or (told == seq and now - at < self._options.least_transfer_s / REPORTS):
             return []
         known.awaited = (seq, now)
-        return [TransferAwaited(heartbeat.cluster, heartbeat.inc, seq)]
+        return [events.TransferAwaited(heartbeat.cluster, heartbeat.inc, seq)]
 
-    def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]:
+    def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[events.Event]:
         """Renew the lease; return events for staged pushes, which makes up for a lost PushStaged, and for a changed
         mirror.
         """
@@ -152,26 +141,30 @@ class Judge:
         if known is None or known.sinc != heartbeat.sinc:
             return []
         known.heard_at = now
-        found: list[Event] = [PushStaged(heartbeat.slave, heartbeat.sinc, push, 0) for push in heartbeat.staged]
+        found: list[events.Event] = [
+            events.PushStaged(heartbeat.slave, heartbeat.sinc, push, 0) for push in heartbeat.staged
+        ]
         if heartbeat.mirror is not None and heartbeat.mirror != known.mirror:
             known.mirror = heartbeat.mirror
-            found.append(MirrorReported(heartbeat.slave, heartbeat.sinc, heartbeat.mirror))
+            found.append(events.MirrorReported(heartbeat.slave, heartbeat.sinc, heartbeat.mirror))
         return found
 
-    def judge_silence(self, now: float) -> list[Event]:
+    def judge_silence(self, now: float) -> list[events.Event]:
         """Return an event for each peer that has been silent for a lease, in a fixed order; each is reported once."""
         self._due = None
-        lease, found = self._options.lease_s, list[Event]()
+        lease, found = self._options.lease_s, list[events.Event]()
         for name, cluster in sorted(self._clusters.items()):
             if now - cluster.heard_at >= lease:
                 silent_s = now - cluster.heard_at
-                found.append(ClusterSilent(name, cluster.inc, silent_s, cluster.tokens_consumed, cluster.tokens_lost))
+                found.append(
+                    events.ClusterSilent(name, cluster.inc, silent_s, cluster.tokens_consumed, cluster.tokens_lost)
+                )
                 del self._clusters[name]
             else:
                 found += self._judge_trainer(name, cluster, cluster.moving, now)
         for name, slave in sorted(self._slaves.items()):
             if now - slave.heard_at >= lease:
-                found.append(SlaveSilent(name, slave.sinc, now - slave.heard_at))
+                found.append(events.SlaveSilent(name, slave.sinc, now - slave.heard_at))
                 del self._slaves[name]
         return found
 
@@ -199,14 +192,14 @@ class Judge:
         if self._due is not None and when < self._due:
             self._due = when
 
-    def _judge_trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[Event]:
+    def _judge_trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[events.Event]:
         hung = now - cluster.progressed_at >= self._hang_s(cluster)
         moving = alive and not hung
         if moving == cluster.moving:
             return []
         cluster.moving = moving
         reason = "training" if moving else (self._hang_reason(cluster) if alive else "its trainer died")
-        return [TrainerChanged(name, cluster.inc, moving, reason)]
+        return [events.TrainerChanged(name, cluster.inc, moving, reason)]
 
     def _hang_s(self, cluster: _Cluster) -> float:
         """Return after how many seconds without progress a trainer hangs: by its own steps, at least `hang_s`."""

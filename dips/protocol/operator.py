@@ -30,23 +30,10 @@ from typing import Any
 
 from dips.dataclass import dataclass, replace
 from dips.errors import ConfigError
-from dips.protocol import rollback, seeding, window
+from dips.protocol import events, rollback, seeding
 from dips.protocol.effects import Acknowledged, Extended, Failed, Pending, Refused, Reply, Result, Tuned
 from dips.protocol.entities import AuditBudget, Slave
 from dips.protocol.enums import SlaveCause, SlaveState
-from dips.protocol.events import (
-    DrainAllAsked,
-    DrainAsked,
-    ExtensionAsked,
-    OperatorAsked,
-    OperatorReported,
-    OperatorRequest,
-    QuarantineAsked,
-    ReadmissionAsked,
-    RollbackAsked,
-    SeedAsked,
-    TuningAsked,
-)
 from dips.protocol.options import Options, Targets
 from dips.protocol.records import ClusterQuarantined, ClusterReadmitted, OperatorActed, OptionsTuned, RunExtended
 from dips.protocol.round import find_end
@@ -61,7 +48,7 @@ TARGET_KEYS = tuple(field.name for field in fields(Targets))
 FRACTIONS = frozenset({"wall_s"})  # the other targets are whole numbers
 
 
-def on_operator_asked(run: RunState, event: OperatorAsked) -> None:
+def on_operator_asked(run: RunState, event: events.OperatorAsked) -> None:
     """Legal any time; carries the request out and emits its row before its answer."""
     kind, begin = REQUESTS[type(event.request)], len(run.out)
     result = _carry_out(run, event.request)
@@ -75,18 +62,18 @@ def on_operator_asked(run: RunState, event: OperatorAsked) -> None:
     run.reply_to(event.req, result)
 
 
-def on_request_asked(run: RunState, event: OperatorRequest) -> None:
+def on_request_asked(run: RunState, event: events.OperatorRequest) -> None:
     """Carry a request out without a row: one that is no operator's, or of a run that is not audited."""
     run.reply_to(event.req, _carry_out(run, event))
 
 
-def on_operator_reported(run: RunState, event: OperatorReported) -> None:
+def on_operator_reported(run: RunState, event: events.OperatorReported) -> None:
     """Record a call that the shell refused, or a change that the shell made by itself (an edited run file)."""
     row = OperatorActed(event.caller, event.action, event.arguments, event.outcome, event.refused, event.wall)
     _emit_row(run, row, run.denied_rows if event.refused else None)
 
 
-def _carry_out(run: RunState, request: OperatorRequest) -> Result:
+def _carry_out(run: RunState, request: events.OperatorRequest) -> Result:
     kind = REQUESTS[type(request)]
     if kind.changes_ledger and (unproven := run.find_unproven()):
         return unproven
@@ -124,7 +111,7 @@ def _describe_result(result: Result) -> tuple[str, bool]:
 # ---- quarantine ----------------------------------------------------------------------------------------------------
 
 
-def _quarantine(run: RunState, event: QuarantineAsked) -> Result:
+def _quarantine(run: RunState, event: events.QuarantineAsked) -> Result:
     """Gate all pushes of a cluster that has joined once; a repetition changes the reason at most."""
     _check_known(run, event.cluster)
     reason = cut_text(event.reason, MOST_REASON) or "no reason was given"
@@ -136,7 +123,7 @@ def _quarantine(run: RunState, event: QuarantineAsked) -> Result:
     return Acknowledged()
 
 
-def _readmit(run: RunState, event: ReadmissionAsked) -> Result:
+def _readmit(run: RunState, event: events.ReadmissionAsked) -> Result:
     """End an operator's quarantine and the gate's; refused for a cluster in neither, which keeps its statistics."""
     _check_known(run, event.cluster)
     by_operator = run.quarantined.pop(event.cluster, None) is not None
@@ -159,7 +146,7 @@ def _check_known(run: RunState, cluster: str) -> None:
 # ---- options and targets -------------------------------------------------------------------------------------------
 
 
-def _tune(run: RunState, event: TuningAsked) -> Result:
+def _tune(run: RunState, event: events.TuningAsked) -> Result:
     """Change options; a repetition changes nothing and is answered with the present values."""
     changes = complete_changes(event.changes)
     options = tune_options(run.options, changes)
@@ -179,7 +166,7 @@ def _check_momentum(run: RunState, options: Options) -> None:
         raise ConfigError("outer.momentum: 0 would lose what updates carry over in m; expected a number above 0")
 
 
-def _extend(run: RunState, event: ExtensionAsked) -> Result:
+def _extend(run: RunState, event: events.ExtensionAsked) -> Result:
     """Change targets. A finished run continues: the ledger row of the new targets also revokes its end. A repetition
     changes nothing."""
     targets = _change_targets(run.targets, event)
@@ -195,7 +182,7 @@ def _extend(run: RunState, event: ExtensionAsked) -> Result:
     return Extended(targets, resumed)
 
 
-def _change_targets(present: Targets, event: ExtensionAsked) -> Targets:
+def _change_targets(present: Targets, event: events.ExtensionAsked) -> Targets:
     """Return the changed targets; raise ConfigError on an unknown key or an impossible value."""
     for change in event.changes:
         if change.key not in TARGET_KEYS:
@@ -223,7 +210,7 @@ def _find_refusal(run: RunState, targets: Targets) -> str:
 # ---- draining ------------------------------------------------------------------------------------------------------
 
 
-def _drain(run: RunState, event: DrainAsked) -> Result:
+def _drain(run: RunState, event: events.DrainAsked) -> Result:
     """Take a slave that is READY out of service; a repetition is answered with what is still open on it."""
     slave = run.slaves.get(event.slave)
     if slave is None:
@@ -238,7 +225,7 @@ def _drain(run: RunState, event: DrainAsked) -> Result:
     return Pending(f"{slave.name} waits for {open_here}") if open_here else Acknowledged()
 
 
-def _drain_all(run: RunState, _: DrainAllAsked) -> Result:
+def _drain_all(run: RunState, _: events.DrainAllAsked) -> Result:
     """Take every slave that is READY out of service, for one outage; nothing is open on the others."""
     serving = run.ready_slaves()
     for slave in serving:
@@ -272,7 +259,7 @@ def settle_drains(run: RunState) -> None:
 def _open_on(run: RunState, slave: Slave) -> str:
     """Return what must end before the slave may be stopped; empty if nothing must."""
     if run.round is not None:
-        return f"round {run.round.number} ({window.explain_round(run, run.round)})"
+        return f"round {run.round.number} ({run.explain_round(run.round)})"
     if run.waiting or run.flipping is not None:
         return "the next round" if run.waiting else "the flip to the new version"
     pushes, pulls = run.transfers.pushes, run.transfers.pulls
@@ -299,12 +286,14 @@ class RequestKind:
 
 
 REQUESTS: dict[type, RequestKind] = {
-    QuarantineAsked: RequestKind("quarantine", _quarantine, lambda e: f"{e.cluster} --reason {e.reason!r}"),
-    ReadmissionAsked: RequestKind("readmit", _readmit, lambda e: e.cluster),
-    TuningAsked: RequestKind("tune", _tune, lambda e: describe_changes(e.changes)),
-    ExtensionAsked: RequestKind("extend", _extend, lambda e: " ".join(f"{c.key}={c.value:.15g}" for c in e.changes)),
-    DrainAsked: RequestKind("drain", _drain, lambda e: e.slave, changes_ledger=False),
-    DrainAllAsked: RequestKind("drain", _drain_all, lambda _: "all slaves", changes_ledger=False),
-    RollbackAsked: RequestKind("rollback", rollback.answer_asked, lambda e: str(e.version)),
-    SeedAsked: RequestKind("seed", seeding.answer_asked, lambda e: f"process {e.seeder}", changes_ledger=False),
+    events.QuarantineAsked: RequestKind("quarantine", _quarantine, lambda e: f"{e.cluster} --reason {e.reason!r}"),
+    events.ReadmissionAsked: RequestKind("readmit", _readmit, lambda e: e.cluster),
+    events.TuningAsked: RequestKind("tune", _tune, lambda e: describe_changes(e.changes)),
+    events.ExtensionAsked: RequestKind(
+        "extend", _extend, lambda e: " ".join(f"{c.key}={c.value:.15g}" for c in e.changes)
+    ),
+    events.DrainAsked: RequestKind("drain", _drain, lambda e: e.slave, changes_ledger=False),
+    events.DrainAllAsked: RequestKind("drain", _drain_all, lambda _: "all slaves", changes_ledger=False),
+    events.RollbackAsked: RequestKind("rollback", rollback.answer_asked, lambda e: str(e.version)),
+    events.SeedAsked: RequestKind("seed", seeding.answer_asked, lambda e: f"process {e.seeder}", changes_ledger=False),
 }

@@ -1,7 +1,7 @@
 """Options of the Coordinator, each with its unit and the reason for its default.
 
 Plain dataclasses, so that this package needs nothing but the standard library. Bounds are checked in `__post_init__`,
-once for every caller; config.py checks types and refuses unknown keys.
+once for every caller; config/run.py checks types and refuses unknown keys.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from dips.protocol.gates.direction import (
     lacks_witnesses,
     own_usual,
 )
-from dips.protocol.gates.layers import layer_norms
 from dips.protocol.gates.losses import LEARNED, MARGIN, MOST_USUAL, bound_loss, excess_loss, has_risen, taught_losses
 from dips.protocol.gates.norms import (
     OWN_REFERENCE,
@@ -31,6 +30,7 @@ from dips.protocol.gates.norms import (
     gate_threshold,
     has_score,
     is_joiner,
+    layer_norms,
     longest_step,
 )
 from dips.protocol.gates.replays import DIGESTS_KEPT
@@ -40,7 +40,6 @@ from dips.protocol.rules import TOKENS_KEPT, most_tokens
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence, Settled, Verdict
 
 # ---- differences ----------------------------------------------------------------------------------------------------
-# Lasting differences of a cluster from the others, for status and page; no push is gated for them. Pure.
 
 
 def find_differences(row: PenaltyRow, rows: Iterable[PenaltyRow], options: PenaltyOptions) -> dict[Difference, str]:

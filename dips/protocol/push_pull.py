@@ -10,7 +10,7 @@ from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.errors import ConfigError, Denied, RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import GENESIS, PULLER, PullId, PushId, VersionId
-from dips.protocol import durability, transfers, window
+from dips.protocol import durability, events, transfers
 from dips.protocol.admission import SlotAnswer, SlotAsk
 from dips.protocol.claims import ToldProgress, find_absurd_seq, why_impossible, why_untold
 from dips.protocol.data import BegunRange
@@ -33,16 +33,6 @@ from dips.protocol.effects import (
 )
 from dips.protocol.entities import Cluster, Fanout, Pull, Push, Tombstone
 from dips.protocol.enums import ClusterCause, ClusterState, DurabilityState, FanoutKind, OutcomeKind, SlaveCause
-from dips.protocol.events import (
-    PullFinished,
-    PullRequested,
-    PushAborted,
-    PushFinished,
-    PushRefused,
-    PushRequested,
-    PushStaged,
-    RoundAwaited,
-)
 from dips.protocol.order import MAX_RANKS, lowest_free
 from dips.protocol.rank_keys import MOST_FLIP_KEYS, find_wrong_keys
 from dips.protocol.records import ClusterDiverged, OperatorActed
@@ -51,14 +41,13 @@ from dips.protocol.transfer_book import too_slow
 from dips.protocol.transfers import close_pull
 
 # ---- slot requests --------------------------------------------------------------------------------------------------
-# Answers to requests for a slot: admitted, or refused with a place in the queue (admission.py) and a time to ask again.
 
 
 LEAST_RETRY_S = 0.2  # a complete push is still to be measured and folded before its slot is free
 RETRY_SHARE = 0.1  # of a push's time: how often the first in the queue asks while a slot is about to be free
 
 
-def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refused | None:
+def refuse_slot(run: RunState, cluster: Cluster, event: events.PushRequested) -> Refused | None:
     """Return Refused with the cluster's place in the queue; None if it may take a slot."""
     missing, slots = run.why_missing(), run.roster.slots
     free = 0 if missing else slots - len(run.transfers.pushes)
@@ -124,7 +113,7 @@ def _ordinal(n: int) -> str:
 MAX_TOKENS = (1 << 53) - 1  # of a run: every sum of tokens stays exact, in the ledger and as a JSON number
 
 
-def on_push_requested(run: RunState, event: PushRequested) -> None:
+def on_push_requested(run: RunState, event: events.PushRequested) -> None:
     """Legal in TRAINING; effects OpenPush on every slave. A repetition gets Pending, then the same Grant."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
@@ -136,7 +125,7 @@ def refuse_reader(cluster: Cluster) -> Failed | None:
     return Failed(Denied, f"{cluster.name} only pulls, as its name says: it trains nothing") if cluster.reads else None
 
 
-def _answer_push_request(run: RunState, cluster: Cluster, event: PushRequested) -> Result:
+def _answer_push_request(run: RunState, cluster: Cluster, event: events.PushRequested) -> Result:
     if cannot := refuse_reader(cluster):
         return cannot
     push = cluster.push
@@ -179,7 +168,7 @@ def _answer_push_request(run: RunState, cluster: Cluster, event: PushRequested) 
     return Pending("the slaves are reserving a slot for it")
 
 
-def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
+def _open_push(run: RunState, cluster: Cluster, event: events.PushRequested) -> None:
     transfer_s = run.transfer_s(cluster)
     cluster.seq_high, cluster.base = event.push.seq, event.base
     cluster.ranks, cluster.keys = event.ranks, event.keys
@@ -209,15 +198,15 @@ def _held_base(push: Push) -> VersionId | None:
     return None if push.codec is Codec.FP32 else push.base
 
 
-def on_push_opened(run: RunState, fanout: Fanout) -> None:
-    """Grant a push: every slave has reserved its slot."""
+def on_push_opened(run: RunState, fanout: Fanout) -> bool:
+    """Grant a push: every slave has reserved its slot. Return whether it is still wanted."""
     cluster = run.cluster_of(fanout.subject)
     if cluster is None or cluster.push is None:
-        return
+        return False
     cluster.push.opened, cluster.push.due = True, _due_at(run, cluster, cluster.push.idle_s)
     run.set_cluster_state(cluster, cluster.state, ClusterCause.PUSHES, "pushing")
-    window.extend_open_window(run)
     run.emit_note("push_granted", push=cluster.push.id, base=cluster.push.base)
+    return True
 
 
 def _due_at(run: RunState, cluster: Cluster, idle_s: float) -> float:
@@ -229,34 +218,34 @@ def _grant_of(run: RunState, push: Push) -> Grant:
     return replace(grant, codec=push.codec, base=_held_base(push))
 
 
-def on_push_staged(run: RunState, event: PushStaged) -> None:
+def on_push_staged(run: RunState, event: events.PushStaged) -> None:
     """Record that one slave has all of a push. Idempotent, since every heartbeat repeats it."""
     cluster = _cluster_of_report(run, event)
     if cluster is not None and cluster.push is not None:
         cluster.push.unstaged.pop(event.slave, None)
 
 
-def on_push_refused(run: RunState, event: PushRefused) -> None:
+def on_push_refused(run: RunState, event: events.PushRefused) -> None:
     """Drop a push that a slave gave up: its ranges were wrong or it stalled."""
     cluster = _cluster_of_report(run, event)
     if cluster is not None and cluster.push is not None and not cluster.push.committed:
         drop_push(run, cluster, f"{event.slave}: {event.reason}")
 
 
-def _cluster_of_report(run: RunState, event: PushStaged | PushRefused) -> Cluster | None:
+def _cluster_of_report(run: RunState, event: events.PushStaged | events.PushRefused) -> Cluster | None:
     """Return the cluster if a slave's present incarnation reports on its present push; else None."""
     slave = run.slaves.get(event.slave)
     return run.cluster_of(event.push) if slave and slave.sinc == event.sinc else None
 
 
-def on_push_finished(run: RunState, event: PushFinished) -> None:
+def on_push_finished(run: RunState, event: events.PushFinished) -> None:
     """Commit a push that is staged on every slave: give it a place in a window. A repetition gets Committed again."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
         run.reply_to(event.req, _commit_push(run, cluster, event))
 
 
-def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result:
+def _commit_push(run: RunState, cluster: Cluster, event: events.PushFinished) -> Result:
     push = cluster.push
     if push is None or push.id != event.push:
         if cluster.outcome and cluster.outcome.push == event.push:
@@ -286,7 +275,7 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
     return Committed()
 
 
-def _why_refused(run: RunState, cluster: Cluster, event: PushFinished) -> str:
+def _why_refused(run: RunState, cluster: Cluster, event: events.PushFinished) -> str:
     """Return why the claims of a push cannot be true, whatever heartbeats say; empty if they can."""
     if event.tokens < 0 or event.inner_steps < 0:
         return "tokens and inner_steps: expected 0 or more"
@@ -300,7 +289,7 @@ def _why_refused(run: RunState, cluster: Cluster, event: PushFinished) -> str:
     return _why_uncountable(run, cluster, event.tokens)
 
 
-def _why_not_begun(run: RunState, event: PushFinished, begun: BegunRange) -> str:
+def _why_not_begun(run: RunState, event: events.PushFinished, begun: BegunRange) -> str:
     held = run.ranges.held_by(event.push.cluster, event.push.inc)
     if begun.number in event.ranges or begun.number not in held:
         return f"data range {begun.number} is not leased to {event.push.cluster}, or used up by this push"
@@ -309,7 +298,7 @@ def _why_not_begun(run: RunState, event: PushFinished, begun: BegunRange) -> str
     return ""
 
 
-def _why_untold(cluster: Cluster, event: PushFinished) -> str:
+def _why_untold(cluster: Cluster, event: events.PushFinished) -> str:
     """Return why a push waits for heartbeats to report its progress; empty if they have, or if none report."""
     if cluster.told is None:
         return ""
@@ -327,7 +316,7 @@ def _why_uncountable(run: RunState, cluster: Cluster, tokens: int) -> str:
     return f"tokens: {tokens} more would bring the count above {MAX_TOKENS}, the most that a run can have"
 
 
-def on_push_aborted(run: RunState, event: PushAborted) -> None:
+def on_push_aborted(run: RunState, event: events.PushAborted) -> None:
     """Drop a push that its cluster gave up; a committed push stays committed."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is None:
@@ -347,7 +336,7 @@ def _count_divergence(run: RunState, cluster: str) -> None:
     run.emit_note("cluster_diverged", cluster=cluster, in_a_row=row.gated_in_a_row, quarantined=row.quarantined)
 
 
-def on_round_awaited(run: RunState, event: RoundAwaited) -> None:
+def on_round_awaited(run: RunState, event: events.RoundAwaited) -> None:
     """Legal until the next push; answered from the ledger, also after a restart."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
@@ -356,7 +345,7 @@ def on_round_awaited(run: RunState, event: RoundAwaited) -> None:
 
 def _answer_awaited(run: RunState, cluster: Cluster, push: PushId) -> Result:
     if cluster.push and cluster.push.id == push:
-        return Pending(window.explain_round(run, run.round) if run.round else "waits for the next window")
+        return Pending(run.explain_round(run.round) if run.round else "waits for the next window")
     row = cluster.outcome
     if row is None or row.push != push:
         return Dropped(_why_gone(cluster, push))
@@ -500,11 +489,9 @@ def stop_waiting_for(run: RunState, slave: str) -> None:
 
 
 # ---- pulls ----------------------------------------------------------------------------------------------------------
-# Pulls: a version is pinned on every slave before the cluster gets its Grant (docs/protocol.md#messages row 17,
-# docs/rationale.md#19, #20).
 
 
-def on_pull_requested(run: RunState, event: PullRequested) -> None:
+def on_pull_requested(run: RunState, event: events.PullRequested) -> None:
     """Legal in any state but the middle of a push; pins the head on every slave, or an older version that disks keep.
 
     A repetition gets the same Grant.
@@ -514,7 +501,7 @@ def on_pull_requested(run: RunState, event: PullRequested) -> None:
         run.reply_to(event.req, _answer_pull_request(run, cluster, event))
 
 
-def _answer_pull_request(run: RunState, cluster: Cluster, event: PullRequested) -> Result:
+def _answer_pull_request(run: RunState, cluster: Cluster, event: events.PullRequested) -> Result:
     pull = cluster.pull
     if pull and pull.id == event.pull:
         if not pull.opened:
@@ -573,7 +560,7 @@ def on_pull_opened(run: RunState, fanout: Fanout) -> None:
         cluster.pull.opened = True
 
 
-def on_pull_finished(run: RunState, event: PullFinished) -> None:
+def on_pull_finished(run: RunState, event: events.PullFinished) -> None:
     """Close a pull that all ranks installed, or none. A repetition is acknowledged again."""
     cluster = run.live_cluster(event.req, event.pull.cluster, event.pull.inc)
     if cluster is None:

@@ -1,4 +1,4 @@
-"""A round: collect, measure, gate, fold, close, apply, persist, and its outcomes for the clusters."""
+"""A round: its window, measure, gate, fold, close, apply, persist, and its outcomes for the clusters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dips.dataclass import replace
 from dips.errors import FailedDisk
 from dips.ids import VersionId
 from dips.outer_step import OuterStep, factor_at, join_factors, pick_factors, returned_share
-from dips.protocol import durability, push_pull, window
+from dips.protocol import durability, push_pull, rules
 from dips.protocol.effects import Abort, Apply, DropPush, Fold, Measure, Persist
 from dips.protocol.entities import Cluster, Fanout, Push, Round, Slave
 from dips.protocol.enums import (
@@ -24,6 +24,7 @@ from dips.protocol.enums import (
     OutcomeKind,
     RoundResult,
     RoundState,
+    WindowRule,
     check_move,
 )
 from dips.protocol.events import Folded, Measured, OrderFailed, Persisted, Prepared
@@ -34,29 +35,131 @@ from dips.protocol.records import (
     OutcomeRow,
     PenaltyRow,
     RoundEnded,
+    RoundReserved,
     RunFinished,
     ScoreHistory,
     VersionCommitted,
     VersionRow,
 )
-from dips.protocol.rules import (
-    MEAN,
-    WEIGHTS,
-    Clipped,
-    LayerShare,
-    Merge,
-    StepRound,
-    clip_layers,
-    clip_whole,
-    find_merge,
-    find_step,
-    measure_share,
-    rate_of_clusters,
-    scale_layer,
-    weigh_last,
-)
 from dips.protocol.run_state import RunState
 from dips.protocol.verdicts import PushEvidence, Settled, Verdict
+
+# ---- window ---------------------------------------------------------------------------------------------------------
+# The window in which a round takes commits: its length, the awaited pushes, and its end (docs/rationale.md#24).
+#
+# A window ends when its time is over, or earlier when no push is expected any more. With `timing.window: adaptive` its
+# time may grow to at most MOST_LENGTHS times its length, for clusters that are due soon, as long as the mean wait of
+# all pushes in it is no longer than a fixed window's for its first push.
+
+
+WINDOW_SHARE = 0.05  # of the median time between a cluster's pushes
+IDLE_SHARE = 0.2  # of the time in which a push is open without moving: inner steps and fragments end at any time in it
+LEAST_WINDOW_S = 1.0
+LATE_SHARE = 0.1  # of a push's estimated time: waited for that much longer; a wrong estimate must not cost every round
+MOST_LENGTHS = 4.0  # of its length, the most that an adaptive window may last: a round must end
+SPREAD_SHARE = 0.5  # of a window: added to the time when a cluster is due by its last pushes
+
+
+def window_s(run: RunState) -> float:
+    """Return the length of a window: as configured, or a share of the clusters' own pace."""
+    if run.options.timing.window_s is not None:
+        return run.options.timing.window_s
+    paces = [pace for c in run.clusters.values() if c.live for pace in c.paces]
+    if not paces:
+        return LEAST_WINDOW_S
+    pace = median(paces)
+    idle_s = max((push.idle_s for push in run.transfers.pushes.values()), default=0.0)
+    return max(LEAST_WINDOW_S, WINDOW_SHARE * pace + IDLE_SHARE * min(idle_s, pace))
+
+
+def can_open(run: RunState) -> bool:
+    """Whether a push waits for a round, and every slave can take one."""
+    free = run.round is None and run.flipping is None and not run.finished
+    return free and bool(run.waiting) and not run.roster.missing
+
+
+def open_window(run: RunState) -> None:
+    """Begin a round; its number is reserved by a row before it is used."""
+    number = run.next_round
+    run.next_round += 1
+    run.emit_record(RoundReserved(number, run.now))
+    state = check_move(ROUND_MOVES, RoundState.IDLE, RoundState.COLLECTING, f"round {number}")
+    lasts_s = window_s(run)
+    run.round = Round(number, state, "window open", run.now, run.now + lasts_s, window_s=lasts_s)
+    run.opened_at = run.now
+    run.emit_note("round_opened", round=number, head=run.head, window_s=f"{lasts_s:.3f}")
+
+
+def extend_open_window(run: RunState) -> None:
+    """Extend the open window if it should be longer, after a push was granted or committed."""
+    if run.round is not None and run.round.state is RoundState.COLLECTING:
+        extend_window(run, run.round)
+
+
+def extend_window(run: RunState, r: Round) -> None:
+    """Extend an adaptive window; never to less than before, nor to more than MOST_LENGTHS."""
+    if run.options.timing.window is WindowRule.ADAPTIVE:
+        r.closes = max(r.closes, min(_adapt(run, r), r.opened + MOST_LENGTHS * r.window_s))
+
+
+def _adapt(run: RunState, r: Round) -> float:
+    """Return the arrival of the last due cluster for which the mean wait of all pushes is at most `window_s`."""
+    latest = r.opened + MOST_LENGTHS * r.window_s
+    arrivals = [push.committed_at for push in r.pushes]
+    total, count, end = sum(arrivals), len(arrivals), r.closes
+    for due in sorted(due for due in _predict_arrivals(run) if run.now < due <= latest):
+        total, count = total + due, count + 1
+        if due - total / count <= r.window_s:
+            end = due + SPREAD_SHARE * r.window_s
+    return end
+
+
+def _predict_arrivals(run: RunState) -> Iterator[float]:
+    """Iterate over the expected arrivals of pushes under way and of those of training clusters; -inf is unknown."""
+    for push in run.transfers.uncommitted_pushes():
+        if push.due and run.clusters[push.id.cluster].moving:
+            yield push.due
+    yield from run.next_pushes.at.values()
+
+
+def is_over(run: RunState, r: Round) -> bool:
+    """Whether the window's time is over, or no further push will come before its end."""
+    if run.now >= r.closes:
+        return True
+    return run.next_pushes.first_at() > r.closes and not any(_find_expected(run, r))
+
+
+def window_deadlines(run: RunState) -> Iterator[float]:
+    """Iterate over the end of the window and the times when each awaited push will be late."""
+    r = run.round
+    if r is None or r.state is not RoundState.COLLECTING or r.current is not None:
+        return
+    if r.folded and run.durability.late is not None:
+        return  # it ends when that version is on the disks, not by time
+    yield r.closes
+    for cluster, push in _find_expected(run, r):
+        if push.due:
+            yield _late_at(run, cluster, push)
+
+
+def _find_expected(run: RunState, r: Round) -> Iterator[tuple[Cluster, Push]]:
+    """Iterate over the pushes under way that will arrive before the window ends."""
+    for push in run.transfers.uncommitted_pushes():
+        cluster = run.clusters[push.id.cluster]
+        if cluster.moving and _comes_in_time(run, cluster, push, r):
+            yield cluster, push
+
+
+def _comes_in_time(run: RunState, cluster: Cluster, push: Push, r: Round) -> bool:
+    """Whether the window waits for the push: only if it is due in it, and not once it is late, so that a slow link
+    delays few.
+    """
+    return not push.due or (push.due <= r.closes and run.now < _late_at(run, cluster, push))
+
+
+def _late_at(run: RunState, cluster: Cluster, push: Push) -> float:
+    return push.due + max(LEAST_WINDOW_S, LATE_SHARE * run.moving_s(cluster), push.idle_s)
+
 
 # ---- held pushes ----------------------------------------------------------------------------------------------------
 # Pushes that keep their slots until the others of their round are folded, so that the gate `direction` compares them
@@ -89,7 +192,7 @@ def hold_if_against(run: RunState, r: Round, push: Push) -> bool:
 
 def take_held(run: RunState, r: Round) -> Push | None:
     """Return the held push that is to be judged now; None while all can wait, or if there is none."""
-    if not r.held or not (window.is_over(run, r) or _slot_is_wanted(run)):
+    if not r.held or not (is_over(run, r) or _slot_is_wanted(run)):
         return None
     push = min(r.held, key=lambda p: run.penalty.suspicion_of(p.id.cluster))
     r.held.remove(push)
@@ -122,13 +225,11 @@ def _slot_is_wanted(run: RunState) -> bool:
 
 
 # ---- stepping -------------------------------------------------------------------------------------------------------
-# Weights of a push and the coefficients of a round: applies the rules (rules.py) to the run's options and state.
-#
 # What must stay true: a push's weights depend on it and on those folded before it, never on later ones, since slaves
 # fold each as it comes. In the common case, the mean of whole pushes, all layers share one number.
 
 
-# ---- a push ---------------------------------------------------------------------------------------------------------
+# ---- weights of a push ----------------------------------------------------------------------------------------------
 
 
 def weigh_push(run: RunState, r: Round, push: Push) -> None:
@@ -137,11 +238,11 @@ def weigh_push(run: RunState, r: Round, push: Push) -> None:
     push.counted = push.tokens if most is None else min(push.tokens, most)
     if push.counted < push.tokens:
         run.emit_note("push_capped", push=push.id, tokens=push.tokens, counted=push.counted)
-    push.merge_weight = WEIGHTS[o.weights](push.counted)
+    push.merge_weight = rules.WEIGHTS[o.weights](push.counted)
     push.weight = push.counted / r.folded[0].counted if r.folded else 1.0
     r.flagged |= bool(push.verdict is not None and push.verdict.flagged)
     layers = _layers_that_differ(run, r)
-    weights = [weigh_last(_merge_of(run, i), _layer_shares(r.folded, i), _share_in(push, i)) for i in layers]
+    weights = [rules.weigh_last(_merge_of(run, i), _layer_shares(r.folded, i), _share_in(push, i)) for i in layers]
     push.layer_weights = () if set(weights) == {push.weight} else join_factors(tuple(weights))
 
 
@@ -153,37 +254,37 @@ def fold_order(r: Round, push: Push, layers: Sequence[int]) -> Fold:
 
 def _layers_that_differ(run: RunState, r: Round) -> Sequence[int]:
     """Return the layers whose weights and scales may differ; the first layer stands for all that are not returned."""
-    by_layer = find_merge(run.options.outer.merge).by_layer or r.flagged
+    by_layer = rules.find_merge(run.options.outer.merge).by_layer or r.flagged
     return range(len(run.manifest.layers)) if by_layer else (0,)
 
 
-def _merge_of(run: RunState, layer: int) -> Merge:
-    merge = find_merge(run.options.outer.merge)
-    return MEAN if merge.blocks_only and layer not in run.manifest.blocks else merge
+def _merge_of(run: RunState, layer: int) -> rules.Merge:
+    merge = rules.find_merge(run.options.outer.merge)
+    return rules.MEAN if merge.blocks_only and layer not in run.manifest.blocks else merge
 
 
-def _layer_shares(pushes: Sequence[Push], layer: int) -> Iterator[LayerShare | None]:
+def _layer_shares(pushes: Sequence[Push], layer: int) -> Iterator[rules.LayerShare | None]:
     """Iterate over the pushes' shares in one layer, lazily, since a caller may stop at the first that counts."""
     return (_share_in(push, layer) for push in pushes)
 
 
-def _share_in(push: Push, layer: int) -> LayerShare | None:
+def _share_in(push: Push, layer: int) -> rules.LayerShare | None:
     if push.verdict is not None and layer in push.verdict.flagged:
         return None
-    return LayerShare(push.merge_weight, sqrt(push.layer_sq[layer]), push.inner_steps)
+    return rules.LayerShare(push.merge_weight, sqrt(push.layer_sq[layer]), push.inner_steps)
 
 
-# ---- a round --------------------------------------------------------------------------------------------------------
+# ---- coefficients of a round ----------------------------------------------------------------------------------------
 
 
-def make_step(run: RunState, r: Round) -> Clipped:
+def make_step(run: RunState, r: Round) -> rules.Clipped:
     """Compute the coefficients of the round's outer step; its norm may turn out not to be finite."""
     o = run.options.outer
     cut = _clip(run, r, _scale_layers(run, r))
     live = {cluster.name: cluster.last_tokens for cluster in run.clusters.values() if cluster.trains}
     clusters = len(live.keys() | {push.id.cluster for push in r.folded})
-    lr = rate_of_clusters(clusters) if isinstance(o.lr, str) else o.lr
-    numbers = find_step(o.step)(_describe_round(run, r, live))
+    lr = rules.rate_of_clusters(clusters) if isinstance(o.lr, str) else o.lr
+    numbers = rules.find_step(o.step)(_describe_round(run, r, live))
     r.step = OuterStep(cut.scales, lr, *numbers, returned_share(lr, numbers))
     return cut
 
@@ -193,32 +294,34 @@ def _scale_layers(run: RunState, r: Round) -> tuple[float, ...]:
     for layer in _layers_that_differ(run, r):
         weights = [factor_at(push.layer_weights or (push.weight,), layer) for push in r.folded]
         shares, acc_sq = _layer_shares(r.folded, layer), r.acc_sq[layer]
-        scales.append(scale_layer(_merge_of(run, layer), shares, weights, sqrt(acc_sq) if acc_sq >= 0 else acc_sq))
+        scales.append(
+            rules.scale_layer(_merge_of(run, layer), shares, weights, sqrt(acc_sq) if acc_sq >= 0 else acc_sq)
+        )
     return join_factors(tuple(scales))
 
 
-def _clip(run: RunState, r: Round, scales: tuple[float, ...]) -> Clipped:
+def _clip(run: RunState, r: Round, scales: tuple[float, ...]) -> rules.Clipped:
     clip, norms = run.options.outer.clip, run.penalty.history.delta_norms
     if clip.per_layer:
-        return clip_layers(scales, r.acc_sq, clip.norm)
+        return rules.clip_layers(scales, r.acc_sq, clip.norm)
     relative = clip.relative * median(norms) if clip.relative is not None and norms else None
-    return clip_whole(scales, r.acc_sq, clip.norm if clip.relative is None else relative)
+    return rules.clip_whole(scales, r.acc_sq, clip.norm if clip.relative is None else relative)
 
 
-def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> StepRound:
+def _describe_round(run: RunState, r: Round, live: dict[str, int]) -> rules.StepRound:
     """Return the round's momentum and share of a cycle, the input of a step rule."""
     tokens = dict[str, int]()
     for push in r.folded:
         tokens[push.id.cluster] = tokens.get(push.id.cluster, 0) + push.counted
-    return StepRound(run.options.outer.momentum, measure_share(tokens, live))
+    return rules.StepRound(run.options.outer.momentum, rules.measure_share(tokens, live))
 
 
 # ---- round ----------------------------------------------------------------------------------------------------------
 # A round: collect, measure, gate, fold, close, apply, persist (docs/protocol.md#messages rows 9 to 14).
 #
 # Pushes are measured and folded one after another in the order of their commits, so that every slave adds in the same
-# order and the ledger's order replays bit for bit. window.py decides when the window opens and closes; the
-# settlement ends the round for its clusters: with a commit, or with a skip if anything breaks the round before its row.
+# order and the ledger's order replays bit for bit. The settlement ends the round for its clusters: with a commit, or
+# with a skip if anything breaks the round before its row.
 
 
 PUSH_DIGESTS = 1 << 53  # a push's digest is the sum of its slaves' digests modulo this
@@ -229,20 +332,20 @@ def advance_round(run: RunState) -> None:
     """Do what has become possible: open a window, measure the next push, or close the window."""
     if run.durability.state is DurabilityState.STOPPED:
         _give_up_pushes(run)
-    if window.can_open(run):
-        window.open_window(run)
+    if can_open(run):
+        open_window(run)
     r = run.round
     if r is None or r.state is not RoundState.COLLECTING:
         return
     if run.waiting:
         r.queue += run.waiting
         run.waiting = []
-        window.extend_window(run, r)
+        extend_window(run, r)
     while r.current is None and r.queue:
         _measure_unless_held(run, r, r.queue.popleft())
     if r.current is None and (held := take_held(run, r)) is not None:
         _measure_push(run, r, held)
-    elif r.current is None and window.is_over(run, r):
+    elif r.current is None and is_over(run, r):
         _close_window(run, r)
 
 
@@ -456,7 +559,7 @@ DELTA_NORMS_KEPT = 50  # accepted ‖δ‖, for a relative clip
 ROUND_ORDERS = frozenset({FanoutKind.MEASURE, FanoutKind.FOLD, FanoutKind.APPLY, FanoutKind.PERSIST})
 
 
-# ---- a version ------------------------------------------------------------------------------------------------------
+# ---- settlement with a version --------------------------------------------------------------------------------------
 
 
 def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
@@ -519,7 +622,7 @@ def _version_row(
     )  # fmt: skip
 
 
-# ---- no version -----------------------------------------------------------------------------------------------------
+# ---- settlement without one -----------------------------------------------------------------------------------------
 
 
 def end_unchanged(run: RunState, r: Round) -> None:
@@ -588,7 +691,7 @@ def _give_back(run: RunState, over: list[Push], reason: str) -> None:
             run.set_cluster_state(cluster, ClusterState.TRAINING, ClusterCause.SKIPPED, why)
 
 
-# ---- one push -------------------------------------------------------------------------------------------------------
+# ---- outcome of a push ----------------------------------------------------------------------------------------------
 
 
 def _kind_of(push: Push) -> OutcomeKind:

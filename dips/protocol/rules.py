@@ -14,7 +14,6 @@ from dips.protocol import plugins
 from dips.protocol.enums import MergeRule, StepRule, WeightRule
 
 # ---- rates ----------------------------------------------------------------------------------------------------------
-# The outer learning rate, `outer.lr`: a number, or `auto`, computed from the number of clusters.
 
 
 # Best outer learning rates of DiLoCo's scaling laws (Charles et al. 2025), by log2 of the clusters.
@@ -66,7 +65,6 @@ def most_tokens(usual: Iterable[Sequence[int]]) -> int | None:
 
 
 # ---- clips ----------------------------------------------------------------------------------------------------------
-# Clipping of a pseudo-gradient's norm, for the whole model or for each layer: `outer.clip`.
 
 
 @dataclass(frozen=True, slots=True)

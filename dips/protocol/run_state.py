@@ -35,6 +35,7 @@ from dips.protocol.enums import (
     OutcomeKind,
     RequeuePolicy,
     RoundResult,
+    RoundState,
     SlaveCause,
     SlaveState,
 )
@@ -42,8 +43,7 @@ from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.options import Options
 from dips.protocol.penalty import Penalty
 from dips.protocol.records import LedgerState, Record, VersionRow
-from dips.protocol.timers import Timers
-from dips.protocol.transfer_book import TransferBook, transfer_deadline_s
+from dips.protocol.transfer_book import Timers, TransferBook, transfer_deadline_s
 from dips.protocol.tunable import restore_tuned
 
 # ---- lineage --------------------------------------------------------------------------------------------------------
@@ -484,6 +484,17 @@ class RunState:
         missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
         drained = [s for s in in_order(self.slaves, self.roster.draining) if s.state is SlaveState.READY]
         return name_some(missing + [f"{s.name} (it drains)" for s in drained])
+
+    def explain_round(self, r: Round) -> str:
+        """Describe what the round does and waits for, for people."""
+        return f"{r.state}: {self.describe_round(r)}"
+
+    def describe_round(self, r: Round) -> str:
+        """Describe the round beyond its state: the commits and the time left of an open window, else its reason."""
+        if r.state is not RoundState.COLLECTING:
+            return r.reason
+        late = f", not before {self.head} is on every disk" if self.durability.late is not None else ""
+        return f"{r.count} committed, closes in {max(0.0, r.closes - self.now):.1f} s{late}"
 
     def make_grant(self, version: VersionId, deadline_s: float, first: int = 0) -> Grant:
         """Return the grant of a transfer; `first` ranks of other transfers have their turns before its own."""

@@ -15,18 +15,7 @@ from __future__ import annotations
 from dips.dataclass import replace
 from dips.errors import ConfigError, RemoteProtocolError
 from dips.ids import GENESIS, PushId
-from dips.protocol.effects import (
-    Acknowledged,
-    Dropped,
-    DropPush,
-    Failed,
-    KeepSeed,
-    OpenPush,
-    Pending,
-    Refused,
-    Result,
-    SeedGranted,
-)
+from dips.protocol import effects
 from dips.protocol.entities import Bodies, Fanout, Seed
 from dips.protocol.enums import FanoutKind, SlaveState
 from dips.protocol.events import PushRefused, PushStaged, SeedAsked
@@ -41,12 +30,12 @@ AWAY = (SlaveState.AWAITED, SlaveState.LOST)
 SEED_ORDERS = frozenset({FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED})
 
 
-def answer_asked(run: RunState, event: SeedAsked) -> Result:
+def answer_asked(run: RunState, event: SeedAsked) -> effects.Result:
     """Legal while the head is v0@r0. A repetition renews the lease, and is answered with the progress."""
     if problem := describe_other_model(run.manifest, run.row.genesis, event.genesis):
         raise ConfigError(problem)
     if run.head != GENESIS:
-        return Refused(0.0, f"the head is {run.head}: this run has begun, and takes no first model any more")
+        return effects.Refused(0.0, f"the head is {run.head}: this run has begun, and takes no first model any more")
     if run.seed is not None and event.given_up == run.seed.push.seq and event.seeder == run.seed.seeder:
         drop_seed(run, "it broke at the operator's end")
         run.failed_seed = None  # the caller knows the reason
@@ -54,16 +43,16 @@ def answer_asked(run: RunState, event: SeedAsked) -> Result:
         return _answer_seeder(run, run.seed, event)
     if run.failed_seed is not None and run.failed_seed[0] == event.seeder:
         reason, run.failed_seed = run.failed_seed[1], None
-        return Dropped(reason)
+        return effects.Dropped(reason)
     if away := [s.name for s in run.slaves.values() if s.state in AWAY]:
-        return Pending(f"not here: {name_some(away)}")
+        return effects.Pending(f"not here: {name_some(away)}")
     lacking = {s.name: s.sinc for s in run.slaves.values() if s.unseeded}
     if not lacking:
-        return Acknowledged()
+        return effects.Acknowledged()
     if wrong := find_wrong_keys(event.keys, SEED_RANKS, run.has_encrypted_lanes()):
-        return Failed(RemoteProtocolError, wrong)
+        return effects.Failed(RemoteProtocolError, wrong)
     _open_seed(run, event, lacking)
-    return Pending("the slaves are making room for it")
+    return effects.Pending("the slaves are making room for it")
 
 
 def describe_other_model(manifest: Manifest, ours: tuple[str, ...], theirs: tuple[str, ...]) -> str:
@@ -76,24 +65,24 @@ def describe_other_model(manifest: Manifest, ours: tuple[str, ...], theirs: tupl
     return f"expected the first model of this run, got another: they differ in {name_some(wrong)}"
 
 
-def _answer_seeder(run: RunState, seed: Seed, event: SeedAsked) -> Result:
+def _answer_seeder(run: RunState, seed: Seed, event: SeedAsked) -> effects.Result:
     if seed.seeder != event.seeder:
-        return Pending("another `dips seed` brings it; its place is free when it has been silent for a lease")
+        return effects.Pending("another `dips seed` brings it; its place is free when it has been silent for a lease")
     seed.deadline = run.now + run.options.timing.lease_s
     if not seed.opened:
-        return Pending("the slaves are making room for it")
+        return effects.Pending("the slaves are making room for it")
     if not seed.unstaged:
-        return Pending(f"being written to the disk: {name_some(tuple(seed.slaves))}")
+        return effects.Pending(f"being written to the disk: {name_some(tuple(seed.slaves))}")
     grant = run.make_grant(GENESIS, run.options.timing.lease_s)
     takers = tuple(address for address in grant.slaves if address.name in seed.slaves)
-    return SeedGranted(seed.push, replace(grant, slaves=takers))
+    return effects.SeedGranted(seed.push, replace(grant, slaves=takers))
 
 
 def _open_seed(run: RunState, event: SeedAsked, lacking: dict[str, int]) -> None:
     run.seeds += 1
     push, timing = PushId(SEEDER, run.term, run.seeds), run.options.timing
     run.seed = Seed(push, event.seeder, run.now + timing.lease_s, lacking, unstaged=dict.fromkeys(lacking))
-    order = OpenPush(push, SEED_RANKS, timing.lease_s, keys=event.keys, seed=True)
+    order = effects.OpenPush(push, SEED_RANKS, timing.lease_s, keys=event.keys, seed=True)
     run.fan_out(FanoutKind.OPEN_SEED, push, dict.fromkeys(lacking, order), timing.order_s)
     run.emit_note("seed_opened", push=push, slaves=",".join(lacking))
 
@@ -113,7 +102,7 @@ def take_staged(run: RunState, event: PushStaged) -> bool:
         return True
     if event.slave in seed.unstaged:
         del seed.unstaged[event.slave]
-        body: Bodies = {event.slave: KeepSeed(seed.push)}
+        body: Bodies = {event.slave: effects.KeepSeed(seed.push)}
         run.fan_out(FanoutKind.KEEP_SEED, seed.push, body, run.options.timing.compute_s)
     return True
 
@@ -168,7 +157,7 @@ def drop_seed(run: RunState, reason: str) -> None:
 
 
 def _free_slots(run: RunState, seed: Seed, names: list[str], reason: str) -> None:
-    order = DropPush(seed.push, reason)
+    order = effects.DropPush(seed.push, reason)
     run.fan_out(FanoutKind.STANDALONE, seed.push, dict.fromkeys(names, order), run.options.timing.order_s)
 
 

@@ -72,19 +72,16 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
 
 
 def _why_unknown(run: RunState, name: str) -> str:
-    holders = f"this run places layers on {', '.join(run.slaves)}"
-    if version := dict(run.row.removed).get(name):
-        return f"slave {name!r} is not in this run since the rebalance of {version}: {holders}"
-    return f"slave {name!r}: {holders}"
+    version = dict(run.row.removed).get(name)
+    since = f", which is not in this run since the rebalance of {version}" if version else ""
+    return f"slave: expected {' or '.join(run.slaves)}, got {name!r}{since}; start it by its name in the run file"
 
 
 def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
     if mismatch := find_protocol_mismatch(event):
         return mismatch
     if event.run != run.row.run:
-        return Failed(
-            ConfigError, f"shared.run: this master serves {run.row.run!r}, the slave belongs to {event.run!r}"
-        )
+        return Failed(ConfigError, f"shared.run: expected {run.row.run!r}, got {event.run!r}; name that run's master")
     if event.key and not is_key(event.key):
         return Failed(RemoteProtocolError, f"key of slave {event.slave}: expected {KEY_CHARS} characters of Z85")
     return find_absurd_register(event, run.term, run.next_round)
@@ -102,9 +99,8 @@ def _find_rival(run: RunState, slave: Slave, event: SlaveRegistered) -> Failed |
     silent_s = SILENT_HEARTBEATS * run.options.timing.heartbeat_s
     if event.rival_heard_s >= silent_s:
         return None
-    return Failed(
-        Busy, f"the name {slave.name} is taken: another process bears it as incarnation {slave.sinc} and lives"
-    )
+    taken = f"got {slave.name}, which a live process has as incarnation {slave.sinc}"
+    return Failed(Busy, f"slave: expected a name that is free, {taken}; stop that process, or wait until it has ended")
 
 
 def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:

@@ -14,20 +14,9 @@ from math import isfinite
 from typing import Any
 
 from dips.ids import VersionId
-from dips.protocol import seeding, window
+from dips.protocol import enums, seeding
 from dips.protocol.durability import measure_lag
 from dips.protocol.entities import Cluster, Slave
-from dips.protocol.enums import (
-    ClusterCause,
-    ClusterState,
-    DurabilityMode,
-    DurabilityState,
-    OutcomeKind,
-    RoundState,
-    Severity,
-    SlaveCause,
-    SlaveState,
-)
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.options import Targets
 from dips.protocol.run_state import RunState, in_order, name_some
@@ -39,7 +28,7 @@ UNDONE_SHOWN = 8  # the newest; `dips history` knows all
 class LastOutcome:
     """How a cluster's last push ended."""
 
-    kind: OutcomeKind
+    kind: enums.OutcomeKind
     reason: str
 
 
@@ -47,8 +36,8 @@ class LastOutcome:
 class ClusterView:
     """One cluster. `word`, `severity` and `why` are what is shown of it: see dips/view/judging.py."""
 
-    state: ClusterState
-    cause: ClusterCause = ClusterCause.TRAINS
+    state: enums.ClusterState
+    cause: enums.ClusterCause = enums.ClusterCause.TRAINS
     reason: str = ""
     since_s: float = 0.0  # in this state for this cause
     inc: int = 0
@@ -76,12 +65,12 @@ class ClusterView:
     heartbeat: ClusterHeartbeat | None = None  # the newest
     heard_s: float | None = None  # since it came
     word: str = ""
-    severity: Severity = Severity.PLAIN
+    severity: enums.Severity = enums.Severity.PLAIN
     why: str = ""  # empty: the word says it all
 
     @property
     def live(self) -> bool:
-        return self.state is not ClusterState.GONE
+        return self.state is not enums.ClusterState.GONE
 
     @property
     def trains(self) -> bool:
@@ -119,8 +108,8 @@ class MirrorView:
 class SlaveView:
     """One slave, likewise."""
 
-    state: SlaveState
-    cause: SlaveCause = SlaveCause.SERVES
+    state: enums.SlaveState
+    cause: enums.SlaveCause = enums.SlaveCause.SERVES
     reason: str = ""
     since_s: float = 0.0
     sinc: int = 0
@@ -134,7 +123,7 @@ class SlaveView:
     heartbeat: SlaveHeartbeat | None = None
     heard_s: float | None = None
     word: str = ""
-    severity: Severity = Severity.PLAIN
+    severity: enums.Severity = enums.Severity.PLAIN
     why: str = ""
 
 
@@ -142,7 +131,7 @@ class SlaveView:
 class Concern:
     """One thing that an operator should look at."""
 
-    severity: Severity
+    severity: enums.Severity
     who: str
     what: str
 
@@ -155,7 +144,7 @@ class ProgressView:
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    state: RoundState = RoundState.IDLE
+    state: enums.RoundState = enums.RoundState.IDLE
     round: int | None = None
     reason: str = ""
     pushes: tuple[str, ...] = ()
@@ -180,14 +169,14 @@ class MetView:
 
 @dataclass(frozen=True, slots=True)
 class DurabilityView:
-    mode: DurabilityMode = DurabilityMode.COMMIT
-    state: DurabilityState = DurabilityState.DURABLE
+    mode: enums.DurabilityMode = enums.DurabilityMode.COMMIT
+    state: enums.DurabilityState = enums.DurabilityState.DURABLE
     reason: str = ""
     head: bool = False  # the head lies on every disk
 
     @property
     def red(self) -> bool:
-        return self.state is not DurabilityState.DURABLE
+        return self.state is not enums.DurabilityState.DURABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +334,7 @@ def build_view(run: RunState, now: float) -> RunView:
         tuned={key: None if change.off else change.value for key, change in run.tuned.items()},
         untuned=tuple(run.untuned),
         finished=str(run.finished) if run.finished else None,
-        round=RoundView(r.state, r.number, window.describe_round(run, r), tuple(str(p.id) for p in r.pushes))
+        round=RoundView(r.state, r.number, run.describe_round(r), tuple(str(p.id) for p in r.pushes))
         if r
         else RoundView(reason=_why_idle(run)),
         rounds=RoundCounts(**run.counts),
@@ -375,7 +364,7 @@ def explain_unready(run: RunState) -> str:
 def _why_idle(run: RunState) -> str:
     if run.finished:
         return f"the run is finished at {run.finished}"
-    if run.durability.state is DurabilityState.STOPPED:
+    if run.durability.state is enums.DurabilityState.STOPPED:
         return run.durability.reason
     missing = run.slaves_missing()
     if unseeded := seeding.explain_unseeded(run):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from dips.client.agent.account import PastIncarnation
+from dips.client.agent.account import NO_INCARNATION, PastIncarnation
 from dips.client.agent.core import AgentCore
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.state import (
@@ -26,18 +26,15 @@ from dips.errors import Denied, DipsError, Diverged, StaleIncarnation, Unavailab
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
-from dips.sim.fiber import ChangeSignal, Fiber, Gate, Story, Wait, sleep
-from dips.sim.heap import Heap
+from dips.sim.heap import ChangeSignal, Fiber, Gate, Heap, Story, Wait, sleep
 from dips.sim.network import Network
-from dips.sim.ports import TrainerWorld
-from dips.sim.site import Site
-from dips.sim.torchrun import SimTorchrun
+from dips.sim.ports import TrainerAgent, TrainerWorld
+from dips.sim.scenario import Site
 from dips.sim.trainer import SimTrainer
 from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32
 
 # ---- master client --------------------------------------------------------------------------------------------------
-# A simulated agent's connection to the master: sends each question and each heartbeat once.
 
 
 CALL_S = 2.0  # deadline of a question
@@ -397,3 +394,170 @@ class SimAgent:
     def on_heartbeat_error(self, error: DipsError) -> None:
         if self.alive:
             self._do_actions(self.core.on_heartbeat_error(error, self.world.heap.now))
+
+
+# ---- torchrun --------------------------------------------------------------------------------------------------------
+
+
+class TorchrunAgent(TrainerAgent, Protocol):
+    """The parts of its agent that torchrun needs."""
+
+    name: str
+
+    def on_trainer_start(self) -> None: ...
+    def on_command_end(self, before: LaunchCommand, reason: str) -> LaunchCommand | None: ...
+    def on_hang_up(self, attempt: int) -> None: ...
+
+
+class SimTorchrun:
+    """Runs at most one trainer at a time; a dead one is replaced after a while."""
+
+    def __init__(self, world: TrainerWorld, site: Site, agent: TorchrunAgent, launch: LaunchCommand) -> None:
+        self._world, self._site, self._agent = world, site, agent
+        self._launch = launch  # the present or last launch
+        self._ended = False
+        self.trainer: SimTrainer | None = None
+
+    def start(self, restart: int = 0) -> None:
+        """Start the trainer; `restart` counts the restarts of the ranks by this torchrun."""
+        if not self._ended and self.trainer is None:
+            self._agent.on_trainer_start()
+            self.trainer = SimTrainer(self._world, self._site, self._agent, self._launch.launch, restart)
+
+    def end(self, cause: str) -> None:
+        """Kill everything by SIGKILL, for good."""
+        self._ended = True
+        if self.trainer is not None:
+            self._lose_trainer(cause)
+
+    def crash(self, reason: str) -> None:
+        """End torchrun; its agent notices at once, and decides whether it is launched again."""
+        self._lose_trainer("its trainer died")
+        launch = self._agent.on_command_end(self._launch, reason)
+        if launch is not None:
+            self._launch = launch
+            self._start_later(launch.delay_s + 1.5 * self._site.rng.random(), 0)
+
+    def on_dead_rank(self, rank: int) -> None:
+        """Process a rank's death: torchrun restarts all ranks, or ends if it has done so too often."""
+        trainer = self.trainer
+        assert trainer is not None
+        if trainer.restart >= self._site.restarts:
+            self.crash(f"rank {rank} died")
+            return
+        self._lose_trainer("its trainer died")
+        rng = self._world.chance.generator_for(f"torchrun/{self._site.name}")
+        # The end of rank 0's connection is noticed at once, or only after its successor has connected.
+        seen_s = 0.0 if rng.random() < 0.5 else 4.0 * rng.random()
+        hang_up = partial(self._agent.gate.pass_on, partial(self._agent.on_hang_up, trainer.attempt))
+        self._world.call_later(seen_s, f"rank 0 of {self._site.name} is gone", hang_up)
+        self._start_later(0.3 + 1.5 * rng.random(), trainer.restart + 1)
+
+    def _lose_trainer(self, cause: str) -> None:
+        trainer, self.trainer = self.trainer, None
+        assert trainer is not None
+        trainer.kill_ranks()
+        trainer.in_hand.lose_work(cause)
+
+    def _start_later(self, delay_s: float, restart: int) -> None:
+        start = partial(self._agent.gate.pass_on, partial(self.start, restart))
+        self._world.call_later(delay_s, f"{self._site.name} restarts its trainer", start)
+
+
+# ---- cluster ---------------------------------------------------------------------------------------------------------
+
+RESTART_S = 2.0  # until an agent that exited by itself is restarted
+
+
+class SimCluster:
+    """One cluster of the run; `site` describes its machines."""
+
+    def __init__(self, world: AgentWorld, site: Site) -> None:
+        self.world, self.site, self.name = world, site, site.name
+        self.agent: SimAgent | None = None
+        self.left = NO_INCARNATION  # the incarnation that the last agent saved where the next one starts
+        self.zombies: list[SimAgent] = []  # agents that are stopped and taken for dead; each has a successor
+        self.lives = 0
+        self.gone = False  # gone for good: it is not started again
+
+    @property
+    def live_agents(self) -> list[SimAgent]:
+        """All agent processes that may still act."""
+        return [*self.zombies, self.agent] if self.agent else list(self.zombies)
+
+    def start(self) -> None:
+        """Start a new agent process, which starts its trainer."""
+        if self.agent is None and not self.gone:
+            self.lives += 1
+            process, replaces = f"{self.name}-{self.lives}", bool(self.zombies)
+            self.agent = SimAgent(self.world, self.site, process, self.left, self._on_agent_exit, replaces)
+
+    def crash(self) -> None:
+        """Kill agent and trainer together: torchrun has PR_SET_PDEATHSIG."""
+        if self.agent is not None:
+            self._end_agent(self.agent)
+
+    def crash_for_good(self) -> None:
+        """Kill all processes of the cluster, including those taken for dead."""
+        self.gone = True
+        self.crash()
+        for zombie in self.zombies:
+            zombie.kill_agent()
+        self.zombies.clear()
+
+    def _end_agent(self, agent: SimAgent) -> None:
+        agent.kill_agent()
+        self.agent, self.left = None, agent.left
+
+    def leave_run(self) -> None:
+        """Stop the agent: it sends Leave once, and exits whether or not that arrives."""
+        agent = self.agent
+        left = agent.core.leave_run() if agent is not None and not agent.gate.closed else None
+        if agent is not None and left is not None:
+            self.world.network.call_host(self.name, "master", left, CALL_S, lambda _: None)
+            self.crash()
+
+    def abandon_agent(self) -> SimAgent | None:
+        """Stop all processes by SIGSTOP for so long that another agent is started elsewhere; they may wake later."""
+        agent, self.agent, self.left = self.agent, None, NO_INCARNATION
+        if agent is not None:
+            agent.gate.close()
+            self.zombies.append(agent)
+        return agent
+
+    def _on_agent_exit(self, agent: SimAgent) -> None:
+        """Process an agent that ended by itself: it was fenced, or its name is taken."""
+        if agent in self.zombies:
+            agent.kill_agent()
+            self.zombies.remove(agent)
+        elif agent is self.agent:
+            self._end_agent(agent)
+            self.world.call_later(RESTART_S, f"{self.name} starts again", self.start)
+
+    def crash_trainer(self) -> None:
+        """Kill torchrun; the agent notices at once."""
+        if self.agent is not None and self.agent.trainer is not None and not self.agent.trainer.over:
+            self.world.monitor.trainer_died(self.agent, False)
+            self.agent.torchrun.crash("its trainer crashed")
+
+    def crash_rank(self, rank: int, seen_s: float) -> None:
+        """Kill one rank; torchrun notices after `seen_s` and ends the others."""
+        agent = self.agent
+        trainer = agent.trainer if agent is not None else None
+        if agent is None or trainer is None or trainer.over or agent.gate.closed:
+            return
+        trainer.lose_rank(rank % self.site.ranks)
+
+        def notice_crash() -> None:
+            if agent.alive and agent.trainer is trainer:
+                self.world.monitor.trainer_died(agent, True)
+                agent.torchrun.on_dead_rank(rank % self.site.ranks)
+
+        self.world.call_later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(notice_crash))
+
+    def hang_trainer(self, seconds: float) -> None:
+        """Stop the trainer for a while; its agent keeps sending heartbeats."""
+        trainer = self.agent.trainer if self.agent is not None else None
+        if trainer is not None:
+            trainer.gate.close()
+            self.world.call_later(seconds, f"the trainer of {self.name} goes on", trainer.gate.open)

@@ -15,8 +15,7 @@ from dips.codecs import Codec
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
-from dips.sim.fiber import Gate
-from dips.sim.heap import Heap, Timer
+from dips.sim.heap import Gate, Heap, Timer
 from dips.slave.admission import Admission, Keyring
 from dips.slave.ports import Arrays, FlowEvent, FrameRefused, Move, Released, Say, Wake
 from dips.slave.receiver import Receiver

@@ -19,30 +19,19 @@ from dips.master.core import (
     SlaveProgress,
     WriteRecords,
 )
+from dips.protocol import events
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
-from dips.protocol.events import (
-    BandwidthMeasured,
-    ClusterExpelled,
-    ClusterSilent,
-    Event,
-    OperatorReported,
-    PushRefused,
-    PushStaged,
-    SlaveSilent,
-    TrainerChanged,
-)
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options
 from dips.protocol.records import LedgerState, Record, VersionCommitted
+from dips.sim.disk import LedgerDisk
 from dips.sim.heap import Chance, Heap, Timer, Trace
-from dips.sim.ledger_disk import LedgerDisk
 from dips.sim.network import Network
 
 # ---- slave client ---------------------------------------------------------------------------------------------------
-# A simulated master's connection to its slaves: sends each order until it is answered, refused, or past its deadline.
 
 
 RESEND_S = 1.5  # after which an order without an answer is sent again under its number
@@ -56,7 +45,7 @@ class SimSlaveClient:
         heap: Heap,
         network: Network,
         pass_on: Callable[[Callable[[], None]], None],
-        take_event: Callable[[Event], None],
+        take_event: Callable[[events.Event], None],
     ) -> None:
         self._heap, self._network, self._pass_on, self._take_event = heap, network, pass_on, take_event
         self._open: dict[int, SentOrder] = {}  # orders without an answer, by number
@@ -82,7 +71,7 @@ class SimSlaveClient:
 
     def _on_answer(self, sent: SentOrder, answer: Any) -> None:
         """Turn a slave's answer, refusal or silence into an event, or send the order again."""
-        event: Event | None
+        event: events.Event | None
         if answer is None:
             event = sent.on_error(UnavailableSlave("no answer"), self._heap.now)
         elif isinstance(answer, Failed):
@@ -97,7 +86,7 @@ class SimSlaveClient:
 
 
 # ---- master ---------------------------------------------------------------------------------------------------------
-# The simulated master: a process around the real MasterCore and Ledger, on a machine (master_machine.py).
+# The simulated master: a process around the real MasterCore and Ledger, on a machine.
 #
 # The core decides; this shell delivers messages and time to it, writes its records in transactions that take time, and
 # performs its actions. A crash loses the process; the transaction under way is written completely or not at all, also
@@ -107,9 +96,11 @@ class SimSlaveClient:
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # duration of a transaction, at most ten times as long
 POLLS = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)  # simulated callers give up earlier
-VERDICTS = frozenset({ClusterSilent, SlaveSilent, TrainerChanged, BandwidthMeasured})
+VERDICTS = frozenset({events.ClusterSilent, events.SlaveSilent, events.TrainerChanged, events.BandwidthMeasured})
 
-FACTS = frozenset({PushStaged, PushRefused, OperatorReported, ClusterExpelled})  # acknowledged at once
+FACTS = frozenset(
+    {events.PushStaged, events.PushRefused, events.OperatorReported, events.ClusterExpelled}
+)  # acknowledged at once
 
 
 class MasterObserver:
@@ -121,16 +112,16 @@ class MasterObserver:
     def record_written(self, record: Record) -> None:
         """Called when a record is durable."""
 
-    def before_step(self, master: MasterProcess, event: Event) -> None:
+    def before_step(self, master: MasterProcess, event: events.Event) -> None:
         """Called before a Coordinator processes an event."""
 
-    def after_step(self, master: MasterProcess, event: Event) -> None:
+    def after_step(self, master: MasterProcess, event: events.Event) -> None:
         """Called after a Coordinator has processed an event."""
 
     def heartbeat_read(self, role: str, name: str, incarnation: int) -> None:
         """Called when a master has read a heartbeat."""
 
-    def silence_judged(self, verdict: Event) -> None:
+    def silence_judged(self, verdict: events.Event) -> None:
         """Called when the Judge declares a cluster or slave silent, or its trainer hanging."""
 
     def note_logged(self, note: Note) -> None:
@@ -313,7 +304,7 @@ class MasterProcess:
         self._answers[self._last_req] = answer
         return self._last_req
 
-    def _step_watched(self, event: Event, now: float) -> list[Effect]:
+    def _step_watched(self, event: events.Event, now: float) -> list[Effect]:
         """Let the Coordinator process an event, with the observers' hooks around it."""
         monitor = self.world.monitor
         if type(event) in VERDICTS and self.presides:
@@ -375,7 +366,7 @@ class MasterProcess:
             for record in records:
                 self.world.monitor.record_written(record)
 
-    def _on_order_ended(self, event: Event) -> None:
+    def _on_order_ended(self, event: events.Event) -> None:
         self.core.take_event(event, self.world.heap.now)
 
 

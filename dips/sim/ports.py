@@ -9,12 +9,10 @@ from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.ids import PullId, PushId
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
-from dips.sim.fiber import Gate, Wait
-from dips.sim.heap import Chance, Heap, Timer, Trace
-from dips.sim.model import SimModel
+from dips.sim.heap import Chance, Gate, Heap, Timer, Trace, Wait
 from dips.sim.scenario import Scenario
-from dips.sim.transfer import DataNetwork
-from dips.sim.work import Books, Work
+from dips.sim.streams import DataNetwork
+from dips.sim.work import Books, SimModel, Work
 
 
 class TrainerWorld(Protocol):

@@ -1,11 +1,16 @@
-"""The scenario of a simulation: clusters and slaves, their speed, and the options of the run."""
+"""The scenario of a simulation: clusters, their machines and data, slaves, and the options of the run."""
 
 from __future__ import annotations
 
+from random import Random
+
+from dips.client.agent.account import Pace
+from dips.client.ipc.messages import RangeGiven
 from dips.codecs import Codec
+from dips.data.steps import Part, StepCutter
 from dips.dataclass import dataclass
+from dips.protocol.data import BegunRange
 from dips.protocol.options import Options
-from dips.sim.feed import DataShape
 
 NAMES = "abcdefghijklmnop"  # of clusters
 
@@ -56,3 +61,78 @@ class Scenario:
     @property
     def slowness(self) -> dict[str, float]:
         return {name: cluster.slowness for name, cluster in zip(NAMES, self.clusters, strict=False)}
+
+
+# ---- feed ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataShape:
+    """The number of samples in ranges and inner steps."""
+
+    range_samples: int
+    step_samples: int
+
+
+class SimFeed:
+    """The remaining samples of the ranges given to one trainer."""
+
+    def __init__(self, shape: DataShape) -> None:
+        self._shape, self._cutter, self._recalls = shape, StepCutter(shape.step_samples), 0
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The ranges with samples to train."""
+        return self._cutter.numbers_left
+
+    @property
+    def begun(self) -> BegunRange | None:
+        """The first of them, if a part of it is trained, else None."""
+        part = self._cutter.parts[0] if self._cutter.parts else None
+        return BegunRange(part.number, part.begin, part.of) if part and part.begin else None
+
+    def add_range(self, given: RangeGiven) -> None:
+        """Append the samples of a given range."""
+        self.note_recalls(given.recalls)
+        self._cutter.add_range(given.range, self._shape.range_samples, given.begun.done if given.begun else 0)
+
+    def note_recalls(self, recalls: int) -> None:
+        """Drop the remaining samples if ranges were recalled since the last call."""
+        if recalls != self._recalls:
+            self._recalls = recalls
+            self._cutter.parts.clear()
+
+    def take_step(self, *, whole: bool) -> tuple[Part, ...]:
+        """Return the samples of the next inner step; empty if none is left, or, with `whole`, too few."""
+        return tuple(self._cutter.take_step(whole=whole))
+
+
+# ---- site ------------------------------------------------------------------------------------------------------------
+
+STRAGGLING = 10.0  # factor of a straggling step's time
+
+
+@dataclass
+class Site:
+    """The machines of one cluster: their name, their ranks and their speed."""
+
+    name: str
+    ranks: int
+    step_s: float
+    rng: Random
+    aligned_steps: int = 0  # pace.aligned of its cluster file; 0: it pushes after the scenario's inner steps
+    overlap: bool = False  # it trains during push, window and pull
+    restarts: int = 0  # torchrun --max-restarts
+    fragments: int = 1  # number of fragments of an overlapping transfer
+    jitter: float = 0.6  # of step_s, between the shortest and the longest inner step
+    straggles: float = 0.0  # share of inner steps that take STRAGGLING times as long
+    diverged: int = 0  # number of coming pushes with bad content
+
+    def make_pace(self, inner_steps: int) -> Pace:
+        """Return the pace of an agent started here; `inner_steps` is the scenario's."""
+        return Pace(aligned=self.aligned_steps) if self.aligned_steps else Pace(steps=inner_steps)
+
+    def draw_step_s(self) -> float:
+        """Return the duration of the next inner step."""
+        step_s = self.step_s * (1.0 - self.jitter / 2 + self.jitter * self.rng.random())
+        return step_s * STRAGGLING if self.straggles and self.rng.random() < self.straggles else step_s

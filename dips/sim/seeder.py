@@ -15,12 +15,9 @@ from dips.protocol.effects import Acknowledged, Dropped, Refused, SeedGranted
 from dips.protocol.events import SeedAsked
 from dips.protocol.records import RunRow
 from dips.protocol.seeding import SEED_RANKS
-from dips.sim.data_links import make_keys
-from dips.sim.fiber import Fiber, Gate, Story, sleep
-from dips.sim.heap import Chance, Heap
-from dips.sim.network import Network
-from dips.sim.streams import SimTransfer
-from dips.sim.transfer import DataNetwork
+from dips.sim.heap import Chance, Fiber, Gate, Heap, Story, sleep
+from dips.sim.network import Network, make_keys
+from dips.sim.streams import DataNetwork, SimTransfer
 from dips.slave.ports import F32
 from dips.wire.frame import Buffer, Range
 

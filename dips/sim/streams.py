@@ -1,22 +1,39 @@
-"""The rank's end of a stream: sends HELLO with rising epochs, until all is moved or the rank gives up.
+"""The rank's ends of streams, in a push and in a pull: HELLO with rising epochs, until all is moved or it gives up.
 
 A transfer is ranks × slaves streams, each with HELLO, WANT, chunks and DONE as on the wire; the slave's end is real
-(flow.py). push_stream.py and pull_stream.py handle the messages of the two directions.
+(flow.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from random import Random
 
-from dips.ids import PullId, PushId
-from dips.protocol.effects import SlaveAddress
-from dips.sim.data_links import DataLinks
-from dips.sim.fiber import Gate
-from dips.sim.flow import SimFlow
-from dips.sim.heap import Timer
-from dips.wire.frame import Kind, StreamName, decode_error
+import numpy as np
+import xxhash
+
+from dips.dataclass import dataclass
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.effects import Grant, SlaveAddress
+from dips.protocol.manifest import Manifest
+from dips.sim.flow import SimFlow, SimTracker
+from dips.sim.heap import Gate, Heap, Timer
+from dips.sim.network import DataLinks, Flows
+from dips.slave.ports import F32
+from dips.slave.sender import ChunkSend
+from dips.wire.chunks import put_pulled, split_chunks
+from dips.wire.frame import (
+    Buffer,
+    Header,
+    Kind,
+    Range,
+    StreamName,
+    decode_error,
+    decode_want,
+    decode_welcome,
+    pulled_range_type,
+)
 
 STALL_S = 2.0  # time without a byte after which a stream counts as broken
 GIVEN_UP = frozenset({"refused", "ranges", "invalid", "denied"})  # codes of an ERROR after which a rank gives up
@@ -222,3 +239,329 @@ class SimStream(ABC):
             self._on_break(self.epoch)
         if not self.over:
             self._watch_for_stall(left_s if left_s > 0.0 else self.net.stall_s)
+
+
+# ---- push stream -----------------------------------------------------------------------------------------------------
+# Copies of chunks that the network kept may arrive much later: the slave must refuse them.
+
+
+Spell = Callable[[int, Range], Buffer]  # (rank, chunk) → its body
+
+
+class PushStream(SimStream):
+    """The transfer of one rank's pieces to one slave."""
+
+    kind = "push"
+
+    def __init__(
+        self,
+        net: DataLinks,
+        moving: SimTransfer,
+        push: PushId,
+        grant: Grant,
+        address: SlaveAddress,
+        rank: int,
+        ranks: int,
+        key: str,
+        spell: Spell,
+        ended: Callable[[bool], None],
+    ) -> None:
+        super().__init__(net, moving, push, address, "", rank, ranks, key)
+        self.spell, self.ended, self._dtype = spell, ended, grant.codec.dtype
+
+    def on_opened(self) -> None:
+        """Tell the slave that it may ask for more, once it has accepted the stream."""
+        if self._welcomed and not self.over and self._ready > self._told_ready:
+            self._told_ready = ready = self._ready
+            self._send_message(f"ready {self.label}", lambda: self._tell_ready(ready))
+
+    def _tell_ready(self, ready: int) -> None:
+        flow = self.net.flows.flow_of(self.address.name)
+        if flow is None or flow is not self._flow:
+            self._on_break(self.epoch)
+        else:
+            flow.take_ready(self._peer, self._stream, ready)
+
+    def _on_message(self, kind: Kind, body: bytes) -> None:
+        if kind is Kind.WELCOME:
+            self.on_opened()
+        elif kind is Kind.WANT:
+            for chunk in decode_want(body):
+                self._send_chunk(chunk)
+        elif kind is Kind.DONE:
+            self._on_done()
+
+    def _send_chunk(self, chunk: Range) -> None:
+        net, epoch, peer = self.net, self.epoch, self._peer
+        rng, links = net.rng, net.links
+        body = self.spell(self.rank, chunk)
+        broken, corrupt = rng.random() < links.broken_share, rng.random() < links.corrupt_share
+        late = rng.random() < links.late_share
+        checksum = xxhash.xxh3_64_intdigest(body) ^ corrupt
+        header = Header(
+            Kind.CHUNK,
+            net.run_id,
+            self._stream,
+            len(body),
+            checksum,
+            chunk.layer,
+            chunk.param,
+            chunk.offset,
+            self._dtype,
+        )
+        what = f"chunk {self.label}"
+        if broken:
+            self._send_message(f"broken {what}", lambda: self._on_break(epoch))
+        else:
+            self._send_message(what, lambda: self._on_chunk(header, body), self._chunk_delay())
+        if late:
+            delay_s = net.chunk_delay(self.moving.cluster) + links.late_s * rng.random()
+            net.heap.call_later(delay_s, f"late {what}", lambda: self._arrive_again(peer, header, body))
+
+    def _on_chunk(self, header: Header, body: Buffer) -> None:
+        flow = self.net.flows.flow_of(self.address.name)
+        if flow is None or flow is not self._flow:
+            self._on_break(self.epoch)
+            return
+        self._last_message_at = self.net.heap.now
+        refused = flow.take_chunk(self._peer, header, body)
+        if not refused:
+            self.moving.meter.nbytes += len(body)
+        elif refused != "body_checksum":  # that chunk is requested again; after any other refusal the stream is void
+            self._on_break(self.epoch)
+
+    def _arrive_again(self, peer: bytes, header: Header, body: Buffer) -> None:
+        """Deliver a copy that the network kept: its sender may be dead, and its receiver another process."""
+        flow = self.net.flows.flow_of(self.address.name)
+        if flow is not None:
+            flow.take_chunk(peer, header, body)
+
+    def _on_done(self) -> None:
+        if self.net.rng.random() < self.net.links.unheard_share:
+            self._on_break(self.epoch)
+        else:
+            self._end_stream()
+            self.ended(True)
+
+    def _give_up(self) -> None:
+        self.ended(False)
+
+
+# ---- pull stream -----------------------------------------------------------------------------------------------------
+# A chunk's bytes are read when the last of them leaves the slave; libzmq may hold its buffer for longer.
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """A version that the ranks hold, to which updates may be added."""
+
+    version: VersionId
+    theta: Mapping[int, F32]
+
+
+class Pulled:
+    """The data that one rank has received into host memory: pieces, and the versions that they were sent as."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.whole = True
+        self.versions: list[VersionId] = []
+        self.pieces: list[tuple[int, slice, F32]] = []
+
+
+class PullStream(SimStream):
+    """The transfer of one rank's pieces from one slave."""
+
+    kind = "pull"
+
+    def __init__(
+        self,
+        net: DataLinks,
+        moving: SimTransfer,
+        pull: PullId,
+        grant: Grant,
+        address: SlaveAddress,
+        pulled: Pulled,
+        ranks: int,
+        key: str,
+        ended: Callable[[], None],
+        held: HeldVersion | None,
+    ) -> None:
+        named = "" if held is None else str(held.version)
+        super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks, key, named)
+        self._base = held
+        self._ranges = Range  # type of its chunks' ranges: parameters or updates
+        self.pulled, self.ended, self._granted = pulled, ended, grant.version
+        self._missing = dict.fromkeys(split_chunks(self.pieces, net.chunk_bytes))
+
+    def _is_owed(self) -> bool:
+        return any(self.moving.is_open(chunk.layer) for chunk in self._missing)  # that was asked for
+
+    def on_opened(self) -> None:
+        """Request the chunks of the opened fragment."""
+        if self._welcomed and not self.over:
+            self._last_message_at = self.net.heap.now
+            self._send_want(tuple(c for c in self._missing if c.layer % self.moving.fragments == self.moving.open - 1))
+
+    def _on_message(self, kind: Kind, body: bytes) -> None:
+        assert kind is Kind.WELCOME, kind
+        welcome = decode_welcome(body)
+        self._ranges = pulled_range_type(welcome.dtype, welcome.depth)
+        self._send_want(tuple(chunk for chunk in self._missing if self.moving.is_open(chunk.layer)))
+        self._end_if_whole()
+
+    def _send_want(self, chunks: tuple[Range, ...]) -> None:
+        flow = self._flow
+        assert flow is not None
+        for send, tracker in flow.take_want(self._peer, self._stream, chunks) if chunks else ():
+            self._carry_chunk(flow, send, tracker)
+
+    def _carry_chunk(self, flow: SimFlow, send: ChunkSend, tracker: SimTracker) -> None:
+        """Transfer one chunk: its bytes are read when the last of them has left."""
+        net, epoch = self.net, self.epoch
+        rng, links, what = net.rng, net.links, f"chunk {self.label}"
+        broken, corrupt = rng.random() < links.broken_share, rng.random() < links.corrupt_share
+        passes = self._link_passes()
+        held_s = links.held_s * rng.random() if rng.random() < links.held_share else 0.0
+
+        def leave_slave() -> None:
+            body = bytes(send.make_body())
+            if held_s:
+                net.heap.call_later(held_s, f"libzmq lets go of a {what}", let_go)
+            else:
+                let_go()
+            self.moving.gate.pass_on(lambda: arrive_at_rank(body) if self._is_current(epoch) else None)
+
+        def let_go() -> None:
+            tracker.done = True
+            flow.on_chunk_left()
+
+        def arrive_at_rank(body: bytes) -> None:
+            if broken or not passes or self.net.flows.flow_of(self.address.name) is not flow:
+                self._on_break(epoch)
+            elif corrupt:
+                net.flows.frame_refused("checksum")
+                self._send_want((send.chunk,))
+            else:
+                self._on_chunk(send.chunk, body)
+
+        delay_s = self._chunk_delay() if passes else STALL_S
+        net.heap.call_later(delay_s, what, leave_slave)
+
+    def _on_chunk(self, chunk: Range, body: bytes) -> None:
+        chunk = Range(*chunk)
+        if chunk not in self._missing:
+            return
+        self._last_message_at = self.net.heap.now
+        del self._missing[chunk]
+        begin, end = self.net.layout.place_range(chunk)
+        self.pulled.versions.append(self._granted)
+        self.pulled.pieces.append((chunk.layer, slice(begin, end), self._read_chunk(chunk, body)))
+        self.moving.meter.nbytes += len(body)
+        self._end_if_whole()
+
+    def _read_chunk(self, chunk: Range, body: bytes) -> F32:
+        """Return a chunk's parameters; for updates, the held version with the updates added."""
+        encoded, place = self._ranges(*chunk), slice(*self.net.layout.place_range(chunk))
+        values = np.zeros(chunk.length, np.float32)
+        if encoded.depth:
+            assert self._base is not None
+            values[:] = self._base.theta[chunk.layer][place]
+        put_pulled(encoded, body, values)
+        return values
+
+    def _end_if_whole(self) -> None:
+        if not self._missing:
+            assert self._flow is not None
+            self._flow.take_done(self._peer, self._stream)
+            self._end_stream()
+            if self.pieces and (depth := self._ranges(*self.pieces[0]).depth):
+                self.net.flows.updates_landed(depth)
+            self.ended()
+
+    def _give_up(self) -> None:
+        self.pulled.whole = False
+        self.ended()
+
+
+# ---- transfer --------------------------------------------------------------------------------------------------------
+# A transfer is ranks × slaves streams. Its owner may end it, stop it, or lose ranks of it.
+
+
+class DataNetwork(DataLinks):
+    """The data links, and the transfers on them."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        rng: Random,
+        flows: Flows,
+        run: str,
+        manifest: Manifest,
+        slowness: Mapping[str, float],
+        stall_s: float,
+    ) -> None:
+        super().__init__(heap, rng, flows, run, manifest, slowness, stall_s)
+        self.meters: dict[str, list[Meter]] = {}  # transfers of each cluster, in order
+
+    def begin_push(
+        self,
+        push: PushId,
+        grant: Grant,
+        spell: Spell,
+        keys: tuple[str, ...],
+        gate: Gate,
+        fragments: int,
+        done: Callable[[bool], None],
+    ) -> SimTransfer:
+        """Move all ranks' pieces to all slaves; `done` gets whether every stream received DONE."""
+        moving = self._new_transfer(push.cluster, gate, fragments)
+        ended: list[bool] = []
+
+        def one_ended(ok: bool) -> None:
+            ended.append(ok)
+            if len(ended) == len(keys) * len(grant.slaves):
+                moving.meter.ended = self.heap.now
+                done(all(ended))
+
+        wrong = self.rng.random() < self.links.refused_share
+        for address in grant.slaves:
+            for rank, key in enumerate(keys):
+                stream = PushStream(self, moving, push, grant, address, rank, len(keys), key, spell, one_ended)
+                if wrong and stream.pieces:  # one rank lists a piece twice
+                    stream.pieces, wrong = stream.pieces + stream.pieces[:1], False
+                stream.begin_epoch()
+        return moving
+
+    def begin_pull(
+        self,
+        pull: PullId,
+        grant: Grant,
+        keys: tuple[str, ...],
+        gate: Gate,
+        held: HeldVersion | None,
+        fragments: int,
+        done: Callable[[list[Pulled]], None],
+    ) -> SimTransfer:
+        """Send every rank its own pieces from all slaves; `done` gets the received data of each rank."""
+        moving = self._new_transfer(pull.cluster, gate, fragments)
+        landed = [Pulled(rank) for rank in range(len(keys))]
+        left = [len(keys) * len(grant.slaves)]
+
+        def one_ended() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                moving.meter.ended = self.heap.now
+                done(landed)
+
+        for address in grant.slaves:
+            for rank, key in enumerate(keys):
+                PullStream(
+                    self, moving, pull, grant, address, landed[rank], len(keys), key, one_ended, held
+                ).begin_epoch()
+        return moving
+
+    def _new_transfer(self, cluster: str, gate: Gate, fragments: int) -> SimTransfer:
+        meter = Meter(self.heap.now, 0, self.layout.nbytes)
+        self.meters.setdefault(cluster, []).append(meter)
+        return SimTransfer(cluster, meter, gate, fragments)

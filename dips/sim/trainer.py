@@ -8,41 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from dips.client.ipc.messages import (
-    Answer,
-    AskAgain,
-    Attach,
-    Attached,
-    Detach,
-    ErrorReply,
-    Halt,
-    Over,
-    PullMoved,
-    PullNow,
-    PullWanted,
-    PushMoved,
-    PushNow,
-    PushWanted,
-    Question,
-    RangeGiven,
-    RangesEnded,
-    RangeWanted,
-    Stepped,
-    TrainOn,
-    TransferProgress,
-)
+from dips.client.ipc import messages
 from dips.client.rank.feedback import Feedback
 from dips.data.steps import Part, samples_of
 from dips.errors import Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
-from dips.sim.data_links import make_keys, pieces_of
-from dips.sim.feed import SimFeed
-from dips.sim.fiber import ChangeSignal, Fiber, Gate, Story, Wait, sleep
-from dips.sim.heap import Heap
+from dips.sim.heap import ChangeSignal, Fiber, Gate, Heap, Story, Wait, sleep
+from dips.sim.network import make_keys, pieces_of
 from dips.sim.ports import TrainerAgent, TrainerWorld
-from dips.sim.pull_stream import HeldVersion, Pulled
-from dips.sim.site import Site
-from dips.sim.streams import Meter, SimTransfer
+from dips.sim.scenario import SimFeed, Site
+from dips.sim.streams import HeldVersion, Meter, Pulled, SimTransfer
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
 from dips.wire.chunks import LayerLayout, Piece, encode_body, put_body, split_chunks
@@ -74,12 +49,12 @@ class SimRanks:
         self._host: Arrays = {layer: np.zeros(n, np.float32) for layer, n in self.sizes.items()}
         self._feedback = [self._feedback_of(rank) for rank in range(ranks)] if lossy else []
 
-    def on_verdict(self, verdict: PushNow | PullNow) -> None:
+    def on_verdict(self, verdict: messages.PushNow | messages.PullNow) -> None:
         """Settle the error feedback of the last push, before a transfer."""
         for feedback in self._feedback:
             feedback.settle_last_push(verdict.inc, verdict.accepted)
 
-    def freeze_push(self, theta: Arrays, verdict: PushNow) -> tuple[dict[tuple[int, Range], Buffer], Arrays]:
+    def freeze_push(self, theta: Arrays, verdict: messages.PushNow) -> tuple[dict[tuple[int, Range], Buffer], Arrays]:
         """Return every chunk's body by (rank, chunk), and the content of the slots when all have arrived.
 
         `theta` is the pushed model: the ranks' own, unless a fault is simulated.
@@ -159,7 +134,6 @@ class SimRanks:
 
 
 # ---- underway -------------------------------------------------------------------------------------------------------
-# A simulated transfer of all ranks, as the trainer sees it: it is waited for, or polled.
 
 
 # Begins a transfer; its argument is called with the result.
@@ -169,7 +143,9 @@ Start = Callable[[Callable[[object], None]], SimTransfer]
 class SimBackgroundTransfer:
     """A push or pull ordered by `verdict`. `result` is falsy if it broke or was halted."""
 
-    def __init__(self, heap: Heap, verdict: PushNow | PullNow, start: Start, diverged: bool = False) -> None:
+    def __init__(
+        self, heap: Heap, verdict: messages.PushNow | messages.PullNow, start: Start, diverged: bool = False
+    ) -> None:
         """Start the transfer; `diverged`: the model is not finite, so nothing moves and it is over at once."""
         self._heap, self.verdict = heap, verdict
         self.diverged = self.over = diverged
@@ -216,7 +192,7 @@ class SimBackgroundTransfer:
 
 POLL_S = 1.0  # time after which rank 0 repeats a question
 DIVERGED = "its model is not finite"
-Talk = PushWanted | PushMoved | PullWanted | PullMoved
+Talk = messages.PushWanted | messages.PushMoved | messages.PullWanted | messages.PullMoved
 
 
 class SimTrainer:
@@ -284,25 +260,25 @@ class SimTrainer:
         manifest, ranks = world.manifest.digest, self.site.ranks
         name = f"{self.launch}.{self.restart}"
         self.keys = make_keys(f"{self.site.name}.{name}", ranks)
-        attach = Attach(self.launch, self.restart, name, manifest, ranks, ranks, self.keys)
+        attach = messages.Attach(self.launch, self.restart, name, manifest, ranks, ranks, self.keys)
         welcome = yield from self._ask_until_answered(attach)
-        assert isinstance(welcome, Attached), welcome
+        assert isinstance(welcome, messages.Attached), welcome
         self.attempt = welcome.attempt
-        yield from self._follow_agent(PullWanted(self.attempt, self._next_range()))
+        yield from self._follow_agent(messages.PullWanted(self.attempt, self._next_range()))
         while not self.finished:
             self._ranges_asked += 1
             left = self._feed.left if self._feed else None
-            given = yield from self._ask_until_answered(RangeWanted(self.attempt, self._ranges_asked, left))
+            given = yield from self._ask_until_answered(messages.RangeWanted(self.attempt, self._ranges_asked, left))
             if self.range is not None and self._feed is None:
                 self.in_hand.used.append(Use(self.range))
-            self.range = given.range if isinstance(given, RangeGiven) else None
-            if isinstance(given, RangesEnded):
+            self.range = given.range if isinstance(given, messages.RangeGiven) else None
+            if isinstance(given, messages.RangesEnded):
                 if self._feed and self._feed.left and not given.finished:
                     yield from self._train_samples(self._feed, whole=False)
                     continue
                 yield from self._settle_transfer()
                 if (given.finished or given.unsettled) and not self.finished:
-                    verdict = PushWanted(self.attempt, self._next_range(), demanded=given.unsettled)
+                    verdict = messages.PushWanted(self.attempt, self._next_range(), demanded=given.unsettled)
                     yield from self._follow_agent(verdict)
                 if given.unsettled:
                     self._ranges_asked -= 1
@@ -315,7 +291,7 @@ class SimTrainer:
                 yield from self._train_samples(self._feed, whole=True)
         if self.out is not None:
             self.out.halt_transfer()
-        self._send_message(Detach(self.attempt))
+        self._send_message(messages.Detach(self.attempt))
         self.over = True
         self.agent.on_trainer_end()
 
@@ -335,12 +311,12 @@ class SimTrainer:
         self.agent.record_work(work)
         loss = self.world.model.take_inner_step(site, self.theta, self.agent.progress)
         left, begun = (self._feed.left, self._feed.begun) if self._feed else (None, None)
-        self._send_message(Stepped(self.attempt, work.tokens, loss, True, left, begun))
+        self._send_message(messages.Stepped(self.attempt, work.tokens, loss, True, left, begun))
         if self.out is not None:
             self.out.on_inner_step()
         self._look_in -= 1
         if self._look_in <= 0:
-            question = PushWanted(self.attempt, 0 if self.out or self._talk else self._next_range())
+            question = messages.PushWanted(self.attempt, 0 if self.out or self._talk else self._next_range())
             yield from self._poll_transfer(question) if site.overlap else self._follow_agent(question)
 
     # ---- questions to the agent --------------------------------------------------------------------------------------
@@ -355,7 +331,7 @@ class SimTrainer:
             self.out = begun
             talk = yield from self._finish_transfer(begun)
 
-    def _poll_transfer(self, question: PushWanted) -> Story:
+    def _poll_transfer(self, question: messages.PushWanted) -> Story:
         """Under overlap, continue the transfer in flight, or ask whether one is due; wait for neither."""
         if self.out is not None:
             if not self._is_over(self.out):
@@ -364,11 +340,11 @@ class SimTrainer:
             self._talk = self._install_result(self.out)
         self._talk = self._talk or question
         answer = self._send_message(self._talk)  # answered at once: no daemon in between holds the question open
-        if isinstance(answer, AskAgain):
+        if isinstance(answer, messages.AskAgain):
             self._look_in = self._soon = answer.steps
             return
         self._talk, self.out = None, self._begin_transfer(answer)
-        if self.out is not None and isinstance(answer, PullNow) and not answer.merge:
+        if self.out is not None and isinstance(answer, messages.PullNow) and not answer.merge:
             talk = yield from self._finish_transfer(self.out)  # a step before the install would be lost
             yield from self._follow_agent(talk)
         elif self.out is not None:
@@ -382,19 +358,19 @@ class SimTrainer:
             talk, self._talk = self._talk, None
             yield from self._follow_agent(talk)
 
-    def _begin_transfer(self, verdict: Answer | None) -> SimBackgroundTransfer | None:
+    def _begin_transfer(self, verdict: messages.Answer | None) -> SimBackgroundTransfer | None:
         """Begin the transfer that the agent ordered; None if it ordered none."""
         match verdict:
-            case PushNow():
+            case messages.PushNow():
                 return self._begin_push(verdict)
-            case PullNow():
+            case messages.PullNow():
                 return self._begin_pull(verdict)
-            case TrainOn():
+            case messages.TrainOn():
                 self._look_in = verdict.steps
                 if self._feed is not None:
                     self._feed.note_recalls(verdict.recalls)
             case _:
-                assert isinstance(verdict, Over), verdict
+                assert isinstance(verdict, messages.Over), verdict
                 self.finished = True
         return None
 
@@ -410,8 +386,8 @@ class SimTrainer:
         """Report the transfer's progress to the agent, which may halt it; return whether it is over."""
         over, meter = out.over, out.meter
         idle_s = self.world.heap.now - meter.ended if over and meter.ended is not None else 0.0
-        answer = self._send_message(TransferProgress(self.attempt, meter.nbytes, meter.total, idle_s))
-        if isinstance(answer, Halt) and not over:
+        answer = self._send_message(messages.TransferProgress(self.attempt, meter.nbytes, meter.total, idle_s))
+        if isinstance(answer, messages.Halt) and not over:
             out.halt_transfer()
         return out.over
 
@@ -419,12 +395,12 @@ class SimTrainer:
         """Install a pulled version after the transfer is over on all ranks, and return the report."""
         self.out = None
         verdict, nbytes, ok = out.verdict, out.meter.nbytes, bool(out.result)
-        if isinstance(verdict, PushNow):
+        if isinstance(verdict, messages.PushNow):
             if not out.diverged:
                 self.agent.record_push_end(PushId(self.site.name, verdict.inc, verdict.seq), ok)
             reason = "" if ok else DIVERGED if out.diverged else "it broke"
             number = self._next_range()
-            return PushMoved(self.attempt, number, verdict.seq, ok, reason, nbytes, diverged=out.diverged)
+            return messages.PushMoved(self.attempt, number, verdict.seq, ok, reason, nbytes, diverged=out.diverged)
         merge = verdict.merge and self._ranks.may_merge()
         installed = ok and self._install_pull(out.result, verdict.grant.version, merge)
         self.pull_tries += 1
@@ -434,24 +410,26 @@ class SimTrainer:
         merged = installed and merge
         if installed and verdict.merge:
             self.agent.record_merge(merged)
-        return PullMoved(self.attempt, self._next_range(), verdict.seq, installed, reason, nbytes, merged=merged)
+        return messages.PullMoved(
+            self.attempt, self._next_range(), verdict.seq, installed, reason, nbytes, merged=merged
+        )
 
-    def _ask_until_answered(self, question: Question) -> Story:
+    def _ask_until_answered(self, question: messages.Question) -> Story:
         while True:
             answer = self._send_message(question)
-            if not isinstance(answer, AskAgain):
+            if not isinstance(answer, messages.AskAgain):
                 return answer
             yield self.agent.next_change(POLL_S)
 
-    def _send_message(self, message: Question | Stepped) -> Answer | None:
+    def _send_message(self, message: messages.Question | messages.Stepped) -> messages.Answer | None:
         answer = self.agent.handle_message(message)
-        if not isinstance(answer, ErrorReply):
+        if not isinstance(answer, messages.ErrorReply):
             return answer
         error = class_named(answer.error)
         if error is None or not issubclass(error, Stale | Diverged):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
         self._fiber.kill()  # another attempt took over, or the agent is ending, for example after divergence
-        return AskAgain(answer.message)
+        return messages.AskAgain(answer.message)
 
     def _next_range(self) -> int:
         self._number += 1
@@ -459,7 +437,7 @@ class SimTrainer:
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
-    def _begin_push(self, verdict: PushNow) -> SimBackgroundTransfer:
+    def _begin_push(self, verdict: messages.PushNow) -> SimBackgroundTransfer:
         push = PushId(self.site.name, verdict.inc, verdict.seq)
         if not self._ranks.is_finite():
             kept_back = SimTransfer(self.site.name, Meter(self.world.heap.now), self.agent.gate)
@@ -470,7 +448,7 @@ class SimTrainer:
         start = partial(self.world.data.begin_push, push, verdict.grant, spell, self.keys, gate, site.fragments)
         return SimBackgroundTransfer(self.world.heap, verdict, start)
 
-    def _begin_pull(self, verdict: PullNow) -> SimBackgroundTransfer:
+    def _begin_pull(self, verdict: messages.PullNow) -> SimBackgroundTransfer:
         pull = PullId(self.site.name, verdict.inc, verdict.seq)
         self._ranks.on_verdict(verdict)
         self.agent.record_pull(pull)
@@ -485,7 +463,7 @@ class SimTrainer:
         )
         return SimBackgroundTransfer(self.world.heap, verdict, start)
 
-    def _freeze_push(self, push: PushId, verdict: PushNow) -> partial[Buffer]:
+    def _freeze_push(self, push: PushId, verdict: messages.PushNow) -> partial[Buffer]:
         """Cut the progress, and record what every slave must hold when the push has moved."""
         assert self.base is not None
         theta = self.theta if self.site.overlap else {layer: a.copy() for layer, a in self.theta.items()}

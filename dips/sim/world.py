@@ -1,4 +1,4 @@
-"""One simulated world: the real Coordinator, Judge, Ledger, Shards and client cores; everything else is simulated.
+"""One simulated world: the real Coordinator, Judge, Ledger, Shards and client cores; the rest is simulated.
 
 `World(seed, scenario).run(observers)` runs it to its end. Failures are planned by the caller; by itself a world
 has none.
@@ -7,30 +7,32 @@ has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
+from dips.errors import ConfigError, Denied
 from dips.outer import reference
 from dips.outer.kernel_pool import Kernels
-from dips.protocol.effects import Exit
+from dips.protocol.effects import Exit, Failed, Order
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.protocol.slaves import EXIT_OLD_LEDGER
-from dips.sim.cluster import SimCluster
+from dips.sim.agent import SimCluster
+from dips.sim.disk import LedgerDisk, SimDisk
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer, Trace
-from dips.sim.master import MasterProcess
-from dips.sim.master_machine import MasterMachine
-from dips.sim.model import NoiseModel, SimModel
+from dips.sim.master import Answer, MasterProcess, MasterWorld
 from dips.sim.network import Network
 from dips.sim.observer import Monitor, Observer
-from dips.sim.scenario import NAMES, Scenario
+from dips.sim.scenario import NAMES, Scenario, Site
 from dips.sim.seeder import SimSeeder
-from dips.sim.site import Site
-from dips.sim.slave_machine import SlaveMachine
-from dips.sim.transfer import DataNetwork
-from dips.sim.work import Books
+from dips.sim.slave import SimMirror, SlaveProcess, SlaveWorld
+from dips.sim.streams import DataNetwork
+from dips.sim.work import Books, NoiseModel, SimModel
+from dips.slave.ports import F32
 
 Plan = Callable[["World"], None]  # plans failures with World.call_later
 STALL_S = 6.0  # a transfer without a new byte for this long is over; longer on a slow link
@@ -245,3 +247,126 @@ class World:
     def updates_landed(self, depth: int) -> None:
         """Count a rank's pull of all its pieces from a slave as updates of the version that it held."""
         self.monitor.rare_event_occurred("updates" if depth == 1 else "two_updates")
+
+
+# ---- slave machine ---------------------------------------------------------------------------------------------------
+
+
+class SlaveMachineWorld(SlaveWorld, Protocol):
+    """The parts of the world that the machine needs."""
+
+    chance: Chance
+    genesis: dict[int, F32]
+    touched: dict[str, SlaveMachine]
+
+
+class SlaveMachine:
+    """The machine of a slave: its name, its disk, and its process if there is one."""
+
+    def __init__(self, world: SlaveMachineWorld, name: str, layers: tuple[int, ...]) -> None:
+        self.world, self.name, self.layers = world, name, layers
+        self.rng = world.chance.generator_for(f"slave/{name}")
+        genesis = {layer: world.genesis[layer] for layer in layers}
+        self.disk = SimDisk(
+            genesis,
+            world.chance.generator_for(f"disk/{name}"),
+            lambda: world.monitor.rare_event_occurred("snapshot"),
+            world.scenario.seeded,
+        )
+        rng = world.chance.generator_for(f"mirror/{name}")
+        self.mirror = SimMirror(self.disk, rng) if world.scenario.mirrors else None
+        self.process: SlaveProcess | None = None
+        self.lives = 0
+        self._touched = world.touched
+        world.network.attach_host(name, self)
+
+    def mark_touched(self) -> None:
+        """Note that the machine may have changed since the invariants were last checked."""
+        self._touched[self.name] = self
+
+    def start(self) -> None:
+        if self.process is None:
+            self.mark_touched()
+            try:
+                self.disk.require_owner()
+            except ConfigError:
+                self.world.monitor.rare_event_occurred("foreign_disk")  # an operator must restart it
+                return
+            self.lives += 1
+            self.disk.begin_process()
+            self.process = SlaveProcess(self, f"{self.name}-{self.lives}")
+
+    def crash(self) -> None:
+        """Kill the process by SIGKILL: a snapshot being written may be torn, complete, or not begun."""
+        self.mark_touched()
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill_process()
+
+    def on_message(self, sender: str, message: Any, answer: Callable[[Any], None]) -> None:
+        if self.process is not None and isinstance(message, Order):
+            process = self.process
+            process.gate.pass_on(lambda: process.take_order(message, answer))
+
+
+# ---- master machine --------------------------------------------------------------------------------------------------
+
+
+class MasterMachine:
+    """The machine on which masters run."""
+
+    def __init__(self, world: MasterWorld, row: RunRow) -> None:
+        self.world = world
+        self.rng = world.chance.generator_for("master")
+        self.disk = LedgerDisk(row)
+        self.process: MasterProcess | None = None
+        self._raised: list[Record] = []  # records raised by a restore, reported when a master starts
+        self.zombies: list[MasterProcess] = []  # processes that are stopped and taken for dead; each has a successor
+        self.revoked: dict[str, str] = {}  # senders whose calls are refused (transport/gate.py), with the reason
+        world.network.attach_host("master", self)
+
+    def start(self) -> None:
+        if self.process is None:
+            for record in self._raised:
+                self.world.monitor.record_written(record)
+            self._raised = []
+            self.process = MasterProcess(self)
+
+    def crash(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill_process()
+
+    def lose_disk(self) -> None:
+        """Lose the machine with all its processes; another one starts from the ledger's mirror."""
+        self._end_all()
+        self._raised = self.disk.lose_disk()
+
+    def restore_beside_wal(self, directory: Path) -> None:
+        """Move the ledger's file away after a crash, but not its WAL; restore it on files in `directory`."""
+        self._end_all()
+        self._raised = self.disk.restore_beside_wal(directory)
+
+    def _end_all(self) -> None:
+        self.crash()
+        for zombie in self.zombies:
+            zombie.kill_process()
+        self.zombies.clear()
+
+    def abandon_process(self) -> MasterProcess | None:
+        """Stop the process and take it for dead; another will be started on the same ledger (another host, a mount
+        without locks).
+        """
+        process, self.process = self.process, None
+        if process is not None:
+            process.pause_process()
+            self.zombies.append(process)
+        return process
+
+    def on_message(self, sender: str, message: Any, answer: Answer) -> None:
+        if self.process is None:
+            return
+        if reason := self.revoked.get(sender):
+            answer(Failed(Denied, reason))
+        else:
+            self.process.on_message(message, answer)

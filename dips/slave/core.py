@@ -21,7 +21,6 @@ from dips.errors import Busy, BusyDisk, DipsError, Stale, Unavailable, UnreadSna
 from dips.protocol.effects import KeepSeed, Order, Persist, Retire
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import MOST_WAITS, OrderWait, SlaveHeartbeat, Transfer
-from dips.slave.open_transfers import Report
 from dips.slave.ports import (
     Actions,
     AnswerOrder,
@@ -31,6 +30,7 @@ from dips.slave.ports import (
     Meters,
     PushOver,
     ReadSnapshot,
+    Report,
     RestoreFromMirror,
     ShardMethod,
     ShardWork,

@@ -24,7 +24,6 @@ from dips.telemetry.refusals import count_refusal
 from dips.wire.frame import Kind, StreamName, encode_error
 
 # ---- counters -------------------------------------------------------------------------------------------------------
-# Counters of a data flow for metrics: bytes by cluster, for a bounded number of names, refused frames by reason.
 
 
 MOST_CLUSTERS = 1000  # counted by name; later ones are counted together
@@ -124,6 +123,9 @@ class PushOver:
 
     push: PushId
     reason: str
+
+
+Report = Staged | PushOver  # reports for the master
 
 
 @dataclass(frozen=True, slots=True)

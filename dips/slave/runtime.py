@@ -19,29 +19,8 @@ from dips.errors import UnavailableMaster
 from dips.protocol.effects import Acknowledged, Apply, Commit, Order, Persist, Registered, name_subject
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.slave import ports
 from dips.slave.core import SlaveCore
-from dips.slave.open_transfers import Report
-from dips.slave.ports import (
-    Actions,
-    AnswerOrder,
-    CallMaster,
-    EndSlave,
-    FlowEvent,
-    KeepInMirror,
-    PushOver,
-    ReadSnapshot,
-    Released,
-    RestoreFromMirror,
-    ShardMethod,
-    ShardWork,
-    SlaveAction,
-    SlaveWork,
-    Staged,
-    Standing,
-    Ticket,
-    WorkOnDisk,
-    WriteLog,
-)
 from dips.slave.shard import Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.tasks import start_task
@@ -81,7 +60,7 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         }
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._answers: dict[Ticket, asyncio.Future[Answer]] = {}
+        self._answers: dict[ports.Ticket, asyncio.Future[Answer]] = {}
         self._tickets = 0
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,7 +79,7 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         if not self._ended.done():
             self._ended.set_exception(error)
 
-    async def Execute(self, request: slave_pb2.Order, context: Any) -> slave_pb2.Answer:  # type: ignore[override]  # noqa: N802 (gRPC's name; gate.py)
+    async def Execute(self, request: slave_pb2.Order, context: Any) -> slave_pb2.Answer:  # type: ignore[override]
         """Carry out an order of the master; a repeated (term, number) gets the remembered answer.
 
         Errors are sent by their class (transport/control.py).
@@ -129,7 +108,7 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
 
     # ---- carrying out the core's actions ---------------------------------------------------------------------------
 
-    def _step_core(self, handle: Callable[[float], Actions]) -> None:
+    def _step_core(self, handle: Callable[[float], ports.Actions]) -> None:
         """Call the core and carry out the actions that it returns; an exception in it ends the process."""
         if self._ended.done():
             return
@@ -140,31 +119,31 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         except Exception as error:  # noqa: BLE001 (any exception is raised by run())
             self.fail(error)
 
-    def _do_action(self, action: SlaveAction) -> None:
+    def _do_action(self, action: ports.SlaveAction) -> None:
         match action:
-            case ShardWork():
+            case ports.ShardWork():
                 worked = asyncio.wrap_future(self._thread.perform_work(action), loop=self._loop)
                 worked.add_done_callback(partial(self._on_done, action))
-            case AnswerOrder(ticket, answer):
+            case ports.AnswerOrder(ticket, answer):
                 self._answer_order(ticket, answer)
-            case CallMaster():
+            case ports.CallMaster():
                 task = start_task(self._call_master(action), self.fail)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case WorkOnDisk() | ReadSnapshot():
+            case ports.WorkOnDisk() | ports.ReadSnapshot():
                 done = self._loop.run_in_executor(None, action.run)
                 done.add_done_callback(partial(self._on_done, action))
-            case RestoreFromMirror():
+            case ports.RestoreFromMirror():
                 threading.Thread(target=self._restore_beside, args=(action,), name="restore", daemon=True).start()
-            case KeepInMirror(versions):
+            case ports.KeepInMirror(versions):
                 if self._mirror is not None:
                     self._mirror.want(versions)
-            case WriteLog(level, event, fields):
+            case ports.WriteLog(level, event, fields):
                 getattr(self._log, level)(event, **fields)
-            case EndSlave(error):
+            case ports.EndSlave(error):
                 self.fail(error)
 
-    def _restore_beside(self, action: RestoreFromMirror) -> None:
+    def _restore_beside(self, action: ports.RestoreFromMirror) -> None:
         """Restore on a daemon thread, so that a mount that hangs does not keep the process alive."""
         assert self._mirror is not None, "a slave without a mirror has nothing to restore from"
         result: object
@@ -175,13 +154,13 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._step_core, partial(self.core.on_done, action, result))
 
-    def _on_done(self, work: SlaveWork, done: asyncio.Future[Any] | Future[Any]) -> None:
+    def _on_done(self, work: ports.SlaveWork, done: asyncio.Future[Any] | Future[Any]) -> None:
         if done.cancelled():
             return
         result = done.exception() or done.result()
         self._step_core(partial(self.core.on_done, work, result))
 
-    async def _call_master(self, action: CallMaster) -> None:
+    async def _call_master(self, action: ports.CallMaster) -> None:
         method, kind = self._calls[type(action.message)]
         reply: object
         try:
@@ -198,7 +177,7 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
             reply = error
         self._step_core(partial(self.core.on_reply, action, reply))
 
-    def _answer_order(self, ticket: Ticket, answer: Answer | Exception) -> None:
+    def _answer_order(self, ticket: ports.Ticket, answer: Answer | Exception) -> None:
         waiting = self._answers.get(ticket)
         if waiting is None or waiting.done():
             return  # the caller has hung up
@@ -213,7 +192,7 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         due = self.core.next_deadline()
         self._timer = self._loop.call_at(due, self._step_core, self.core.tick) if due < inf else None
 
-    def _pass_reports(self, reports: list[Report]) -> None:
+    def _pass_reports(self, reports: list[ports.Report]) -> None:
         """Pass the shard's reports to the loop; called on the shard's thread."""
         self._loop.call_soon_threadsafe(self._step_core, lambda now: self.core.reports.add_reports(reports))
 
@@ -238,8 +217,8 @@ class ShardThread:
         self._thread, self._clock, self._log, self._record_mark = thread, clock, log, record_mark
         self._shard: Shard | None = None
         self._disk_began = 0.0
-        self.on_reports: Callable[[list[Report]], None] = lambda reports: None
-        self.standing = Standing(0, 0, None, (), 0, 0)
+        self.on_reports: Callable[[list[ports.Report]], None] = lambda reports: None
+        self.standing = ports.Standing(0, 0, None, (), 0, 0)
         self.apply_s = 0.0  # duration of the last Apply
         self.persist_s = 0.0  # duration of the last snapshot
         self.spent: dict[str, Histogram] = {}  # seconds by kind of order
@@ -249,17 +228,17 @@ class ShardThread:
         self._shard = shard
         self.standing = shard.take_standing()
 
-    def perform_work(self, work: ShardWork) -> Future[object]:
+    def perform_work(self, work: ports.ShardWork) -> Future[object]:
         """Submit work of the core after all earlier work; orders are timed."""
         return self._thread.submit(self._run_job, partial(self._time_work, work))
 
-    def on_flow_event(self, event: FlowEvent) -> None:
+    def on_flow_event(self, event: ports.FlowEvent) -> None:
         """Submit an event of the data flow; called from its threads."""
         self._thread.submit(self._take_event, event)
 
     # ---- on the shard's thread -----------------------------------------------------------------------
 
-    def _take_event(self, event: FlowEvent) -> None:
+    def _take_event(self, event: ports.FlowEvent) -> None:
         try:
             self._run_job(lambda shard: shard.transfers.on_flow_event(event))
             self._mark_event(event)
@@ -267,19 +246,19 @@ class ShardThread:
             self._log.exception("flow_event_failed", what=str(event))
             raise
 
-    def _mark_event(self, event: FlowEvent) -> None:
+    def _mark_event(self, event: ports.FlowEvent) -> None:
         """Write the end of a transfer to the timeline; `since_s` and `until_s` are seconds before now."""
         now = self._clock()
         match event:
-            case Staged(push, nbytes, ranks):
+            case ports.Staged(push, nbytes, ranks):
                 parts = [
                     {"rank": r.rank, "nbytes": r.nbytes, "since_s": now - r.first_at, "until_s": now - r.last_at}
                     for r in ranks
                 ]
                 self._record_mark("push_staged", push=str(push), nbytes=nbytes, ranks=parts)
-            case PushOver(push, reason):
+            case ports.PushOver(push, reason):
                 self._record_mark("push_over", push=str(push), reason=reason)
-            case Released(pull, reason):
+            case ports.Released(pull, reason):
                 self._record_mark("pull_released", pull=str(pull), reason=reason)
 
     def _run_job(self, job: Callable[[Shard], T]) -> T:
@@ -293,15 +272,15 @@ class ShardThread:
             if reports:
                 self.on_reports(reports)
 
-    def _time_work(self, work: ShardWork, shard: Shard) -> object:
+    def _time_work(self, work: ports.ShardWork, shard: Shard) -> object:
         began = self._clock()
         result = shard.perform_work(work)
         match work.method:
-            case ShardMethod.EXECUTE:
+            case ports.ShardMethod.EXECUTE:
                 self._record_time(work.order, self._clock() - began)
-            case ShardMethod.BEGIN_ON_DISK if callable(result):  # else a remembered answer is repeated
+            case ports.ShardMethod.BEGIN_ON_DISK if callable(result):  # else a remembered answer is repeated
                 self._disk_began = began
-            case ShardMethod.END_ON_DISK:
+            case ports.ShardMethod.END_ON_DISK:
                 self._record_time(work.order, self._clock() - self._disk_began)
         return result
 

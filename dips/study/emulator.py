@@ -36,7 +36,6 @@ from dips.study.learner import LearnedModel, Recipe
 from dips.study.task import Task
 
 # ---- account --------------------------------------------------------------------------------------------------------
-# The record of an emulated run: the ledger's versions, the gates' decisions, and the slaves' state.
 
 
 NO_GATE = "none"  # rejected by no gate: not finite, without tokens, or quarantined by an operator

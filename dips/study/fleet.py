@@ -108,7 +108,6 @@ KINDS = (*SPOILT_PUSHES, "lr_x100", "shuffled")
 
 
 # ---- fleet ----------------------------------------------------------------------------------------------------------
-# The clusters of a study's run: their speed, their pace, when they join and leave, and their faults.
 
 
 PACES = ("steps", "aligned")

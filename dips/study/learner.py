@@ -17,14 +17,13 @@ from dips.protocol.enums import LayerUnit
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import FORBID
-from dips.sim.site import Site
+from dips.sim.scenario import Site
 from dips.slave.ports import F32
 from dips.study.fleet import Arrays, Fault
 from dips.study.task import Batch, BatchDraw, Task, make_model
 from dips.wire.chunks import LayerLayout
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------
-# Optimizers of the inner steps, by their names in a study.
 
 
 BETAS = (0.9, 0.95)  # of AdamW
@@ -165,7 +164,7 @@ class _Trained:
 
 
 class LearnedModel:
-    """The model of a World (sim/model.py): a module for each cluster that has begun."""
+    """The model of a World (sim/work.py): a module for each cluster that has begun."""
 
     def __init__(
         self,

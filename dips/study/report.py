@@ -14,9 +14,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from dips.study.execute import Numbers
 from dips.study.fleet import Fault
-from dips.study.runner import StudyResult
+from dips.study.runner import Numbers, StudyResult
 from dips.study.study_file import Settings, list_tunings
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -73,7 +72,6 @@ def student_quantile(freedom: int) -> float:
 
 
 # ---- drawing --------------------------------------------------------------------------------------------------------
-# A chart of a study's losses: each row's mean and seeds, with the row that the others are compared with.
 
 
 mpl.use("Agg")  # writes files only, without a screen
@@ -105,7 +103,6 @@ def draw_study(result: StudyResult) -> Figure:
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
-# The results of a study: a table, results.csv, and the recommended row.
 
 
 BLIND = 0.1  # a gate that stops at most this share of the bad pushes does not detect the fault

@@ -157,7 +157,6 @@ def _checked(kind: Any, raw: Any, key: str) -> Any:
 
 
 # ---- study file -----------------------------------------------------------------------------------------------------
-# The study file, STUDY.yaml: rows and a grid of settings become runs, one for each seed.
 
 
 DEFAULT_FACTORY = "dips.study.text:build"

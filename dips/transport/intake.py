@@ -13,7 +13,6 @@ from dips.wire.chunks import split_chunks
 from dips.wire.frame import Header, Range
 
 # ---- rate -----------------------------------------------------------------------------------------------------------
-# The present rate of a transfer: bytes over the last seconds. Pure: `now` is an argument.
 
 
 STEP_S = 0.2  # least time between two samples

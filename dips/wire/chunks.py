@@ -126,7 +126,6 @@ def _find_problems(field: Field, spans: list[tuple[int, int, str]]) -> Iterator[
 
 
 # ---- shares ---------------------------------------------------------------------------------------------------------
-# The ranges that one rank holds or wants at one lane of one slave, with its own arrays.
 
 
 F32 = npt.NDArray[np.float32]

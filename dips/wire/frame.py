@@ -254,7 +254,6 @@ def check_body(header: Header, body: Buffer) -> None:
 
 
 # ---- ranges ---------------------------------------------------------------------------------------------------------
-# Ranges of parameters, which messages name and chunks bring.
 
 
 class Range(NamedTuple):

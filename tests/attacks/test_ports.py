@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dips.client.agent.rank_server import ADMIT_S
+from dips.client.agent.agent import ADMIT_S
 from dips.client.ipc import messages
-from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, TokenClient
+from dips.client.ipc.address import ANSWER, GREETING, PROOF, TAG, TokenClient
 from dips.http.server import HANDSHAKE_S, MAX_HEADER_BYTES, MOST_CONNECTIONS, REQUEST_S
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles

@@ -11,12 +11,11 @@ import pytest
 
 from dips.config import load_run
 from dips.protocol.records import FoldRow, VersionCommitted
-from dips.sim.arrivals import read_arrivals
 from dips.store.version import MANIFEST_FILE, VersionManifest
-from dips.study.arrivals import emulate_arrivals
 from dips.study.fleet import Fleet, FleetCluster
 from dips.study.task import make_model
 from dips.view.points import RoundHistory
+from tests.arrivals import emulate_arrivals, read_arrivals
 from tests.integration import cluster_harness as harness
 from tests.integration import train_study as script
 

@@ -193,7 +193,7 @@ def test_a_name_that_is_taken(run: Any, tmp_path: Path) -> None:
     file.write_text((tmp_path / "west.yaml").read_text().replace("directory: west", "directory: again"))
     second = run._start("again", [*harness.daemon("client"), "-c", str(file), "--", *tiny(tmp_path)])
     run.wait(second, 60, code=77)
-    assert "the name west is taken: another agent bears it as west/1 and lives" in second.log.read_text()
+    assert "expected a name that is free, got west, which a live agent has as west/1" in second.log.read_text()
     assert first.code is None and seen(run, "west")["inc"] == 1, "it was not fenced"
 
 

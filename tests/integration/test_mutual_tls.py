@@ -88,7 +88,7 @@ async def test_a_cluster_with_its_certificate(enrolled: Enrolled) -> None:
     west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
     async with master(ours) as (address, guard):
         assert await join(master_peer(address, west), "west") == "west"
-        with pytest.raises(Denied, match="cluster 'west' of run 'july' cannot speak for 'east'"):
+        with pytest.raises(Denied, match="expected the name of cluster 'west' of run 'july', got 'east'"):
             await join(master_peer(address, west), "east")
         assert dict(guard.refused) == {"/dips.v1.ClusterService/Join": 1}
 
@@ -97,7 +97,7 @@ async def test_who_is_not_listed(enrolled: Enrolled) -> None:
     ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
     west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
     async with master(ours, ("east",)) as (address, _):
-        with pytest.raises(Denied, match="not in the run file's list"):
+        with pytest.raises(Denied, match="a name of the run file's list"):
             await join(master_peer(address, west), "west")
 
 
@@ -105,7 +105,9 @@ async def test_another_role(enrolled: Enrolled) -> None:
     ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER)
     viewer = source_of(enrolled.enroll("west", PeerRole.VIEWER), "west", PeerRole.VIEWER)
     async with master(ours) as (address, _):
-        with pytest.raises(Denied, match="is for cluster or operator or puller; this certificate is of viewer 'west'"):
+        with pytest.raises(
+            Denied, match="expected a certificate of cluster or operator or puller, got that of viewer 'west'"
+        ):
             await join(master_peer(address, viewer), "west")
 
 

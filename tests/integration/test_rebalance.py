@@ -110,7 +110,7 @@ def test_two_three_two_in_the_middle_of_a_run(tmp_path: Path) -> None:
             rounds = [(r.version, r.folds) for r in ledger.read_history(1000) if r.version is not None]
 
     assert gone.code == 78
-    assert f"slave 'ps2' is not in this run since the rebalance of {rebalances[1].version}" in gone.log.read_text()
+    assert f"got 'ps2', which is not in this run since the rebalance of {rebalances[1].version}" in gone.log.read_text()
     assert [[name for name, _ in r.placement] for r in rebalances] == [THREE, TWO]
     assert [(c.name, c.inc) for c in state.clusters] == [("fast", 1), ("slow", 1)]
     # Each slave's numbers: its processes', and one for each rebalance.

@@ -131,7 +131,7 @@ def test_a_secured_run_is_seeded_and_a_slave_drains_itself(tmp_path: Path) -> No
             return dips_word(*words, "--master", run.address, "--credentials", str(tmp_path / "certs" / f"{who}.crt"))
 
         seed = ("seed", "--model", str(tmp_path / "one.safetensors"), "--wait-s", "60")
-        with pytest.raises(Denied, match="is for operator; this certificate is of viewer 'eve'"):
+        with pytest.raises(Denied, match="a certificate of operator, got that of viewer 'eve'"):
             word(*seed, who="eve.viewer")
         assert "every slave has the first model" in word(*seed)
 

@@ -98,4 +98,4 @@ def test_a_slave_that_died_comes_back_at_once_in_its_directory(tmp_path: Path) -
         slave.kill()
         shutil.rmtree(tmp_path / "ps0")
         slave = run.start_slave("ps0")
-        run.until(lambda: "the name ps0 is taken" in slave.tail(), 60, "one without its directory waits")
+        run.until(lambda: "name that is free, got ps0" in slave.tail(), 60, "one without its directory waits")

@@ -1,6 +1,6 @@
 """What a mutant is, and how its change is made in a tree.
 
-A mutant names a place and a change. The place is a qualified name of the package, `protocol.window.extend_window`: a
+A mutant names a place and a change. The place is a qualified name of the package, `protocol.round.extend_window`: a
 function, a class, a constant or a module. It is looked for in its module; when it has moved, wherever it stands once.
 
 The change is `old → new`, two fragments of Python: an expression, or statements that follow each other. `old` must

@@ -14,11 +14,11 @@ from functools import partial
 from multiprocessing import Pool
 from statistics import median
 
-from dips.sim.month import Month
 from tests.simulation.coverage import POINTS, ROWS, WAYS
 from tests.simulation.last_range import play_last_range
 from tests.simulation.long import play_long
 from tests.simulation.mix import core, former, swarm
+from tests.simulation.month import Month
 from tests.simulation.sabotage import SABOTAGES
 from tests.simulation.trial import Result, Trial, play
 

@@ -14,7 +14,7 @@ from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import ClusterLeft
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.run_state import RunState
-from dips.sim.pull_stream import Pulled
+from dips.sim.streams import Pulled
 from dips.sim.trainer import SimRanks
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)

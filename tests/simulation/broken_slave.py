@@ -11,11 +11,10 @@ from dips.protocol.effects import Apply, Fold, Order, Registered
 from dips.protocol.events import Answer, Folded
 from dips.sim.disk import SimDisk
 from dips.sim.flow import SimFlow
-from dips.slave import open_transfers
 from dips.slave.ports import Arrays, Released, SourceMoved, Tombstones
 from dips.slave.receiver import Receiver
 from dips.slave.sender import OutgoingPull
-from dips.slave.shard import OrderFences, Shard, ShardRound
+from dips.slave.shard import Opened, OpenTransfers, OrderFences, Shard, ShardRound
 from dips.wire.chunks import LayerLayout, put_body
 from dips.wire.frame import BadFrame, Buffer, Header
 
@@ -138,9 +137,7 @@ def leak_slot() -> list[Patch]:
     def refuse_closed(self: Tombstones, transfer: PushId | PullId) -> None:
         """No tombstone."""
 
-    def heal(
-        self: open_transfers.OpenTransfers, live_pushes: Any, live_pulls: Any, as_of: open_transfers.Opened
-    ) -> list[str]:
+    def heal(self: OpenTransfers, live_pushes: Any, live_pulls: Any, as_of: Opened) -> list[str]:
         return []
 
-    return [(Tombstones, "refuse_closed", refuse_closed), (open_transfers.OpenTransfers, "drop_unlisted", heal)]
+    return [(Tombstones, "refuse_closed", refuse_closed), (OpenTransfers, "drop_unlisted", heal)]

@@ -19,9 +19,8 @@ from dips.protocol.enums import (
 )
 from dips.protocol.gates import OF_NORMS
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
-from dips.sim.feed import DataShape
 from dips.sim.heap import Chance
-from dips.sim.scenario import ClusterShape, Scenario
+from dips.sim.scenario import ClusterShape, DataShape, Scenario
 
 FAULTS_S = 76.0  # simulated seconds with faults
 MOST_ROLLBACK = 1_000_000  # no operator of a simulated run says `dips rollback`: the stories of it are transcripts

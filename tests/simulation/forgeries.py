@@ -12,8 +12,7 @@ from dips.errors import Busy, UnavailableSlave
 from dips.protocol.claims import SILENT_HEARTBEATS
 from dips.protocol.effects import Abort, Failed, Order
 from dips.protocol.events import SlaveRegistered
-from dips.sim.slave_machine import SlaveMachine
-from dips.sim.world import World
+from dips.sim.world import SlaveMachine, World
 from tests.simulation.checks import Invariant
 
 FORGERIES = 8  # of each kind in a run, at any time

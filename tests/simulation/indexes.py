@@ -14,7 +14,7 @@ from dips.protocol.events import Event
 from dips.protocol.heartbeats import LiveTransfers
 from dips.protocol.rollback import _can_offer
 from dips.protocol.run_state import RunState
-from dips.protocol.timers import Timers
+from dips.protocol.transfer_book import Timers
 from dips.sim.master import MasterProcess
 from dips.sim.world import World
 from tests.simulation.checks import Invariant

@@ -18,10 +18,9 @@ from dips.ids import PushId
 from dips.protocol.effects import Note
 from dips.protocol.options import RANGES_HELD, DataOptions, Options, OuterOptions, PenaltyOptions, TimingOptions
 from dips.protocol.records import RangesLeased, Record, RunFinished
-from dips.sim.feed import DataShape
 from dips.sim.heap import Chance
 from dips.sim.observer import Observer
-from dips.sim.scenario import ClusterShape, Scenario
+from dips.sim.scenario import ClusterShape, DataShape, Scenario
 from dips.sim.world import World
 from tests.simulation import strikes
 from tests.simulation.checks import Invariant

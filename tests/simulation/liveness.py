@@ -18,8 +18,7 @@ from dips.protocol.records import (
     RunFinished,
     VersionCommitted,
 )
-from dips.sim.agent import SimAgent
-from dips.sim.cluster import SimCluster
+from dips.sim.agent import SimAgent, SimCluster
 from dips.sim.work import Frozen
 from dips.sim.world import World
 from tests.simulation.checks import Invariant

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
-from dips.sim.cluster import SimCluster
-from dips.sim.slave_machine import SlaveMachine
-from dips.sim.world import World
+from dips.sim.agent import SimCluster
+from dips.sim.world import SlaveMachine, World
 
 Strike = Callable[[World, Random], None]
 Death = Callable[[World, Random], list[str]]  # returns the clusters for which nobody waits any more

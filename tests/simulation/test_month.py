@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dips.sim.month import TABLE_1
 from tests.simulation.__main__ import play_month
+from tests.simulation.month import TABLE_1
 
 
 def test_the_table_is_the_papers() -> None:

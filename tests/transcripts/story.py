@@ -22,7 +22,7 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import TunedOption
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
-from dips.sim.ledger_disk import LedgerDisk
+from dips.sim.disk import LedgerDisk
 from tests.push_digest import digest_push
 from tests.transcripts.spelling import spell
 from tests.transcripts.words import Words, options, transfer

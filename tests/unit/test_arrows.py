@@ -78,13 +78,9 @@ MAY: dict[str, set[str]] = {
     | {"dips.protocol", "dips.outer"}
     | {f"dips.wire.{pure}" for pure in ("chunks", "frame")}
     | {"dips.transport.intake"}
-    | {f"dips.slave.{pure}" for pure in ("core", "actions", "shard")}
-    | {"dips.slave.mirror_plan", "dips.transport.backoff"}
-    | {
-        f"dips.slave.{pure}"
-        for pure in ("open_transfers", "ports", "admission", "keyring", "receiver", "sender", "moves")
-    }
-    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox", "restore")}
+    | {f"dips.slave.{pure}" for pure in ("admission", "core", "mirror_plan", "ports", "receiver", "sender", "shard")}
+    | {f"dips.master.{pure}" for pure in ("core", "ledger", "restore")}
+    | {"dips.transport.backoff"}
     | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},
     # Real training in the simulation's time: of the demo its model and its text.

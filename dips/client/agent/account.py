@@ -282,9 +282,6 @@ class Tally:
 
 
 # ---- pace -----------------------------------------------------------------------------------------------------------
-# The pace of a cluster's pushes: after a number of steps, after a number of seconds, or aligned with others by the
-# master.
-#
 # The trainer's ranks count inner steps and must agree without a message at each step. So each answer says after how
 # many steps to ask again: at once when a push is due, else when most of the rest has passed, so that a late step or a
 # moved meeting costs one question and no disagreement. Pure: no messages, no master.

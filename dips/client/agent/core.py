@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from dips.client.agent import checkpoints, membership, push_pull, ranges, restarts, state, training
+from dips.client.agent import membership, push_pull, ranges, restarts, state, training
 from dips.client.agent.account import NO_INCARNATION, Pace, PastIncarnation
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.state import (
@@ -34,27 +34,7 @@ from dips.client.agent.state import (
     repeat_after_pause,
     repeat_question,
 )
-from dips.client.ipc.messages import (
-    Answer,
-    Attach,
-    Detach,
-    ErrorReply,
-    LossReported,
-    ManifestSent,
-    Message,
-    Notice,
-    PullMoved,
-    PullWanted,
-    PushMoved,
-    PushWanted,
-    RangeWanted,
-    Remarked,
-    Resume,
-    SaveWanted,
-    Stepped,
-    TokensCounted,
-    TransferProgress,
-)
+from dips.client.ipc import messages
 from dips.errors import Busy, Denied, DipsError, LocalProtocolError, Stale, StaleIncarnation, StaleVersion, Unavailable
 from dips.protocol.effects import (
     Acknowledged,
@@ -76,26 +56,26 @@ from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 EXIT_BUG = 70  # EX_SOFTWARE
 
 # Handlers of messages from a trainer that has no attempt number yet.
-ATTACHING: Mapping[type, Callable[[AgentState, Any], Answer]] = {
-    Attach: restarts.attach_trainer,
-    ManifestSent: restarts.take_manifest,
+ATTACHING: Mapping[type, Callable[[AgentState, Any], messages.Answer]] = {
+    messages.Attach: restarts.attach_trainer,
+    messages.ManifestSent: restarts.take_manifest,
 }
 
 # Handlers of messages from the present attempt; notices are answered by None.
-MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
-    Stepped: training.record_step,
-    TokensCounted: training.record_tokens,
-    LossReported: training.record_losses,
-    Remarked: training.take_remark,
-    TransferProgress: push_pull.on_transfer_progress,
-    PushWanted: push_pull.answer_question,
-    PushMoved: push_pull.answer_question,
-    PullWanted: push_pull.answer_question,
-    PullMoved: push_pull.answer_question,
-    RangeWanted: ranges.give_range,
-    SaveWanted: checkpoints.save_progress,
-    Resume: checkpoints.resume_checkpoint,
-    Detach: restarts.detach_trainer,
+MESSAGES: Mapping[type, Callable[[AgentState, Any], messages.Answer | None]] = {
+    messages.Stepped: training.record_step,
+    messages.TokensCounted: training.record_tokens,
+    messages.LossReported: training.record_losses,
+    messages.Remarked: training.take_remark,
+    messages.TransferProgress: push_pull.on_transfer_progress,
+    messages.PushWanted: push_pull.answer_question,
+    messages.PushMoved: push_pull.answer_question,
+    messages.PullWanted: push_pull.answer_question,
+    messages.PullMoved: push_pull.answer_question,
+    messages.RangeWanted: ranges.give_range,
+    messages.SaveWanted: ranges.save_progress,
+    messages.Resume: ranges.resume_checkpoint,
+    messages.Detach: restarts.detach_trainer,
 }
 
 # Handlers of replies about data ranges; handlers for pushes and pulls depend on the phase: REPLIES.
@@ -187,7 +167,7 @@ class AgentCore:
 
     # ---- the training job ------------------------------------------------------------------------------------------
 
-    def on_message(self, message: Message, now: float) -> tuple[Answer | None, Actions]:
+    def on_message(self, message: messages.Message, now: float) -> tuple[messages.Answer | None, Actions]:
         """Answer rank 0; None for notices, AskAgain if rank 0 must repeat the question later."""
         self.state.now = now
         attach = ATTACHING.get(type(message))
@@ -300,17 +280,17 @@ class AgentCore:
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
-    def _answer_message(self, message: Message) -> Answer | None:
+    def _answer_message(self, message: messages.Message) -> messages.Answer | None:
         s = self.state
         attempt = getattr(message, "attempt", None)
         if attempt != s.trainer.attempt or not s.trainer.alive:
             over = f"attempt {attempt} is over, the newest is {s.trainer.attempt}"
-            return None if isinstance(message, Notice) else ErrorReply("StaleIncarnation", over)
+            return None if isinstance(message, messages.Notice) else messages.ErrorReply("StaleIncarnation", over)
         if s.failure:
             return s.failure
         handle = MESSAGES.get(type(message))
         if handle is None:
-            return ErrorReply("RemoteProtocolError", f"{type(message).__name__} is not a message of rank 0")
+            return messages.ErrorReply("RemoteProtocolError", f"{type(message).__name__} is not a message of rank 0")
         return handle(s, message)
 
     def _on_refusal(self, channel: Channel, error: DipsError) -> None:

@@ -180,8 +180,6 @@ def _waits_in_vain(s: AgentState) -> bool:
 
 
 # ---- heartbeats -----------------------------------------------------------------------------------------------------
-# Heartbeats: they renew the cluster's lease, and their answers tell the cluster's standing.
-#
 # Must stay true: an answer is accepted only for the incarnation that asked, and only from a master without a successor.
 
 
@@ -230,8 +228,9 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         account.lost,
         nan if trainer.loss is None else trainer.loss,
         trainer.base,
-        *sync.moved,
-        sync.bytes_per_s,
+        sync.meter.nbytes,
+        sync.meter.total,
+        sync.meter.bytes_per_s,
         s.pace.aligned_steps,
         s.pace.step_s or (0.0 if s.pace.aligned_steps else s.pace.first_step_s),
         s.pace.since_push,

@@ -36,22 +36,17 @@ from dips.protocol.enums import DivergencePolicy, OutcomeKind
 from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushFinished, PushRequested, RoundAwaited
 
 # ---- transfers ------------------------------------------------------------------------------------------------------
-# The common part of pushes and pulls: the ranks' progress and rate.
 
 
 def begin_transfer(s: AgentState) -> None:
     """Reset the counters before the ranks move bytes."""
-    s.sync.moved, s.sync.halt = (0, 0), ""
-    s.sync.moved_at, s.sync.moving_s = s.now, 0.0
+    s.sync.halt = ""
+    s.sync.meter.begin_moving(s.now)
 
 
 def record_moved(s: AgentState, nbytes: int, total: int, idle_s: float = 0.0) -> None:
     """Record the bytes moved over all ranks; `idle_s` is the time before this report in which none moved."""
-    sync = s.sync
-    if s.settings.fragments == 1 or nbytes > sync.moved[0]:  # between two fragments the link is idle, not slow
-        sync.moving_s += max(0.0, s.now - sync.moved_at - max(0.0, idle_s))
-    sync.moved, sync.moved_at = (nbytes, total), s.now
-    sync.bytes_per_s = nbytes / max(sync.moving_s, 1e-3)
+    s.sync.meter.record_bytes(nbytes, total, s.now, idle_s, staggered=s.settings.fragments > 1)
 
 
 def on_transfer_progress(s: AgentState, message: TransferProgress) -> Answer:
@@ -99,7 +94,6 @@ def push_idle_s(s: AgentState) -> float:
 
 
 # ---- verdicts -------------------------------------------------------------------------------------------------------
-# Answers to rank 0 when a push or pull has ended or failed.
 
 
 def give_verdict(s: AgentState, verdict: Answer) -> None:
@@ -191,7 +185,8 @@ def want_pull(s: AgentState, _: PullWanted) -> None:
 
 def ask_pull(s: AgentState, delay_s: float = 0.0) -> None:
     sync = s.sync
-    sync.seq, sync.moved = sync.seq + 1, (0, 0)
+    sync.seq += 1
+    sync.meter.reset_bytes()
     sync.phase, sync.reason = SyncPhase.ASKING_PULL, sync.reason or "it asks for a pull"
     ranks = s.trainer.pull_ranks
     ask_master(s, Channel.SYNC, PullRequested(0, s.pull_id, ranks, keys=s.trainer.keys[:ranks]), delay_s)
@@ -283,8 +278,6 @@ def on_closed(s: AgentState, _: Acknowledged | Dropped) -> None:
 
 
 # ---- pushes ---------------------------------------------------------------------------------------------------------
-# The steps of a push: asked for, granted, frozen, moved, committed, and settled by the outcome of its round.
-#
 # Must stay true: progress is cut when the ranks freeze the model, and settled, given back or lost exactly once.
 
 
@@ -296,7 +289,8 @@ def ask_push(s: AgentState) -> None:
     assert s.trainer.base is not None
     if not s.settings.overlap:
         s.pace.pause_timing()
-    sync.seq, sync.moved = sync.seq + 1, (0, 0)
+    sync.seq += 1
+    sync.meter.reset_bytes()
     sync.phase, sync.reason = SyncPhase.ASKING_PUSH, "it asks for a push"
     tokens, step_s, ranks = s.account.carried.tokens, s.pace.step_s, s.trainer.push_ranks
     keys, idle_s = s.trainer.keys[:ranks], push_idle_s(s)

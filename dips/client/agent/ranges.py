@@ -7,7 +7,7 @@ other clusters hold ranges, which may come back, the trainer waits.
 
 from __future__ import annotations
 
-from dips.client.agent.account import NOTHING
+from dips.client.agent.account import NOTHING, Portion
 from dips.client.agent.push_pull import AGAIN_S
 from dips.client.agent.state import (
     AgentState,
@@ -20,8 +20,9 @@ from dips.client.agent.state import (
     repeat_question,
 )
 from dips.client.agent.training import use_ranges
-from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, RangeWanted
+from dips.client.ipc import messages
 from dips.dataclass import replace
+from dips.ids import VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
 from dips.protocol.enums import RemarkSubject
@@ -33,7 +34,7 @@ NONE_LEFT = "no data range is left to lease"
 NONE_NOW = "no more data ranges are leased before those that this cluster holds are settled"
 
 
-def give_range(s: AgentState, message: RangeWanted) -> Answer:
+def give_range(s: AgentState, message: messages.RangeWanted) -> messages.Answer:
     """Use up the former range, and answer with the next one, the end of the data, or AskAgain."""
     if message.count != s.ranges.asked:
         s.ranges.begin_question(message.count)
@@ -43,7 +44,7 @@ def give_range(s: AgentState, message: RangeWanted) -> Answer:
     if not s.ranges.waiting and not s.ranges.exhausted and not is_asked(s) and s.joined and not _settles_first(s):
         ask_ranges(s)
     answer = _make_answer(s, given)
-    s.trainer.starved = isinstance(answer, AskAgain)
+    s.trainer.starved = isinstance(answer, messages.AskAgain)
     return answer
 
 
@@ -53,7 +54,7 @@ def _settles_first(s: AgentState) -> bool:
     return s.ranges.is_held_back and bool(holds)
 
 
-def _use_up(s: AgentState, message: RangeWanted) -> None:
+def _use_up(s: AgentState, message: messages.RangeWanted) -> None:
     if message.left is not None:
         use_ranges(s, message.left, None)
     elif s.trainer.must_pull:
@@ -63,18 +64,18 @@ def _use_up(s: AgentState, message: RangeWanted) -> None:
             s.account.use_up(used)
 
 
-def _make_answer(s: AgentState, given: int | None) -> Answer:
+def _make_answer(s: AgentState, given: int | None) -> messages.Answer:
     finished = s.membership.progress.finished
     if given is not None:
         s.range_requests.ended_at = None
-        return RangeGiven(given, _begun_by(s, given), s.range_requests.recalls)
+        return messages.RangeGiven(given, _begun_by(s, given), s.range_requests.recalls)
     if finished:
-        return RangesEnded(f"the run is finished with {finished}", True)
+        return messages.RangesEnded(f"the run is finished with {finished}", True)
     if not s.joined:  # the next incarnation may get the ranges that this one has lost
-        return AskAgain(s.sync.reason)
+        return messages.AskAgain(s.sync.reason)
     if (s.ranges.exhausted or _settles_first(s)) and not is_asked(s):
         return _end_data(s)
-    return AskAgain(s.range_requests.waits or "the master is asked for data ranges")
+    return messages.AskAgain(s.range_requests.waits or "the master is asked for data ranges")
 
 
 def _begun_by(s: AgentState, given: int) -> BegunRange | None:
@@ -85,16 +86,16 @@ def _begun_by(s: AgentState, given: int) -> BegunRange | None:
     return carried if carried and carried.number == given else s.ranges.begun.get(given)
 
 
-def _end_data(s: AgentState) -> Answer:
+def _end_data(s: AgentState) -> messages.Answer:
     """Ask for a push of the remaining progress: no range is left, or none before ours are settled.
 
     If no range is left, progress that cannot be settled within END_S (no slot, an unreachable master) is given up.
     """
     requests, why = s.range_requests, NONE_LEFT if s.ranges.exhausted else NONE_NOW
     if s.ranges.served:
-        return RangesEnded(f"{why}: what is left of the last ones is a step of its own", False)
+        return messages.RangesEnded(f"{why}: what is left of the last ones is a step of its own", False)
     if s.account.frozen == NOTHING and s.account.carried == NOTHING:
-        return RangesEnded(why, False)
+        return messages.RangesEnded(why, False)
     if s.ranges.exhausted and requests.ended_at is None:
         requests.ended_at = s.now
     if requests.ended_at is not None and s.now - requests.ended_at >= END_S:
@@ -102,16 +103,16 @@ def _end_data(s: AgentState) -> Answer:
     ours = s.sync.phase in (SyncPhase.RESTING, SyncPhase.PUSHING, SyncPhase.PULLING)  # else the master must act first
     too_early = s.now < max(s.sync.backoff_until, requests.rest_again_at)
     if not ours or too_early or s.membership.unreachable_since is not None:
-        return AskAgain(s.sync.reason)
+        return messages.AskAgain(s.sync.reason)
     requests.rest_again_at = s.now + AGAIN_S
-    return RangesEnded(why, False, unsettled=True)
+    return messages.RangesEnded(why, False, unsettled=True)
 
 
-def _give_up_rest(s: AgentState) -> Answer:
+def _give_up_rest(s: AgentState) -> messages.Answer:
     tokens, reason = s.account.unsettled_tokens, s.sync.reason
     s.record_mark("rest_given_up", attempt=s.trainer.attempt, tokens=tokens, reason=reason)
     rest = f"{tokens} tokens since the last push could not be settled in {END_S:g} s"
-    return RangesEnded(f"{NONE_LEFT}; {rest}: {reason}", False)
+    return messages.RangesEnded(f"{NONE_LEFT}; {rest}: {reason}", False)
 
 
 def ask_ranges(s: AgentState, claims: tuple[int, ...] = ()) -> None:
@@ -151,3 +152,91 @@ def on_ranges_pending(s: AgentState, result: Pending) -> None:
     s.range_requests.waits = result.reason
     make_remark(s, RemarkSubject.RANGES, f"waits: {result.reason}")
     repeat_question(s, Channel.RANGES)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# A checkpoint is valid for the cluster as long as none of its pushes was settled since it was saved: then the run still
+# waits for exactly the checkpoint's θ, progress and data ranges, and resuming is exact. If a push was settled since,
+# the checkpoint's work is in the global model already: the trainer pulls instead and is given the reason. It also pulls
+# if the checkpoint was saved while a push was under way (the frozen copy is gone), or if its ranges are leased to
+# others by now.
+
+
+def save_progress(s: AgentState, _: messages.SaveWanted) -> messages.Saved:
+    """Return the cluster's progress between two inner steps, to be saved in a checkpoint."""
+    portion = s.account.carried
+    return messages.Saved(
+        s.cluster,
+        str(s.trainer.base),
+        s.membership.settled,
+        s.sync.phase is not SyncPhase.RESTING and s.sync.phase is not SyncPhase.CLOSING,
+        portion.tokens,
+        portion.inner_steps,
+        portion.ranges,
+        portion.loss_sum,
+        portion.losses,
+        s.ranges.ranges_ahead,
+        s.pace.since_push,
+        _begun_ahead(s),
+    )
+
+
+def _begun_ahead(s: AgentState) -> tuple[BegunRange, ...]:
+    begun = s.ranges.begun | ({part.number: part} if (part := s.account.carried.begun) else {})
+    return tuple(begun[number] for number in s.ranges.ranges_ahead if number in begun)
+
+
+def resume_checkpoint(s: AgentState, message: messages.Resume) -> messages.Answer:
+    """Resume from a checkpoint, after the trainer's first pull and before its first inner step."""
+    saved, requests = message.saved, s.range_requests
+    if s.sync.phase is not SyncPhase.RESTING or is_asked(s):
+        return messages.AskAgain(s.sync.reason)
+    if s.account.carried.inner_steps or s.trainer.base is None:
+        return messages.ErrorReply("LocalProtocolError", "load_state_dict comes before the first inner step")
+    if why := _why_overtaken(s, saved):
+        return _pull_instead(s, why)
+    claims = (*saved.ranges, *saved.ahead)
+    missing = tuple(r for r in claims if r not in s.ranges.ranges_ahead)
+    if missing and requests.claimed != claims:
+        requests.claimed = claims
+        ask_ranges(s, missing)
+        return messages.AskAgain("the master is asked for the checkpoint's data ranges")
+    requests.claimed = ()
+    if missing:
+        return _pull_instead(s, f"data ranges {missing[:5]} of the checkpoint belong to others by now")
+    _restore_progress(s, saved)
+    return messages.Resumed(s.sync.reason, s.pace.look_in(s.now) or 1)
+
+
+def _why_overtaken(s: AgentState, saved: messages.Saved) -> str:
+    """Return why the run has moved on since the checkpoint was saved, so that a pull must replace it; empty if not."""
+    if saved.cluster != s.cluster:
+        return f"the checkpoint is of cluster {saved.cluster}"
+    if saved.pending:
+        return "it was saved while a push was out, whose merge is lost"
+    if saved.settled != s.membership.settled:
+        return f"{s.membership.settled - saved.settled} pushes of {saved.cluster} were settled since it was saved"
+    return ""
+
+
+def _pull_instead(s: AgentState, why: str) -> messages.Healed:
+    s.sync.pull_due = True
+    s.record_mark("checkpoint_healed", reason=why)
+    return messages.Healed(why)
+
+
+def _restore_progress(s: AgentState, saved: messages.Saved) -> None:
+    base = s.trainer.base = VersionId.parse(saved.base)
+    s.account.lost -= min(saved.tokens, s.account.lost)  # tokens of this incarnation that are restored and so not lost
+    s.account.carried = Portion(
+        saved.tokens, saved.inner_steps, saved.ranges, saved.loss_sum, saved.losses, _carried_part(s, saved)
+    )
+    s.ranges.resume_ranges(saved.ranges, saved.ahead)
+    s.pace.resume_count(saved.since_push)
+    s.sync.reason = f"resumed on {base} with {saved.inner_steps} inner steps since its last push"
+    s.record_mark("checkpoint_resumed", base=saved.base, tokens=saved.tokens, inner_steps=saved.inner_steps)
+
+
+def _carried_part(s: AgentState, saved: messages.Saved) -> BegunRange | None:
+    """Return the range that is partly trained in the checkpoint but not in a settled push, or None."""
+    return next((part for part in saved.begun if s.ranges.begun.get(part.number) != part), None)

@@ -18,8 +18,6 @@ from dips.protocol.enums import RemarkSubject
 from dips.wire.packed_manifest import unpack_manifest
 
 # ---- attempts -------------------------------------------------------------------------------------------------------
-# Attempts of the training job: each attaches, and ends when its rank 0 does, no matter who starts the next.
-#
 # Must stay true: exactly one attempt is the present one, and messages of older attempts change nothing; progress that
 # an attempt made and did not push is lost with it.
 
@@ -116,8 +114,6 @@ def end_attempt(s: AgentState, reason: str) -> None:
 
 
 # ---- restarts -------------------------------------------------------------------------------------------------------
-# Decides whether the training command is started again after it ended.
-#
 # A crash is worth another try unless another try must end the same way: the command does not exist, the configuration
 # is wrong, or it has crashed in the same way three times before its first inner step.
 

@@ -23,7 +23,6 @@ from dips.protocol.heartbeats import REMARK_CHARS, ClusterHeartbeat, Remark
 from dips.transport.backoff import Backoff
 
 # ---- actions --------------------------------------------------------------------------------------------------------
-# The actions that the agent's core orders its shell to do: small frozen values, returned in the order of execution.
 
 
 class Channel(StrEnum):
@@ -87,7 +86,6 @@ SAVED_AT = frozenset({"joined", "push_end"})
 
 
 # ---- phases ---------------------------------------------------------------------------------------------------------
-# The phases of a cluster's outer step, with the activity shown and the cause of a trainer's standstill in each.
 
 
 class SyncPhase(StrEnum):
@@ -137,8 +135,6 @@ STANDSTILL: Mapping[SyncPhase, str] = {
 
 
 # ---- questions ------------------------------------------------------------------------------------------------------
-# Questions to the master: one at a time in each channel, repeated until it answers.
-#
 # A master that does not answer is asked again after a pause that doubles up to `retry_s`; a heartbeat that reaches it
 # ends the pause. A reply to a question that is no longer open is ignored.
 
@@ -194,8 +190,6 @@ def _send_question(s: AgentState, channel: Channel, delay_s: float) -> None:
 
 
 # ---- remarks --------------------------------------------------------------------------------------------------------
-# Remarks on this cluster for its operator: logged once, and shown in `dips status` as long as they hold.
-#
 # Subjects are few and fixed, so nothing grows; a remark that is repeated with the same text is not logged again.
 
 
@@ -242,8 +236,6 @@ def tell_wait(s: AgentState) -> None:
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
-# The agent's state; no decision is made here.
-#
 # Three dataclasses hold the cluster's standing with the master (Membership), its trainer (TrainerAttempt) and the
 # present push or pull (OuterSync). Further ones hold the progress (Account), the data ranges (RangeQueue,
 # RangeRequests), the time of the next push (Pace), the use of time (Tally) and the open questions to the master
@@ -341,6 +333,33 @@ class TrainerAttempt:
 
 
 @dataclass
+class TransferMeter:
+    """The bytes that the ranks have moved in the present or last transfer, and their rate."""
+
+    nbytes: int = 0
+    total: int = 0
+    at: float = 0.0  # when they were reported
+    moving_s: float = 0.0  # time in which bytes moved
+    bytes_per_s: float = 0.0  # mean rate over `moving_s`, of the former transfer until bytes of this one are reported
+
+    def reset_bytes(self) -> None:
+        """Forget the bytes of the last transfer."""
+        self.nbytes = self.total = 0
+
+    def begin_moving(self, now: float) -> None:
+        """Begin to measure, before the ranks move bytes."""
+        self.reset_bytes()
+        self.at, self.moving_s = now, 0.0
+
+    def record_bytes(self, nbytes: int, total: int, now: float, idle_s: float, staggered: bool) -> None:
+        """Record the bytes moved over all ranks; `idle_s` is the time before this report in which none moved."""
+        if not staggered or nbytes > self.nbytes:  # between two fragments the link is idle, not slow
+            self.moving_s += max(0.0, now - self.at - max(0.0, idle_s))
+        self.nbytes, self.total, self.at = nbytes, total, now
+        self.bytes_per_s = nbytes / max(self.moving_s, 1e-3)
+
+
+@dataclass
 class OuterSync:
     """The present push or pull, and the state of rank 0's question."""
 
@@ -360,10 +379,7 @@ class OuterSync:
     frozen_by: int = 0  # the attempt whose progress the open push carries
     merge: bool = False  # the present pull keeps the training since the push was frozen
     ordered: PushId | PullId | None = None  # the transfer that the ranks were last ordered to move
-    moved: tuple[int, int] = (0, 0)  # present or last transfer: bytes moved, bytes in all
-    moved_at: float = 0.0  # when `moved` was reported
-    moving_s: float = 0.0  # time in which bytes moved
-    bytes_per_s: float = 0.0  # mean rate over `moving_s`
+    meter: TransferMeter = field(default_factory=TransferMeter)
     moving_at_heartbeat: PushId | PullId | None = None  # the transfer that was moving at the last heartbeat
     halt: str = ""  # why the ranks should end the present transfer; "": they should not
     # what comes next

@@ -17,8 +17,6 @@ from dips.files import umask_given
 from dips.printable import make_printable
 
 # ---- error tail -----------------------------------------------------------------------------------------------------
-# Forwards a trainer's standard error unchanged and keeps its end, to report why the trainer crashed.
-#
 # The trainer writes to a pipe instead of our standard error; a thread copies it, so that a slow terminal blocks the
 # trainer and not the agent.
 #

@@ -12,8 +12,6 @@ from dips.protocol.enums import OutcomeKind, RemarkSubject
 from dips.protocol.heartbeats import REMARK_CHARS
 
 # ---- recalls --------------------------------------------------------------------------------------------------------
-# The trainer's progress in its data ranges, and recalling ranges from it.
-#
 # Must stay true: a range is used up when all its samples are in the carried progress; lost samples are served again,
 # from the point where settled pushes end.
 
@@ -45,7 +43,6 @@ def count_recall(s: AgentState) -> None:
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
-# The trainer's reports of inner steps, and the cause under which the cluster's time is counted.
 
 
 MARK_EVERY_S = 0.5  # shortest time between two marks of inner steps on the timeline
@@ -118,7 +115,6 @@ def name_cause(s: AgentState) -> str:
 
 
 # ---- in vain --------------------------------------------------------------------------------------------------------
-# Remarks on training without effect: no steps, no tokens, no accepted push. Each remark names its remedy.
 
 
 NO_STEP_S = 120.0  # without an inner step, as at the master: building and compiling a model may take as long

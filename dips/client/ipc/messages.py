@@ -15,8 +15,6 @@ from dips.protocol.data import BegunRange
 from dips.protocol.effects import Grant, ManifestWanted
 
 # ---- messages -------------------------------------------------------------------------------------------------------
-# The messages between the agent and rank 0 of its training job.
-#
 # Rank 0 asks; the agent answers at once, or after at most `poll_s` with AskAgain: then the question is repeated. A
 # notice has no answer. Messages carry their attempt (given in Attached): those of an older one change nothing.
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 # ---- torch types ----------------------------------------------------------------------------------------------------
-# Tests for torch's types without importing the modules that define them.
-#
 # `torch.distributed.tensor` and `torch.distributed.fsdp` add seconds to a rank's start, and a plain model needs
 # neither: as long as no other code has imported them, no object is of their types.
 
@@ -198,8 +196,6 @@ def _fsdp_param_groups(state: Any) -> list[Any]:
 
 
 # ---- seam -----------------------------------------------------------------------------------------------------------
-# The interface between Di-PS and a framework that lays a model over ranks: how an adapter describes each parameter.
-#
 # An adapter looks at the model on its own rank only, communicates with no other, and describes which rectangles of
 # which full parameter are in which of its tensors. The rest is common to all layouts: which rank moves which pieces,
 # which parts are exchanged inside the cluster, what is written when (plan.py, host.py).

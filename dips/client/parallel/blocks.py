@@ -10,7 +10,6 @@ import torch
 from dips.client.parallel.devices import Device
 
 # ---- blocks ---------------------------------------------------------------------------------------------------------
-# Processing of tensors block by block: temporaries need memory for one block only, and stay in the cache.
 
 
 def split_together(items: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -42,7 +41,6 @@ def shaped_like(scratch: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 
 
 # ---- checksum -------------------------------------------------------------------------------------------------------
-# Checksums of parameters over the bits of their fp32 values, in one pass, block by block.
 
 
 WRAP = 1 << 64
@@ -73,8 +71,6 @@ def wrap_sum(total: int) -> int:
 
 
 # ---- finiteness -----------------------------------------------------------------------------------------------------
-# Checks that tensors are finite, in one pass over each, block by block; waits once for an accelerator.
-#
 # On the host a sum of squares is faster than the extremes and equally safe: it is finite unless an element is not, or
 # is so large that its square overflows. In that case the block is checked again, by its extremes.
 

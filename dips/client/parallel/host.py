@@ -11,15 +11,13 @@ import torch
 
 from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock
 from dips.client.parallel.blocks import FiniteCheck, find_not_finite, shaped_like, split_together, sum_bits
-from dips.client.parallel.devices import HOST_BLOCK_ITEMS, Device, find_device
-from dips.client.parallel.model_memory import ModelMemory
+from dips.client.parallel.devices import HOST_BLOCK_ITEMS, Device, ModelMemory, find_device
 from dips.client.parallel.plan import LocalRect, Replicas, TransferPlan
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.shard_buffer import BYTES, HostSum, PartExchange, RankExchange, SentPart, ShardBuffer
 from dips.wire.chunks import Piece
 
 # ---- shard copies ---------------------------------------------------------------------------------------------------
-# The copies of an install: from each block of the shard in host memory to the framework's tensor.
 
 
 LayerHeld = Sequence[HeldParameter | None]  # parameters of one layer in the manifest's order; None: not on this rank
@@ -90,7 +88,6 @@ def _rounds(held: HeldParameter, block: TensorBlock) -> bool:
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------
-# Copies between host memory and the framework's tensors, block by block, using one block of memory on the device.
 
 
 def read_tensor(device: Device, view: torch.Tensor, host: torch.Tensor) -> None:
@@ -290,8 +287,6 @@ class Remainders:
 
 
 # ---- host -----------------------------------------------------------------------------------------------------------
-# This rank's host memory of θ, frozen for a push or filled by a pull, and the copies to and from the model.
-#
 #     push    gather_pieces     the model's blocks → pieces, some from or to other ranks; then the pieces are sent
 #     pull    (bytes arrive in the pieces)
 #             scatter_pieces    pieces → this rank's whole shard, in host memory

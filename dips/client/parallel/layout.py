@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock, check_found, check_in_memory
-from dips.client.parallel.model_memory import merge_tied
+from dips.client.parallel.devices import merge_tied
 from dips.client.parallel.plan import (
     SPREAD_ITEMS,
     GatherMessages,

@@ -19,8 +19,6 @@ from dips.protocol.rank_keys import TRANSFER_RANKS
 from dips.wire.frame import Range
 
 # ---- rank layout ----------------------------------------------------------------------------------------------------
-# The description of one rank's part of the model, and its exchange among all ranks.
-#
 # A model has tens of thousands of parameters held in a few ways: all experts of one shape are laid out alike. So a rank
 # lists its distinct holdings once, and for each name the number of its holding. Names are sent only if ranks hold
 # different parameters, and then once for all ranks with the same list: the bytes that a rank receives grow with the

@@ -127,7 +127,6 @@ def cut_flat(parts: Sequence[Rect], begin: int, end: int) -> Iterator[tuple[int,
 
 
 # ---- slabs ----------------------------------------------------------------------------------------------------------
-# Slabs of a parameter: contiguous ranges that do not overlap, with the rectangles that the ranks hold of each. Pure.
 
 
 @dataclass(slots=True)

@@ -21,8 +21,6 @@ from dips.wire.chunks import Piece
 from dips.wire.frame import Range
 
 # ---- exchange -------------------------------------------------------------------------------------------------------
-# Exchange of tensors among the ranks of a cluster, in blocks of bounded size.
-#
 # The parts for one peer form one stream of fp32 elements, in an order known at both ends; it is cut at places that
 # depend on shapes alone. Blocks go through memory of the device from which the ranks' process group can send: the
 # accelerator's if its backend supports it, else the host's.
@@ -152,7 +150,6 @@ def _unpack_batch(packed: torch.Tensor, batch: Batch) -> None:
 
 
 # ---- host sum -------------------------------------------------------------------------------------------------------
-# The host memory that a rank needs beside the model, as a written sum.
 
 
 BYTES = 4  # per fp32 element
@@ -181,8 +178,6 @@ class HostSum:
 
 
 # ---- memory map -----------------------------------------------------------------------------------------------------
-# Offsets of a rank's blocks and pieces in its host buffer, in elements, computed once. Pure: no torch.
-#
 # A piece that is one run of a block shares the block's memory, so no copy is needed between the two. A parameter for
 # which that is impossible (shards along an inner dim) has memory that holds either its pieces or its blocks, never both
 # at once.
@@ -395,8 +390,6 @@ def _open_pages(offer: bytes, nbytes: int) -> mmap.mmap | None:
 
 
 # ---- shard buffer ---------------------------------------------------------------------------------------------------
-# The host memory of a rank's shard and pieces, and the places in it.
-#
 # Two buffers: one for this rank alone, and one shared by the ranks of its host that hold the same parts.
 
 

@@ -29,7 +29,6 @@ from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 from dips.wire.messages import to_proto, unwrap_oneof
 
 # ---- agreement ------------------------------------------------------------------------------------------------------
-# The manifest of our model, to be compared with the run's: from a safetensors file or from a factory function.
 
 
 def manifest_of_file(path: Path, grouping: Grouping) -> Manifest:
@@ -54,7 +53,6 @@ def manifest_of_factory(spec: str, grouping: Grouping) -> Manifest:
 
 
 # ---- app ------------------------------------------------------------------------------------------------------------
-# Asks the peers of a cluster file for `dips check`, without joining the run.
 
 
 MASTER_S = 10.0  # timeout of the master's answers

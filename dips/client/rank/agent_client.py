@@ -16,9 +16,19 @@ import torch
 import torch.distributed as dist
 
 from dips.client.ipc import messages
-from dips.client.ipc.address import AGENT, Address, OnThisHost, reach_socket
+from dips.client.ipc.address import (
+    AGENT,
+    GREETING,
+    PROOF,
+    TAG,
+    Address,
+    OnThisHost,
+    Seal,
+    TokenClient,
+    keep_alive,
+    reach_socket,
+)
 from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Noted, Notice, Question, Stepped, TransferProgress
-from dips.client.ipc.seal import GREETING, PROOF, TAG, Seal, TokenClient, keep_alive
 from dips.dataclass import replace
 from dips.errors import (
     ConfigError,
@@ -31,8 +41,6 @@ from dips.errors import (
 )
 
 # ---- agent connection -----------------------------------------------------------------------------------------------
-# A rank's connection to its agent: a blocking socket, one question at a time; authenticated between hosts.
-#
 # When the agent is gone (the connection is closed) training ends: no other process may act for this cluster. No torch.
 
 
@@ -154,8 +162,6 @@ def _open_socket(address: Address) -> socket.socket:
 
 
 # ---- step batch -----------------------------------------------------------------------------------------------------
-# Batches of inner steps that rank 0 has reported and not sent yet: fast steps go to the agent together, as one message.
-#
 # A message per step would cost more than the rest of `OuterLoop.step`. So steps are held until FLUSH_S have passed
 # since the last that was sent; a step that itself took as long is sent at once. Any other message to the agent sends
 # the held steps first (AgentClient), so that the agent has counted them when it answers. If a script pauses (for an
@@ -353,9 +359,6 @@ class JobCollectives:
 
 
 # ---- agent client ---------------------------------------------------------------------------------------------------
-# Requests of a training job to its agent: rank 0 sends them, and every answer is broadcast to all ranks
-# (docs/rationale.md#25).
-#
 # `ask_agent` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective outlasts a poll.
 # Inner steps may be held back briefly (StepBatch); no other message overtakes them. If a script pauses, a thread
 # of rank 0 sends the steps that are held.

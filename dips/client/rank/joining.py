@@ -15,32 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dips.client.ipc import address
+from dips.client.ipc import address, messages
 from dips.client.ipc.address import AGENT, AGENT_HOME, AGENT_PID, Address, OnThisHost, process_home, process_name
-from dips.client.ipc.messages import (
-    Answer,
-    Attach,
-    Attached,
-    Detach,
-    ManifestSent,
-    Noted,
-    Notice,
-    PullMoved,
-    PullWanted,
-    PushMoved,
-    PushWanted,
-    Question,
-    RangeGiven,
-    RangesEnded,
-    RangeWanted,
-    Resume,
-    Resumed,
-    Saved,
-    SaveWanted,
-    Stepped,
-    TrainOn,
-    TransferProgress,
-)
 from dips.client.parallel.shard_buffer import HostSum
 from dips.client.rank.agent_client import AgentClient, AgentConnection, JobCollectives
 from dips.client.rank.steps import OuterState
@@ -89,30 +65,31 @@ class LoneAgent(AgentClient):
     def __init__(self, ranges: int) -> None:
         self._ranges, self._given = ranges, list[int]()  # ranges given and not used up, in order
         self._next, self._begun = 0, dict[int, BegunRange]()
-        self._answers: dict[type, Callable[[Any], Answer]] = {
-            Attach: lambda _: Attached(1, 0.0),
-            RangeWanted: self._give_range,
-            SaveWanted: lambda _: self._save_progress(),
-            Resume: self._resume_progress,
-            Detach: lambda _: Noted(),
-            TransferProgress: lambda _: Noted(),
+        self._answers: dict[type, Callable[[Any], messages.Answer]] = {
+            messages.Attach: lambda _: messages.Attached(1, 0.0),
+            messages.RangeWanted: self._give_range,
+            messages.SaveWanted: lambda _: self._save_progress(),
+            messages.Resume: self._resume_progress,
+            messages.Detach: lambda _: messages.Noted(),
+            messages.TransferProgress: lambda _: messages.Noted(),
         }
         self._answers |= dict.fromkeys(
-            (PushWanted, PushMoved, PullWanted, PullMoved), lambda _: TrainOn("it trains alone", LOOK_STEPS, 0.0)
+            (messages.PushWanted, messages.PushMoved, messages.PullWanted, messages.PullMoved),
+            lambda _: messages.TrainOn("it trains alone", LOOK_STEPS, 0.0),
         )
 
-    def ask_agent(self, question: Question) -> Answer:
+    def ask_agent(self, question: messages.Question) -> messages.Answer:
         """Return the answer, the same on every rank."""
         return self._answers[type(question)](question)
 
-    def ask_until_answered(self, question: Question) -> Answer:
+    def ask_until_answered(self, question: messages.Question) -> messages.Answer:
         """Return the answer; it is never AskAgain."""
         return self.ask_agent(question)
 
-    def notify_agent(self, notice: Notice) -> None:
+    def notify_agent(self, notice: messages.Notice) -> None:
         """Do nothing, since there is no agent."""
 
-    def report_step(self, step: Stepped, ended_s: float) -> None:
+    def report_step(self, step: messages.Stepped, ended_s: float) -> None:
         """Record the position in the data; steps are not counted."""
         if step.left is not None:
             self._use_up(step.left)
@@ -125,27 +102,27 @@ class LoneAgent(AgentClient):
     def disconnect(self) -> None:
         """Do nothing, since there is no connection."""
 
-    def _give_range(self, wanted: RangeWanted) -> Answer:
+    def _give_range(self, wanted: messages.RangeWanted) -> messages.Answer:
         self._use_up(wanted.left or ())
         if self._next >= self._ranges:
-            return RangesEnded("all ranges were walked", finished=False)
+            return messages.RangesEnded("all ranges were walked", finished=False)
         self._given.append(self._next)
         self._next += 1
-        return RangeGiven(self._given[-1], self._begun.get(self._given[-1]))
+        return messages.RangeGiven(self._given[-1], self._begun.get(self._given[-1]))
 
     def _use_up(self, left: Sequence[int]) -> None:
         self._given = [number for number in self._given if number in left]
 
-    def _save_progress(self) -> Saved:
+    def _save_progress(self) -> messages.Saved:
         """Return the position: all ranges from the first that is not used up are ahead."""
         ahead = self._given[0] if self._given else self._next
         begun = tuple(self._begun.values())
-        return Saved("alone", str(GENESIS), 0, False, 0, 0, (), 0.0, 0, (ahead,), 0, begun)
+        return messages.Saved("alone", str(GENESIS), 0, False, 0, 0, (), 0.0, 0, (ahead,), 0, begun)
 
-    def _resume_progress(self, message: Resume) -> Answer:
+    def _resume_progress(self, message: messages.Resume) -> messages.Answer:
         (self._next,) = message.saved.ahead
         self._given, self._begun = [], {part.number: part for part in message.saved.begun}
-        return Resumed("it trains alone", LOOK_STEPS)
+        return messages.Resumed("it trains alone", LOOK_STEPS)
 
 
 # ---- orphan ---------------------------------------------------------------------------------------------------------
@@ -227,7 +204,6 @@ def _exit_after_grace() -> None:
 
 
 # ---- joining --------------------------------------------------------------------------------------------------------
-# Finding a rank's cluster file and its agent, and attaching to the agent.
 
 
 _loops = count(1)  # numbers the OuterLoops of this process: each is a separate attempt
@@ -286,10 +262,12 @@ def attach_trainer(
     """
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
     process = f"{process_name()}/{next(_loops)}"
-    attach = Attach(incarnation, restart, process, manifest.digest, transfer_ranks, transfer_ranks, keys, frozen_digest)
+    attach = messages.Attach(
+        incarnation, restart, process, manifest.digest, transfer_ranks, transfer_ranks, keys, frozen_digest
+    )
     attached = agent_client.ask_until_answered(attach)
     if isinstance(attached, ManifestWanted):  # the model is not the run's; the master tells where it differs
-        attached = agent_client.ask_until_answered(ManifestSent(attach.process, pack_manifest(manifest)))
-    if not isinstance(attached, Attached):
+        attached = agent_client.ask_until_answered(messages.ManifestSent(attach.process, pack_manifest(manifest)))
+    if not isinstance(attached, messages.Attached):
         raise LocalProtocolError(f"expected Attached from the agent, got {attached!r}")
     return OuterState(attached.attempt, attached.progress)

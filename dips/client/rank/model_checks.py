@@ -93,8 +93,6 @@ def _first_element(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 # ---- replica check --------------------------------------------------------------------------------------------------
-# Comparison of replicas across ranks: DDP's parameters, HSDP's shards, parameters not cut by tensor parallelism.
-#
 # Each rank pushes a part of a replica, so ranks with different values would push a mixture of their models, and the
 # next pull would make them equal again without an error. A forgotten DistributedDataParallel has this effect, and so
 # have local experts that are plain tensors of one name on all ranks.

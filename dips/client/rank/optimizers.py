@@ -18,8 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from dips.client.parallel.adapter import Adapter, is_dtensor
 from dips.client.parallel.devices import is_captured
-from dips.client.parallel.masters import unwrap_optimizers
-from dips.client.parallel.tensors import plain_name
+from dips.client.parallel.tensors import plain_name, unwrap_optimizers
 from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError, LocalProtocolError
 

@@ -24,27 +24,17 @@ from weakref import WeakSet
 
 from torch import nn
 
+from dips.client.ipc import messages
 from dips.client.ipc.address import find_address
-from dips.client.ipc.messages import Detach, Healed, Remarked, Resume, Resumed, Saved, SaveWanted
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
 from dips.client.parallel.unshared_buffers import BufferWatch
-from dips.client.rank.agent_client import JobCollectives
-from dips.client.rank.data_ranges import DataRanges
-from dips.client.rank.joining import (
-    attach_trainer,
-    find_agent,
-    find_config,
-    is_alone,
-    tell_memory,
-    warn_of_coarse,
-    watch_run,
-)
+from dips.client.rank import joining
+from dips.client.rank.agent_client import AgentClient, JobCollectives
 from dips.client.rank.model_checks import UNKNOWN, TrainedNames, digest_frozen
 from dips.client.rank.optimizers import InnerOptimizers, KeptWeights
-from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
 from dips.client.rank.outer_log import OnVersion, OuterLog
-from dips.client.rank.shard_transfer import ShardTransfer
-from dips.client.rank.steps import InnerState, OuterSteps, StepChecks, StepReports, StepTokens
+from dips.client.rank.shard_transfer import ShardTransfer, make_state, read_saved, read_tensors
+from dips.client.rank.steps import InnerState, OuterState, OuterSteps, StepChecks, StepReports, StepTokens
 from dips.codecs import Codec
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError
@@ -98,17 +88,17 @@ class OuterLoop:
                    supported, ranks that hold different models. DifferentModel: the model is not the run's; the first
                    differences are listed.
         """
-        self._config, alone = find_config(config), is_alone(config)
+        self._config, alone = joining.find_config(config), joining.is_alone(config)
         self._agent = None if alone else find_address(self._config)
         for former in [loop for loop in _open if loop._agent == self._agent is not None]:
             former._give_way()
-        self._unwatch = watch_run(self._config, alone)
+        self._unwatch = joining.watch_run(self._config, alone)
         self.resumed = False  # whether training goes on from what `load_state_dict` was given, not from a pull instead
         self._collectives = JobCollectives(self._config.collective_s)
-        self._agent_client = find_agent(self._config, self._collectives, alone)
+        self._agent_client = joining.find_agent(self._config, self._collectives, alone)
         layout = lay_out(model, self._collectives, optimizer, grouping=self._config.shared.grouping)
         if layout.adapter.loses_bits and self._collectives.rank == 0:
-            warn_of_coarse(layout.adapter.loses_bits)
+            joining.warn_of_coarse(layout.adapter.loses_bits)
         parts = [model] if isinstance(model, nn.Module) else model
         self._optimizers = InnerOptimizers(parts, optimizer)
         self._trained_names = TrainedNames(parts, self._collectives)
@@ -128,11 +118,13 @@ class OuterLoop:
             self._config.fragments,
             self._warn,
         )
-        tell_memory(self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone)
+        joining.tell_memory(
+            self._collectives, self._shard_transfer.sum_host_bytes(self._config.overlap == "full"), alone
+        )
         moving = self._shard_transfer
         keys = moving.public_keys if self._config.tls else ()  # plain lanes ask for none
         frozen = UNKNOWN if layout.adapter.staged else digest_frozen(parts, self._collectives)
-        self._state = attach_trainer(self._agent_client, layout.plan.manifest, moving.ranks, keys, frozen)
+        self._state = joining.attach_trainer(self._agent_client, layout.plan.manifest, moving.ranks, keys, frozen)
         self._inner, self._step_checks = InnerState(), StepChecks(self._collectives)
         self._outer_steps = OuterSteps(
             self._config, self._state, self._agent_client, self._shard_transfer, self._reset_optimizers
@@ -256,7 +248,7 @@ class OuterLoop:
 
     def remark(self, text: str) -> None:
         """Show a remark in the agent's log and in `dips status`. Only rank 0's call has an effect."""
-        self._agent_client.notify_agent(Remarked(self._state.attempt, text))
+        self._agent_client.notify_agent(messages.Remarked(self._state.attempt, text))
 
     def log_to(self, target: Any) -> None:
         """Write `dips/…` numbers at every outcome and version: mean loss since the last, progress, counts of outcomes.
@@ -390,8 +382,8 @@ class OuterLoop:
         self._shard_transfer.finish_install()
         if self._config.on_divergence is not DivergencePolicy.RESET:
             self._shard_transfer.check_finite("it is not saved over the last good checkpoint")
-        saved = self._agent_client.ask_agent(SaveWanted(self._state.attempt))
-        if not isinstance(saved, Saved):
+        saved = self._agent_client.ask_agent(messages.SaveWanted(self._state.attempt))
+        if not isinstance(saved, messages.Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
         own = self._shard_transfer.checkpoint_tensors()
         self._tell_of_own(bool(own))
@@ -426,11 +418,11 @@ class OuterLoop:
             return self._pull_instead(f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}")
         if misfit := self._shard_transfer.find_misfit(own):
             return self._pull_instead(NOT_EACH_RANK.format(misfit=misfit))
-        answer = self._agent_client.ask_until_answered(Resume(self._state.attempt, saved))
+        answer = self._agent_client.ask_until_answered(messages.Resume(self._state.attempt, saved))
         self._inner.warming_up = False
-        if isinstance(answer, Healed):
+        if isinstance(answer, messages.Healed):
             return self._pull_instead(f"the checkpoint is overtaken: {answer.reason}")
-        if not isinstance(answer, Resumed):
+        if not isinstance(answer, messages.Resumed):
             raise LocalProtocolError(f"expected Resumed or Healed from the agent, got {answer!r}")
         self._state.version = VersionId.parse(saved.base)
         self._shard_transfer.restore_tensors(self.version, own)
@@ -466,7 +458,7 @@ class OuterLoop:
         self._settle_steps()
         self._shard_transfer.finish_install()
         self._outer_steps.cancel_transfers()
-        self._agent_client.ask_agent(Detach(self._state.attempt))
+        self._agent_client.ask_agent(messages.Detach(self._state.attempt))
         self._closed = CLOSED
         _open.discard(self)
         self._optimizers.close()
@@ -520,3 +512,52 @@ class OuterLoop:
 
 def _make_call(given: Any) -> Callable[[], Any]:
     return given if callable(given) else lambda: given
+
+
+# ---- data ranges -----------------------------------------------------------------------------------------------------
+
+
+class DataRanges:
+    """Requests ranges from the agent; each request reports the former ranges as used up, except for those marked as
+    left.
+    """
+
+    def __init__(self, state: OuterState, agent_client: AgentClient, outer_steps: OuterSteps) -> None:
+        self._state, self._agent_client, self._outer_steps = state, agent_client, outer_steps
+        self._asked = 0
+        self.begun: BegunRange | None = None  # the trained part of the last given range; None: nothing of it
+
+    def next_range(self) -> int | None:
+        """Return the next range; None at the end of the data or of the run, once all progress is settled.
+
+        Also returns None if the remaining samples of the last ranges must be trained first. Collective.
+        """
+        self._asked += 1
+        while True:
+            answer = self._agent_client.ask_until_answered(
+                messages.RangeWanted(self._state.attempt, self._asked, self._state.left)
+            )
+            if isinstance(answer, messages.RangeGiven):
+                self.begun, self._state.recalls = answer.begun, answer.recalls
+                return answer.range
+            if not isinstance(answer, messages.RangesEnded):
+                raise LocalProtocolError(f"expected RangeGiven or RangesEnded from the agent, got {answer!r}")
+            if (self._state.left and not answer.finished) or self._settle_ranges(answer):
+                return None
+
+    def mark_position(self, left: Sequence[int], begun: BegunRange | None) -> None:
+        """Set the position after the next inner step: only `left` have samples to train; `begun` is trained of the
+        first.
+        """
+        self._state.left, self._state.begun = tuple(left), begun
+
+    def _settle_ranges(self, ended: messages.RangesEnded) -> bool:
+        """Push the progress since the last push; return whether none is left to settle."""
+        was_in_flight = self._outer_steps.in_flight
+        self._outer_steps.settle_transfers()
+        if was_in_flight and not self._state.finished:
+            return False  # its outcome may have settled everything, or returned ranges: ask again
+        if not self._state.finished and (ended.finished or ended.unsettled):
+            # In a finished run nothing is pushed; the final version is pulled.
+            self._outer_steps.run_outer_step(demanded=ended.unsettled)
+        return self._state.finished or not ended.unsettled

@@ -1,4 +1,4 @@
-"""Transfers of this rank's bytes in the background of training, and the ranks' agreement on the result."""
+"""Transfers of this rank's bytes in the background of training, and the ranks' agreement; their checkpoint."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 
+from dips.client.ipc.messages import Saved
 from dips.client.parallel import HostMemory
 from dips.client.parallel.blocks import wrap_sum
 from dips.client.parallel.host import Layers
 from dips.client.parallel.shard_buffer import HostSum
-from dips.client.rank import outer_checkpoint, transfer
+from dips.client.rank import transfer
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.feedback import Feedback
 from dips.client.rank.fragments import FragmentGate, cut_fragments
@@ -25,15 +27,13 @@ from dips.client.rank.transfer import TransferIdentity, TransferRate, TransferSt
 from dips.codecs import Codec
 from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Unavailable
 from dips.ids import VersionId
+from dips.protocol.data import BegunRange
 from dips.protocol.effects import Grant
 from dips.transport import seal
 from dips.wire.chunks import Piece
 from dips.wire.frame import encode_ranges
 
 # ---- background transfer --------------------------------------------------------------------------------------------
-# A transfer in progress: this rank's thread, and the collective that decides whether all ranks are done
-# (docs/rationale.md#7).
-#
 # The caller either waits for its end (`wait`) or trains on and polls it regularly (`poll`). The first rank that fails
 # ends the transfer on all ranks.
 
@@ -256,8 +256,6 @@ class FragmentMerge:
 
 
 # ---- shard transfer -------------------------------------------------------------------------------------------------
-# Transfers of this rank's bytes in a push or pull, and the ranks' agreement on the result (docs/rationale.md#7, #25).
-#
 # A transfer runs in its own thread; meanwhile the ranks meet in a collective at least every `poll_s`, so none of them
 # waits for anything outside the cluster, and the first rank that fails ends it for all. The host buffer is allocated
 # once and holds the frozen or the pulled parameters; nothing else is written into it while a transfer runs.
@@ -522,7 +520,7 @@ class ShardTransfer:
         """Return this rank's own tensors for a checkpoint: error feedback with its base, and rounding errors of 16-bit
         parameters.
         """
-        owed = outer_checkpoint.save_feedback(self._feedback) if self._feedback is not None else {}
+        owed = save_feedback(self._feedback) if self._feedback is not None else {}
         rounded = self._memory.remainders.take_state()
         return owed if rounded is None else {**owed, ROUNDED: rounded}
 
@@ -531,7 +529,7 @@ class ShardTransfer:
 
         A rank lacks tensors if other ranks saved them, rank 0 alone saved, or the codec was another.
         """
-        owed = outer_checkpoint.count_feedback(self._feedback) if self._feedback is not None else {}
+        owed = count_feedback(self._feedback) if self._feedback is not None else {}
         rounded = self._memory.remainders.allocated_numel
         wanted = {**owed, ROUNDED: rounded} if rounded else owed
         found = {name: saved[name].numel() if name in saved else None for name in wanted}
@@ -542,7 +540,7 @@ class ShardTransfer:
     def restore_tensors(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
         """Restore the tensors of `checkpoint_tensors`; legal if `find_misfit` returns ""."""
         if self._feedback is not None:
-            outer_checkpoint.restore_feedback(self._feedback, version, saved)
+            restore_feedback(self._feedback, version, saved)
         self._memory.remainders.restore_state(saved.get(ROUNDED))
 
     def checksum(self) -> int:
@@ -553,3 +551,67 @@ class ShardTransfer:
 
 def _wire_bytes(codec: Codec, pieces: Sequence[Piece]) -> int:
     return sum(piece.nbytes for piece in encode_ranges(codec.dtype, (piece.range for piece in pieces)))
+
+
+# ---- feedback checkpoint --------------------------------------------------------------------------------------------
+
+
+NAMES = ("base", "owed")
+
+
+def save_feedback(feedback: Feedback) -> dict[str, torch.Tensor]:
+    """Return copies of base and debt; empty for a rank that pushes nothing."""
+    parts = zip(NAMES, feedback.checkpoint_arrays(), strict=True)
+    return {name: torch.cat([torch.from_numpy(a) for a in arrays]) for name, arrays in parts if arrays}
+
+
+def count_feedback(feedback: Feedback) -> dict[str, int]:
+    """Return the number of elements of each tensor of `save_feedback`, by name."""
+    sizes = [a.size for a in feedback.checkpoint_arrays()[0]]
+    return dict.fromkeys(NAMES, sum(sizes)) if sizes else {}
+
+
+def restore_feedback(feedback: Feedback, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
+    """Restore the tensors of `save_feedback`; names and sizes must be those of `count_feedback`."""
+    sizes = [a.size for a in feedback.checkpoint_arrays()[0]]
+    base, owed = ([t.numpy() for t in saved[name].split(sizes)] if sizes else [] for name in NAMES)
+    feedback.restore_debt(version, base, owed)
+
+
+# ---- outer checkpoint -----------------------------------------------------------------------------------------------
+
+
+STATE_FORMAT = 1  # format of the state_dict; any other is refused
+
+
+def make_state(
+    saved: Saved, inner_steps: int, checksum: int, rank: int, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Build the state_dict; this rank's number is appended to the names of its own tensors."""
+    own = {f"{name}.rank{rank}": tensor for name, tensor in tensors.items()}
+    taken = {"steps": inner_steps, "checksum": checksum}  # Saved has its own `inner_steps`, since the last push
+    begun = tuple(number for part in saved.begun for number in astuple(part))
+    return {"format": STATE_FORMAT, **taken, **asdict(saved), "begun": begun, **own}
+
+
+def read_saved(state: Mapping[str, Any]) -> Saved:
+    """Return the agent's part. Raises LocalProtocolError for another format."""
+    if state.get("format") != STATE_FORMAT:
+        raise LocalProtocolError(
+            f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}; load it with the Di-PS "
+            "that saved it, or leave it out: then the cluster pulls the run's newest version"
+        )
+    values = {f.name: _restore_tuple(state[f.name]) for f in fields(Saved)}
+    flat = values["begun"]
+    return Saved(**{**values, "begun": tuple(BegunRange(*flat[i : i + 3]) for i in range(0, len(flat), 3))})
+
+
+def read_tensors(state: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of one rank, by the names passed to `make_state`."""
+    suffix = f".rank{rank}"
+    return {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
+
+
+def _restore_tuple(value: Any) -> Any:
+    """Turn lists into the tuples that were saved: torch.distributed.checkpoint returns lists."""
+    return tuple(int(v) for v in value) if isinstance(value, list | tuple) else value

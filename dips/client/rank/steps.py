@@ -44,7 +44,6 @@ from dips.ids import VersionId
 from dips.protocol.data import BegunRange
 
 # ---- state ----------------------------------------------------------------------------------------------------------
-# A rank's state of the outer loop: plain data, the same on all ranks, changed by OuterSteps.
 
 
 OuterRequest = PushWanted | PushMoved | PullWanted | PullMoved
@@ -99,8 +98,6 @@ class OpenTransfer:
 
 
 # ---- outer steps ----------------------------------------------------------------------------------------------------
-# A rank's part in outer steps: carries out the agent's orders to push and pull, and installs pulled versions.
-#
 # The agent answers a request with an order to push or to pull, or to train on. When a transfer is over, its result is
 # the next request, until the answer is to train on:
 #
@@ -331,8 +328,6 @@ def finite_or_none(loss: Any) -> float | None:
 
 
 # ---- step tokens ----------------------------------------------------------------------------------------------------
-# Tokens of inner steps: counted for the whole cluster, or by each rank for itself and summed over the ranks.
-#
 # A script passes one of two numbers to every step, the same kind on all ranks: `tokens`, of which rank 0's counts for
 # the cluster, or `local_tokens`, of this rank's own part of the batch. Counts of other ranks, and counts that an
 # accelerator still computes, are unknown when a step is reported: they are summed locally and reported at the next
@@ -421,7 +416,6 @@ def read_count(name: str, given: Any) -> int:
 
 
 # ---- step checks ----------------------------------------------------------------------------------------------------
-# Warnings, once each, about likely mistakes in a training script that cause no error but harm the run.
 
 
 STEPS_SEEN = 16  # calls of `step` before they are compared with the optimizer's steps
@@ -451,8 +445,6 @@ class StepChecks:
 
 
 # ---- step reports ---------------------------------------------------------------------------------------------------
-# Rank 0's reports of inner steps to the agent: tokens, loss, and time of each.
-#
 # A loss that an accelerator still computes is not waited for: its step is reported, in order, at a later step, when the
 # loss has arrived. No step is left unreported when the agent is asked a question whose answer depends on its counts.
 

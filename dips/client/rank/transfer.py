@@ -65,7 +65,6 @@ __all__ = [
 
 
 # ---- transfer types -------------------------------------------------------------------------------------------------
-# The inputs and results of one rank's transfer. No torch, no socket.
 
 
 EncodeChunk = Callable[[Range, memoryview], Buffer]  # a chunk and its elements in the caller's array → its body
@@ -114,7 +113,6 @@ class TransferStats:
 
 
 # ---- lane parts -----------------------------------------------------------------------------------------------------
-# Assignment of a rank's pieces to the lanes of the slaves that hold their layers, one stream per lane. No torch.
 
 
 FIRST_EPOCH = 1  # epoch of a new stream; each reconnect raises it
@@ -144,8 +142,6 @@ def _count_open(ends: tuple[int, ...], gate: FragmentGate) -> int:
 
 
 # ---- transfer loop --------------------------------------------------------------------------------------------------
-# The loop of one rank's transfer in either direction: streams, their reconnects, and a stage for the heavy work.
-#
 # The calling thread owns everything but the stage, a thread that checksums and copies chunks if cores are available.
 # The directions handle the frames: a push sends the chunks that slaves ask for, a pull asks and receives.
 # No torch here.
@@ -411,8 +407,6 @@ class TransferLoop(ABC):
 
 
 # ---- transfer -------------------------------------------------------------------------------------------------------
-# One rank's push or pull: its own bytes, directly to and from every slave of the grant.
-#
 # A push sends HELLO to every slave at once (also without ranges: slaves wait for all ranks) and then the chunks that
 # they ask for. A pull asks the slaves in the grant's order, checks each chunk and copies it into the caller's arrays.
 # All sockets and threads are made for one transfer, in the calling process (no context is ever inherited by a fork),

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dips.protocol import plugins
 from dips.protocol.enums import GateName
 from dips.protocol.gates.direction import judge_direction
-from dips.protocol.gates.layers import judge_layers
 from dips.protocol.gates.losses import judge_loss
-from dips.protocol.gates.norms import Past, judge_norm, judge_norm_literally
+from dips.protocol.gates.norms import Past, judge_layers, judge_norm, judge_norm_literally
 from dips.protocol.gates.replays import judge_replay
 from dips.protocol.verdicts import Opinion, PushEvidence
 

@@ -1,4 +1,4 @@
-"""Gates of a push's norm against its cluster's own past, and the scores they compare."""
+"""Gates of a push's norm, whole or by layer, against its cluster's own past, and the scores they compare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import exp, sqrt
 
 from dips.dataclass import dataclass
 from dips.protocol.options import PenaltyOptions
-from dips.protocol.records import PenaltyRow, ScoreHistory
+from dips.protocol.records import LayerStatistics, PenaltyRow, ScoreHistory
 from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 
 # ---- last norms -----------------------------------------------------------------------------------------------------
@@ -154,7 +154,6 @@ def longest_step(genesis_norm: float, inner_steps: int) -> float:
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
-# Gates of a push's norm against its cluster's own past: `dips`, and `dips-paper`, the literal rule of §4.1.
 
 
 LITERAL_LEAST = 2  # pushes before σ is defined; the paper has no warm-up
@@ -193,3 +192,41 @@ def judge_norm_literally(push: PushEvidence, past: Past) -> Opinion:
     if score > limit:
         return Opinion(Finding.GATED, f"score {score:.3g} above {limit:.3g} (norm {push.norm:.4g})", score)
     return Opinion(Finding.PASSED, f"score {score:.3g}, at most {limit:.3g}", score, scored=True)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+# The gate `edit` (EDiT §3.2): a z-test of each layer's norm. Layers that fail it are left out of the sum; a push is
+# accepted if at least one of its layers passes. σ is corrected and floored as for the gate `dips`.
+
+
+def judge_layers(push: PushEvidence, past: Past) -> Opinion:
+    """Leave out layers with z = (G − μ)/σ above β; gate the push if all layers fail."""
+    if past.row.warm_left > 0 or push.exempt or len(past.row.layers) != len(push.layer_sq):
+        return Opinion(Finding.PASSED, "its layers have no score yet")
+    norms, moving = layer_norms(push), 0
+    scores = dict[int, float]()
+    for place, (norm, layer) in enumerate(zip(norms, past.row.layers, strict=True)):
+        if norm > 0.0:
+            moving += 1
+            scores[place] = score_layer(norm, layer, past.options)
+    worst = max(scores.values(), default=0.0)
+    flagged = frozenset(place for place, score in scores.items() if score > past.options.beta)
+    if not flagged:
+        return Opinion(Finding.PASSED, f"largest score of a layer {worst:.3g}, at most {past.options.beta:g}", worst)
+    said = f"{len(flagged)} of {moving} layers above {past.options.beta:g} σ of their norms, the largest {worst:.3g}"
+    if len(flagged) == moving:
+        return Opinion(Finding.GATED, said, worst)
+    return Opinion(Finding.FLAGGED, f"{said}: left out", worst, flagged=flagged)
+
+
+def layer_norms(push: PushEvidence) -> list[float]:
+    """Return ‖d‖₂ / √(inner steps) of each layer; the division makes clusters of different paces comparable."""
+    return [sqrt(sq / max(1, push.inner_steps)) for sq in push.layer_sq]
+
+
+def score_layer(norm: float, layer: LayerStatistics, options: PenaltyOptions) -> float:
+    """Return the z-score of a layer's norm; 0 while fewer than two norms of the layer are known."""
+    if layer.n < 2:
+        return 0.0
+    sigma = layer.sigma * spread_factor(layer.n, options.alpha)
+    return (norm - layer.mu) / max(sigma, options.sigma_floor * layer.mu, LEAST_SIGMA)

@@ -131,7 +131,6 @@ class _OrDash(dict[str, str]):
 
 
 # ---- spans ----------------------------------------------------------------------------------------------------------
-# Spans of time for the timeline: windows, applies and persists of the run, pushes, waits and pulls of each cluster.
 
 
 SPANS_KEPT = 1024  # that are over, the newest

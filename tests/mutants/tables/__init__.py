@@ -1,10 +1,10 @@
 """All mutants: a table for each part of the package.
 
     tests/unit/protocol/test_windows.py
-    protocol.window.extend_window
+    protocol.round.extend_window
         a window slides without end: min(...) → max(...)
     protocol.round.advance_round
-        an arrival makes no window longer: without window.extend_window(...)
+        an arrival makes no window longer: without extend_window(...)
 
 A line that begins with `tests/` names the tests that must find the mutants below it (several such lines are one
 selection), one with `equivalent: ` says why no test can. A line that begins with anything else is a place. A mutant is

@@ -16,10 +16,16 @@ pytest.importorskip("transformers", reason="transformers is not installed: its c
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
-from dips.client.trainer_checkpoint import checkpoint_path, read_outer_state
-from dips.client.trainer_data import NO_LIMIT, CollateStep
-from dips.client.trainer_rate import RunRate
-from dips.client.transformers import OuterCallback, find_coarse, lease_ranges
+from dips.client.transformers import (
+    NO_LIMIT,
+    CollateStep,
+    OuterCallback,
+    RunRate,
+    checkpoint_path,
+    find_coarse,
+    lease_ranges,
+    read_outer_state,
+)
 from dips.errors import ConfigError
 from dips.ids import VersionId
 from dips.protocol.options import StopOptions

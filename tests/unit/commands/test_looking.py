@@ -21,7 +21,7 @@ from dips.client.parallel import shard_buffer
 from dips.codecs import Codec
 from dips.commands import completing, planning
 from dips.commands.config_checks import SOON, check_files, read_files
-from dips.commands.first_model import load_tensors
+from dips.commands.init import load_tensors
 from dips.errors import ConfigError
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole

@@ -12,7 +12,7 @@ from dips.config import host_port, load_cluster, load_run
 from dips.config.reading import load_file
 from dips.config.shared import Shared
 from dips.demo import layout, train
-from dips.demo.watch import Watch
+from dips.demo.run import Watch
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from tests.unit.view.views import make_cluster, make_run

@@ -10,7 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from dips.errors import ConfigError
-from dips.http.answers import (
+from dips.http.daemon import (
     CERTIFICATE,
     LEAST_TOKEN,
     CachedView,

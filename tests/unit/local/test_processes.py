@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dips.client.agent.trainer import list_descendants
-from dips.local.processes import LocalProcesses, ProcessEnded
+from dips.local.run import LocalProcesses, ProcessEnded
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
 CHILD_AND_SELF = """

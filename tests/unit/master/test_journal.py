@@ -24,7 +24,7 @@ from dips.errors import ConfigError, Corrupt
 from dips.master import journal as journal_module
 from dips.master.app import cli
 from dips.master.journal import Journal, find_gaps, list_segments, newest_term, replay_journal
-from dips.protocol import codec, push_pull
+from dips.protocol import codec, events, push_pull
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event, OrderAnswered, Ticked
@@ -153,13 +153,13 @@ def test_a_walk_over_a_set_is_found(played: Path, tmp_path: Path, monkeypatch: p
         run.emit_note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
 
     staged = push_pull.on_push_staged
-    monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, push_pull.PushStaged, note_set)
+    monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, events.PushStaged, note_set)
     directory = journal_again(played, tmp_path, segments=SEGMENTS)
     assert not any(one.differs for one in replay_journal(directory))
-    script = "import sys; from dips.protocol import coordinator, push_pull\nstaged = push_pull.on_push_staged\n"
+    script = "import sys; from dips.protocol import coordinator, events, push_pull\nstaged = push_pull.on_push_staged\n"
     script += "def note_set(w, event):\n    staged(w, event)\n"
     script += "    w.emit_note('staged', on=','.join({f'{event.slave}-{i}' for i in range(30)}))\n"
-    script += "coordinator.HANDLERS[push_pull.PushStaged] = note_set\n"
+    script += "coordinator.HANDLERS[events.PushStaged] = note_set\n"
     script += "from dips.master.journal import replay_journal; from pathlib import Path\n"
     script += "print(replay_journal(Path(sys.argv[1]))[-1].differs)"
     said = {

@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from dips.errors import Busy, CorruptManifest, DifferentModel, RemoteProtocolError
-from dips.master.servicer import LEAST_BYTES, REST, TIMES, ManifestDesk
+from dips.master.runtime import LEAST_BYTES, REST, TIMES, ManifestDesk
 from dips.protocol.effects import Acknowledged
 from dips.protocol.events import ManifestOffered
 from dips.protocol.manifest import Layer, Manifest, Parameter

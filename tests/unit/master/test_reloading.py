@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from dips.master.reloading import MasterReload
+from dips.master.app import MasterReload
 from dips.protocol.events import ClusterExpelled, Event
 from tests.guarded_master import GuardedMaster
 

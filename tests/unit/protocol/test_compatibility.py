@@ -22,7 +22,7 @@ def test_a_peer_of_another_release_is_refused(event: ClusterJoined | SlaveRegist
     """The answer names both numbers, the peer, and what to do."""
     answer = find_protocol_mismatch(replace(event, protocol=spoken))
     assert answer is not None and answer.error is ConfigError
-    for words in (f"this master speaks {PROTOCOL}", f" speaks {spoken}; install one release everywhere"):
+    for words in (f"expected {PROTOCOL}, got {spoken} from ", "; install one release everywhere"):
         assert words in answer.message
     assert find_protocol_mismatch(event) is None
 

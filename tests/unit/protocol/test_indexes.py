@@ -18,7 +18,7 @@ from dips.protocol.data import Intervals, RangeBook
 from dips.protocol.gates.norms import LastNorms
 from dips.protocol.options import DataOptions
 from dips.protocol.records import PenaltyRow
-from dips.protocol.timers import STALE_KEPT, Timers
+from dips.protocol.transfer_book import STALE_KEPT, Timers
 
 NAMES = st.sampled_from("abc")
 TIMES = st.one_of(st.floats(0.0, 9.0), st.just(-inf))

@@ -23,7 +23,7 @@ def test_a_cluster_on_another_base_is_refused() -> None:
     assert isinstance(join(run, "a", "base one"), Joined)
     refused = join(run, "b", "base two")
     assert isinstance(refused, Failed) and refused.error is ConfigError
-    assert "frozen parameters of b (digest base two) are not those of a (base one)" in refused.message
+    assert "frozen parameters of b: expected digest base one, as a has, got base two" in refused.message
     assert isinstance(join(run, "b", "base one"), Joined) and isinstance(join(run, "c", ""), Joined)
 
 

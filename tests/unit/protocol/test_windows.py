@@ -8,7 +8,7 @@ from dips.errors import ConfigError
 from dips.protocol import events as ev
 from dips.protocol.enums import WindowRule
 from dips.protocol.options import TimingOptions
-from dips.protocol.window import MOST_LENGTHS
+from dips.protocol.round import MOST_LENGTHS
 from tests import rules_reference
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun, replace
 

@@ -45,10 +45,9 @@ from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbe
 from dips.protocol.manifest import Manifest
 from dips.slave.core import SlaveCore
 from dips.slave.mirror_plan import Restored
-from dips.slave.open_transfers import OpenTransfers
 from dips.slave.ports import Arrays, FlowEvent, Meters, PushOver, SlaveIdentity, SlaveTiming, Staged
 from dips.slave.runtime import ShardThread, SlaveRuntime
-from dips.slave.shard import Shard
+from dips.slave.shard import OpenTransfers, Shard
 from dips.transport.endpoints import master_peer
 from dips.wire.generated import slave_pb2
 from dips.wire.messages import from_proto, to_proto, unwrap_oneof

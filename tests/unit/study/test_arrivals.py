@@ -14,10 +14,9 @@ from dips.outer import reference
 from dips.outer_step import nesterov_numbers
 from dips.protocol.enums import GateName, StepRule
 from dips.protocol.options import Clip, Options, OuterOptions, PenaltyOptions
-from dips.sim.arrivals import Arrival, read_arrivals
-from dips.study.arrivals import emulate_arrivals
 from dips.study.learner import Inner, LearnedModel, fill, flatten
 from dips.study.task import BatchDraw, make_model
+from tests.arrivals import Arrival, emulate_arrivals, read_arrivals
 from tests.unit.study.tiny import TINY, TOKENS, build, fleet
 
 SEED = 5

@@ -12,7 +12,7 @@ from dips.errors import ConfigError
 from dips.ids import PushId
 from dips.protocol.enums import LayerUnit, MergeRule, StepRule
 from dips.protocol.options import Clip, Options, OuterOptions
-from dips.sim.site import Site
+from dips.sim.scenario import Site
 from dips.study.baselines import train_data_parallel, train_naive, train_synchronous
 from dips.study.emulator import Emulated, GateCount, emulate
 from dips.study.fleet import KINDS, Fault, Fleet, FleetCluster

@@ -20,7 +20,7 @@ from rich.console import Console
 from dips import errors
 from dips.errors import DipsError, treatment_of
 from dips.master.meters import RoundMeters
-from dips.protocol import entities
+from dips.protocol import entities, enums
 from dips.protocol.enums import ClusterCause, ClusterState, RemarkSubject, SlaveCause, SlaveState
 from dips.protocol.view import (
     ClusterView,
@@ -71,7 +71,7 @@ def every_state() -> Iterator[RunView]:
             "odd": make_cluster(differs={"loss": "its loss is high"}, pace="aligned: H 10"),
         },
         {"full": make_slave(mirror=MirrorView("v1@r1", 2, 3.0, True, "no space left"))},
-        durability=DurabilityView(state=entities.DurabilityState.DEGRADED, reason="disk full"),
+        durability=DurabilityView(state=enums.DurabilityState.DEGRADED, reason="disk full"),
         rollback=RollbackView(3, "waits for dips rollback"), untuned=("outer.lr: gone",), pace_warning="too short",
         ledger_mirror=LedgerMirrorView(True, 4, 5.0, "slow"),
         lease=LeaseView("a", True, 5.0, True, "503", (StandbyView("b", False, "no store"), StandbyView("c", True))),

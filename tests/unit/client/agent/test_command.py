@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from dips.client.agent import agent, restarts
-from dips.client.agent.agent import END_GRACE_S, CommandRunner
-from dips.client.agent.rank_server import AgentSignals
+from dips.client.agent.agent import END_GRACE_S, AgentSignals, CommandRunner
 from dips.client.agent.state import Actions, RecordMark
 from dips.client.agent.trainer import TrainerProcess
 from tests.unit.client.agent.play import Play

@@ -61,7 +61,7 @@ def test_a_transfer_of_an_incarnation_that_is_over_is_halted(play: Play) -> None
     assert isinstance(play.send(moving), Halt), "while it joins again"
     play.reply(Joined(3, 2, V1, NONE_YET, ()))
     play.reply(grant(V1))
-    assert isinstance(play.send(moving), Halt) and play.s.sync.moved == (0, 0)
+    assert isinstance(play.send(moving), Halt) and play.s.sync.meter.nbytes == 0
     pull = play.send(PushMoved(1, next(play.number), pushing.seq, False, "it is over", 10))
     assert isinstance(pull, PullNow) and pull.inc == 2
     assert play.send(moving) == Noted()

@@ -211,7 +211,7 @@ def test_between_two_fragments_a_link_is_idle_and_not_slow() -> None:
     for seconds, nbytes in ((2.0, 200), (30.0, 200), (2.0, 400)):
         play.now += seconds
         play.send(TransferProgress(1, nbytes, 400))
-    assert play.s.sync.bytes_per_s == 100.0
+    assert play.s.sync.meter.bytes_per_s == 100.0
 
 
 @pytest.mark.parametrize(("idle_s", "rate"), [(0.0, 40.0), (8.0, 200.0), (-5.0, 40.0), (float("nan"), 40.0)])
@@ -221,4 +221,4 @@ def test_what_ranks_see_late_was_not_slow(play: Play, idle_s: float, rate: float
     play.now += 10.0
     play.send(TransferProgress(1, 400, 400, idle_s))
     play.send(replace(moved, nbytes=400))
-    assert play.s.sync.bytes_per_s == pytest.approx(rate)
+    assert play.s.sync.meter.bytes_per_s == pytest.approx(rate)

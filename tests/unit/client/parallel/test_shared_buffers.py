@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dips.client.parallel import HostMemory, full_parameters, lay_out
-from dips.client.parallel.model_memory import ModelMemory
+from dips.client.parallel.devices import ModelMemory
 from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError
 from dips.protocol.grouping import AVERAGED_LAYER, Grouping

@@ -12,11 +12,24 @@ from typing import Any
 
 import pytest
 
-from dips.client.agent.rank_server import Connection
+from dips.client.agent.agent import Connection
 from dips.client.ipc import messages
-from dips.client.ipc.address import MOST_PATH, OnAnyHost, OnThisHost, find_address, over_network, reach_socket
+from dips.client.ipc.address import (
+    ANSWER,
+    GREETING,
+    MOST_PATH,
+    PROOF,
+    TAG,
+    OnAnyHost,
+    OnThisHost,
+    Seal,
+    TokenClient,
+    TokenServer,
+    find_address,
+    over_network,
+    reach_socket,
+)
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
-from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
 from dips.client.rank.agent_client import AgentClient, AgentConnection, JobCollectives, _open_socket
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dips.client.ipc.messages import Saved
-from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
+from dips.client.rank.shard_transfer import make_state, read_saved, read_tensors
 from dips.errors import LocalProtocolError
 from dips.protocol.data import BegunRange
 
