@@ -76,7 +76,7 @@ def test_a_run_is_operated_without_a_restart(run: harness.Run, tmp_path: Path) -
         # taken from the list: its lease ends at once, its agent is told and ends, west trains on
         edit_run_file(run, clusters=["west"], log_level="debug")
         since = time.monotonic()
-        ended = "SELECT count(*) FROM incarnations_ended WHERE cluster = 'east' AND reason LIKE '%list `clusters`%'"
+        ended = "SELECT count(*) FROM incarnations_ended WHERE cluster = 'east' AND reason LIKE 'clusters: expected%'"
         run.until(lambda: ledger._db.execute(ended).fetchone() == (1,), LOADED_S, "east is expelled")
         took_s = time.monotonic() - since
         run.wait(east, 30, code=77)
