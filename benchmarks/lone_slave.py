@@ -40,7 +40,7 @@ from dips.protocol import effects as e
 from dips.protocol.events import Answer, OrderAnswered, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.machine import TRANSIT_BYTES
+from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES
 from dips.store.files import make_manifest, write_manifest
 from dips.store.version import LayerRecord, layer_file, layer_header
 from dips.transport import control
@@ -165,7 +165,9 @@ class LoneSlave:
     @property
     def memory_sum(self) -> MemorySum:
         """The sum as this benchmark works it out; `printed_sum` is what the slave wrote."""
-        return MemorySum(self.manifest.numel, self._options["slots"], self._options["pinned"], TRANSIT_BYTES)
+        return MemorySum(
+            self.manifest.numel, self._options["slots"], self._options["pinned"], TRANSIT_BYTES + COPIES_BYTES
+        )
 
     def printed_sum(self) -> str:
         """The line that the slave printed at start."""

@@ -676,7 +676,7 @@ def test_the_process_serves_and_ends_by_sigterm(tmp_path: Path, config: RunFile)
         address = next(json.loads(line)["address"] for line in process.stderr if '"serving"' in line)
         assert asyncio.run(health(address)) == health_pb2.HealthCheckResponse.SERVING
         with urllib.request.urlopen(f"http://{scraped}/metrics", timeout=10) as answer:
-            assert b"dips_head_version 0.0" in answer.read()
+            assert b'dips_head_version{run="toy"} 0.0' in answer.read()
         process.terminate()
         assert process.wait(20) == 0
     finally:

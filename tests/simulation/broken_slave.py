@@ -68,8 +68,9 @@ def unpin_at_send() -> list[Patch]:
 
 
 def update_from_anywhere() -> list[Patch]:
-    def find_updates(self: OutgoingPull, held: str) -> tuple[Update, ...]:
-        return self.chain[-1:] if held else ()
+    def find_updates(self: OutgoingPull, held: str) -> tuple[tuple[Update, ...], tuple[VersionId | None, ...]]:
+        last = self.chain[-1:] if held else ()
+        return last, tuple(update.version for update in last)
 
     return [(OutgoingPull, "find_updates", find_updates)]
 
