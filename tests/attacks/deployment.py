@@ -44,7 +44,7 @@ AGENT_BYTES = 200_000_000  # of an agent, for which no sum is printed
 TOKEN = "a-token-of-those-who-read-the-metrics"
 JOB_TOKEN = "a-token-of-the-ranks-of-one-job"
 _SUM = re.compile(r"= ([\d.]+) (MiB|GiB)$")
-_COUNT = re.compile(r'^dips_refusals_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
+_COUNT = re.compile(r'^dips_refusals_total\{reason="(\w+)",run="[^"]*"\} (\S+)$', re.MULTILINE)
 
 
 @dataclass
@@ -193,7 +193,9 @@ class AttackedRun:
 
     def read_standing(self) -> RunProgress:
         text = self._scrape("master")
-        accepted = {cluster: _read(text, f'dips_cluster_accepted_total{{cluster="{cluster}"}}') for cluster in CLUSTERS}
+        accepted = {
+            cluster: _read(text, "dips_cluster_accepted_total", f'cluster="{cluster}",') for cluster in CLUSTERS
+        }
         return RunProgress(_read(text, "dips_rounds_applied_total"), _read(text, "dips_rounds_skipped_total"), accepted)
 
     def read_rss(self, daemon: str) -> int:
@@ -291,8 +293,9 @@ class AttackedRun:
         self.run.file.write_text(yaml.safe_dump(content))
 
 
-def _read(text: str, name: str) -> int:
-    line = next((line for line in text.splitlines() if line.startswith(name + " ")), None)
-    if line is None:
+def _read(text: str, name: str, labels: str = "") -> int:
+    """Return a metric's value; `labels`: those before `run`, each with its comma."""
+    found = re.search(rf'^{name}\{{{re.escape(labels)}run="[^"]*"\}} (\S+)$', text, re.MULTILINE)
+    if found is None:
         raise ValueError(f"no {name}")
-    return int(float(line.rpartition(" ")[2]))
+    return int(float(found[1]))
