@@ -59,7 +59,7 @@ def test_register_as_a_slave_that_lives(plain: AttackedRun, term: int) -> None:
     said = to_proto(forged)
     said.term_seen = term  # type: ignore[attr-defined]
     answer = tell(plain, "master", REGISTER, said)
-    reason, told = ("remote_protocol", "expected at most") if term > 2 else ("busy", "is taken")
+    reason, told = ("remote_protocol", "expected at most") if term > 2 else ("busy", "a name that is free")
     assert told in answer, answer
     plain.note_attack(f"Register as ps0 from elsewhere, term seen {term}", "none", "claims", "master", reason, 1)
 

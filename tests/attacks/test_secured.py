@@ -260,7 +260,7 @@ def test_a_stolen_slaves_certificate(secured: AttackedRun, term: int) -> None:
     said = to_proto(register("ps0", min(term, (1 << 53) - 1)))
     said.term_seen = term  # type: ignore[attr-defined]
     answer = refused_with(secured.run.address, files, MASTER_SAN, REGISTER, said)
-    told = "expected at most" if term > 3 else "is taken"
+    told = "expected at most" if term > 3 else "a name that is free"
     assert told in answer, answer
     reason = "remote_protocol" if term > 3 else "busy"
     secured.note_attack(f"a second ps0, which has seen term {term}", "ps0, stolen", "claims", "master", reason, 1)
