@@ -116,7 +116,7 @@ def test_the_name_leads_to_the_master_that_serves(tmp_path: Path, lost: str) -> 
         run.until(lambda: len(run.rounds("one")) >= 2, 120, "two versions")
         second = run.start_standby("two", SECOND)
         run.until(
-            lambda: " ready" in run.status().partition("standby: ")[2], 60, "status names a standby that is ready"
+            lambda: ") ready" in run.status().partition("standby: ")[2], 60, "status names a standby that is ready"
         )
 
         pulled = {name: run.installed(name) for name in CLUSTERS}
