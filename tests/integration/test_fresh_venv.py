@@ -7,6 +7,7 @@ hatchling is not installed, the build backend.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -204,7 +205,7 @@ def test_the_readme_alone_makes_a_run(
     place = environment.place
     (place / "mymodel.py").write_text(MODEL)
     (place / "train.py").write_text(script_of_readme())
-    new, init, check, master, slave, client, status, history, plot, export = readme_commands()
+    new, init, check, master, slave, client, status, history, plot, trace, export = readme_commands()
     environment.type_line(f"{new} --listen 127.0.0.1:{free_port()}")  # the test's own: another run may be here
     text = (place / "shared.yaml").read_text()
     assert "versions: 0 " in text
@@ -232,6 +233,9 @@ def test_the_readme_alone_makes_a_run(
     assert [f"v{n}@r{n}" in told for n in range(1, ROUNDS + 1)] == [True] * ROUNDS
     environment.type_line(plot)
     assert len((place / "loss.csv").read_text().splitlines()) == 1 + ROUNDS and (place / "loss.png").exists()
+    environment.type_line(trace)
+    events = json.loads((place / "trace.json").read_text())["traceEvents"]
+    assert len({event["pid"] for event in events if event["ph"] == "X"}) == 4, "master, two slaves, a cluster"
     environment.type_line(export)
     load = "import dips, mymodel; print(dips.load(mymodel.build(), 'model.safetensors'))"
     assert environment.type_line(f'python -c "{load}"').strip() == f"v{ROUNDS}@r{ROUNDS}"
