@@ -17,13 +17,15 @@ from dips.commands.plan_site import site_command
 from dips.commands.planning import (
     SNAPSHOT_BYTES,
     MemoryPlan,
+    default_section,
     kubernetes_resources,
     plan_cluster,
     plan_memory,
     plan_round,
     plan_slave,
+    share_equally,
 )
-from dips.config import ClusterFile, RunFile, SlaveSection, load_cluster, load_run
+from dips.config import ClusterFile, RunFile, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.protocol.grouping import PLAIN_GROUPING, Grouping
 from dips.protocol.manifest import Manifest
@@ -125,7 +127,7 @@ def make_plan(
     sections = {s.name: s for s in run_file.slaves} if run_file else {}
     kept = KEEP_SNAPSHOTS + (run_file.master.keep_most if run_file and run_file.master.keep_every else 0)
     planned = [
-        plan_slave(sections.get(name) or _default_section(name), layers, numel, pull_codec, kept)
+        plan_slave(sections.get(name) or default_section(name), layers, numel, pull_codec, kept)
         for name, layers, numel in shares
     ]
     total = sum(numel for _, _, numel in shares)
@@ -170,9 +172,7 @@ def find_shares(
     """Return each slave's share of the given model."""
     names = [s.name for s in run_file.slaves] if run_file else [f"slave-{i}" for i in range(slaves)]
     if parameters is not None:
-        return [
-            (name, 0, parameters * (i + 1) // len(names) - parameters * i // len(names)) for i, name in enumerate(names)
-        ]
+        return [(name, 0, numel) for name, numel in zip(names, share_equally(parameters, len(names)), strict=True)]
     grouping = run_file.shared.grouping if run_file else PLAIN_GROUPING
     manifest = _read_manifest(model, factory, grouping)
     placed = place_layers(manifest, names)
@@ -189,11 +189,6 @@ def _read_manifest(model: Path | None, factory: str | None, grouping: Grouping) 
         return manifest_of_factory(factory, grouping)
     except ImportError as error:  # torch is not on every machine
         raise ConfigError(f"--factory needs torch ({error}): give --model or --parameters instead") from error
-
-
-def _default_section(name: str) -> SlaveSection:
-    nowhere = Path("/nonexistent")  # not read or written
-    return SlaveSection(name=name, master="127.0.0.1:0", directory=nowhere, initial_model=nowhere)
 
 
 def _gigabytes(nbytes: int) -> str:

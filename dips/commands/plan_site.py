@@ -15,8 +15,7 @@ from rich.table import Table
 
 from dips.codecs import Codec
 from dips.commands.options import AS_JSON
-from dips.commands.planning import PlannedSlave, plan_cluster, plan_slave
-from dips.config import SlaveSection
+from dips.commands.planning import PlannedSlave, default_section, plan_cluster, plan_slave, share_equally
 from dips.config.reading import load_file
 from dips.config.section import PullCodec, Section
 from dips.errors import ConfigError
@@ -188,13 +187,9 @@ def plan_sites(inventory: Inventory) -> SitePlan:
 
     Raise ConfigError if no site has the memory for the slaves.
     """
-    shares = [
-        inventory.parameters * (i + 1) // inventory.slaves - inventory.parameters * i // inventory.slaves
-        for i in range(inventory.slaves)
-    ]
-    section = SlaveSection(name="slave", master="127.0.0.1:1", directory=Path("slave"))
+    shares = share_equally(inventory.parameters, inventory.slaves)
     slaves = tuple(
-        plan_slave(section.model_copy(update={"name": f"slave-{i}"}), 0, numel, inventory.pull_codec, KEPT)
+        plan_slave(default_section(f"slave-{i}"), 0, numel, inventory.pull_codec, KEPT)
         for i, numel in enumerate(shares)
     )
     needed = sum(slave.memory_bytes for slave in slaves)

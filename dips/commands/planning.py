@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from dips.codecs import OWED_BYTES, Codec
@@ -80,6 +81,17 @@ class MemoryPlan:
     def as_data(self) -> dict[str, Any]:
         """Return the plan as plain data, for --json."""
         return asdict(self)
+
+
+def share_equally(parameters: int, slaves: int) -> list[int]:
+    """Return each slave's share of a model whose layers are not known; shares differ by at most one."""
+    return [parameters * (i + 1) // slaves - parameters * i // slaves for i in range(slaves)]
+
+
+def default_section(name: str) -> SlaveSection:
+    """Return the section of a slave of which nothing is known; its paths are neither read nor written."""
+    nowhere = Path("/nonexistent")
+    return SlaveSection(name=name, master="127.0.0.1:0", directory=nowhere, initial_model=nowhere)
 
 
 def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: Codec, kept: int) -> PlannedSlave:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accelerator import missing_device
+from tests.integration.cluster_harness import TORCHRUN
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 LIMIT_S = 150.0  # of one check
@@ -45,32 +46,25 @@ def main() -> int:
         return 0
     failed = 0
     with tempfile.TemporaryDirectory(prefix="dips-device-") as made:
-        for name, command, out in commands(chosen.device, Path(made)):
+        for name, (ranks, script, words) in SCRIPTS.items():
             if chosen.only in name:
-                failed += not check(name, command, out, chosen.device)
+                out = Path(made) / name
+                command = [*TORCHRUN, str(ranks), str(HERE / script), str(out), *words, "--device", chosen.device]
+                failed += not check(name, command, {}, out)
+    for name, (file, layout) in RUNS.items():
+        if chosen.only in name:
+            settings = {"DIPS_TEST_DEVICE": chosen.device, "DIPS_TEST_LAYOUT": layout}
+            failed += not check(name, [sys.executable, *PYTEST, str(HERE / file)], settings, None)
     return 1 if failed else 0
 
 
-def commands(device: str, made: Path) -> list[tuple[str, list[str], Path | None]]:
-    """Name, command and, of a script of several ranks, where each rank writes what it found."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    scripts: list[tuple[str, list[str], Path | None]] = [
-        (name, [*torchrun, str(ranks), str(HERE / script), str(made / name), *words, "--device", device], made / name)
-        for name, (ranks, script, words) in SCRIPTS.items()
-    ]
-    runs = [(name, [f"DIPS_TEST_LAYOUT={at}", *PYTEST, str(HERE / file)], None) for name, (file, at) in RUNS.items()]
-    return [*scripts, *runs]
-
-
-def check(name: str, command: list[str], out: Path | None, device: str) -> bool:
-    """Run one check and print what came of it."""
-    settings = dict(word.split("=", 1) for word in command if word.startswith("DIPS_"))
-    words = [word for word in command if not word.startswith("DIPS_")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+def check(name: str, command: list[str], settings: dict[str, str], out: Path | None) -> bool:
+    """Run one check and print what came of it; `out`: where each rank of a script writes what it found."""
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, *words], cwd=ROOT, env={**environment, "DIPS_TEST_DEVICE": device, **settings},
+            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **settings},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S,
         )  # fmt: skip
         wrong = done.stdout[-4000:] if done.returncode else describe_wrong(out) if out else ""
