@@ -52,12 +52,17 @@ def write_aside(output: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
-def write_durably(path: Path, content: bytes, aside: Path) -> None:
-    """Replace a file with new content, written to `aside` in the same directory; durable on return."""
-    with aside.open("wb") as file:
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file whose content is durable on return; its name is not, before `sync_path` of its directory."""
+    with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_durably(path: Path, content: bytes, aside: Path) -> None:
+    """Replace a file with new content, written to `aside` in the same directory; durable on return."""
+    write_synced(aside, content)
     aside.rename(path)
     sync_path(path.parent)
 

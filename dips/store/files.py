@@ -19,7 +19,7 @@ import xxhash
 
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot
-from dips.files import sync_path
+from dips.files import sync_path, write_synced
 from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
 from dips.store.tensorfile import F32, PIECE_BYTES, SYNC_BYTES, OnPiece, map_floats, reserve_file, write_behind
@@ -124,10 +124,7 @@ def write_manifest(folder: Path, text: bytes) -> str:
     """Write the manifest of layers that are on the disk, and make all names of the directory durable; return its
     digest.
     """
-    with (folder / MANIFEST_FILE).open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(folder / MANIFEST_FILE, text)
     sync_path(folder)
     return text_digest(text)
 

@@ -30,7 +30,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dips.errors import ConfigError, Corrupt, CorruptSnapshot, DipsError, FailedMirror
-from dips.files import make_directory, sync_path, write_durably
+from dips.files import make_directory, sync_path, write_durably, write_synced
 from dips.ids import VersionId
 from dips.store.files import ASIDE, SyncQueue, copy_layer, require_sizes, write_manifest
 from dips.store.tensorfile import PIECE_BYTES, OnPiece
@@ -223,10 +223,7 @@ class MirrorStore:
         make_directory(path.parent)
         aside = path.with_name(f"{ASIDE}{uuid.uuid4().hex}")
         try:
-            with aside.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(aside, content)
             os.link(aside, path)
             sync_path(path.parent)
         finally:
