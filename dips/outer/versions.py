@@ -46,11 +46,11 @@ class AveragedLayers:
         }
 
     def begin_weights(self) -> None:
-        """A round's first push is folded."""
+        """Begin a round with its first push, whose weight is 1."""
         self._weights = 1.0
 
     def add_weight(self, weight: float) -> None:
-        """Another one is."""
+        """Add the weight of the round's next push."""
         self._weights += weight
 
     def step_layers(self, arrays: Arrays, step: OuterStep) -> dict[int, OuterStep]:
@@ -350,8 +350,8 @@ class Versions:
     def fold_push(self, push: PushId, weight: float, layer_weights: Factors = ()) -> tuple[float, ...]:
         """Take the push into acc and free its slot, the first by becoming acc; return Σ acc² of each layer.
 
-        weight         its tokens over those of the round's first, by which buffers are averaged
-        layer_weights  of what is stepped, if they are not that: of each layer, or one number of all
+        weight         the push's tokens over those of the round's first push; buffers are averaged by it
+        layer_weights  weights of the layers that the outer step moves, or one for all of them; empty: `weight`
         """
         theta, bank = self._current_theta().bank.arrays, self._slot_of(push)
         weights = self._averaged.weigh_layers(theta, weight, layer_weights)

@@ -63,7 +63,7 @@ def on_operator_asked(run: RunState, event: events.OperatorAsked) -> None:
 
 
 def on_request_asked(run: RunState, event: events.OperatorRequest) -> None:
-    """Carry a request out without a row: one that is no operator's, or of a run that is not audited."""
+    """Carry out a request that leaves no audit row: the sender is no operator, or the run is not audited."""
     run.reply_to(event.req, _carry_out(run, event))
 
 

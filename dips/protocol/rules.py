@@ -313,7 +313,7 @@ def find_step(name: StepRule | str) -> Callable[[StepRound], Numbers]:
 
 
 def measure_share(round_tokens: Mapping[str, int], last_tokens: Mapping[str, int]) -> float:
-    """Return σ of a round.
+    """Return σ, the share that a round has in the tokens of a cycle of all live clusters.
 
     round_tokens  tokens of its contributions, by cluster
     last_tokens   tokens of each live cluster's last accepted push; 0: it has none, and counts as the mean of the others

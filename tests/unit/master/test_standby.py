@@ -431,6 +431,24 @@ def test_a_store_that_hangs_is_waited_for_as_long_as_any(
     hangs.set()
 
 
+def test_a_lease_is_renewed_at_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]) -> None:
+    """Once at the start and once more when the mirror is there; then not before its pause is over."""
+    monkeypatch.setattr("dips.protocol.standby.IDLE_S", 1000.0)
+    (tmp_path / "mirror").mkdir()
+    (a,) = begun(tmp_path, str(tmp_path / "mirror"), "a")
+    count, write_lease, second, third = iter(range(9)), restore.write_lease, threading.Event(), threading.Event()
+
+    def write(*arguments: Any) -> bool:
+        if (written := next(count)) > 0:
+            (second if written == 1 else third).set()
+        return write_lease(*arguments)
+
+    monkeypatch.setattr(restore, "write_lease", write)
+    master = Serving(a)
+    assert second.wait(5.0) and not third.wait(0.1)
+    master.die()
+
+
 def test_a_term_that_another_claimed_is_not_served(tmp_path: Path, url: str, ended: list[Any]) -> None:
     """A second master on a copy of the ledger has the same number, and is refused."""
     (a,) = begun(tmp_path, url, "a")

@@ -93,6 +93,14 @@ def test_a_slave_has_a_word(slave: SlaveView, word: str, severity: Severity) -> 
     assert (judged.word, judged.severity) == (word, severity)
 
 
+def test_silence_is_counted_from_the_last_heartbeat() -> None:
+    """Or from this master's start, for a slave of which it has heard nothing."""
+    late, unheard = make_slave(heard_s=9.0), replace(make_slave(heard_s=None), heartbeat=None)
+    slaves = make_run(slaves={"late": late, "unheard": unheard}).slaves
+    assert slaves["late"].why == "no heartbeat for 9 s; it was ready"
+    assert slaves["unheard"].why == "no heartbeat since this master started; it was ready"
+
+
 def test_a_slave_that_restores_says_how_far_it_is() -> None:
     """Bytes, rate and an estimate, beside the reason: for `dips status` and the page alike."""
     work = WorkProgress("reads v4@r9", 7_000_000_000, 28_500_000_000, 100e6)
