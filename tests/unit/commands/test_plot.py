@@ -128,6 +128,8 @@ def test_the_picture_shows_curves_gates_and_versions(run_file: Path) -> None:
     of_a = [next(line for line in axes.lines if line.get_label() == "a") for axes in figure.axes[:2]]
     x_tokens, x_minutes = (list(line.get_xdata()) for line in of_a)
     assert x_tokens == [400 / 1e6, 800 / 1e6] and x_minutes == [60.5 / 60, 2.0]
+    drawn = {str(line.get_label()): list(line.get_ydata()) for axes in figure.axes for line in axes.lines}
+    assert (drawn["validation_loss"], drawn["accuracy"]) == ([0.2], [0.75])
 
 
 def test_a_run_without_a_round_is_drawn(run_file: Path, tmp_path: Path) -> None:
