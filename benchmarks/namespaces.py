@@ -20,6 +20,7 @@ from pathlib import Path
 
 BURST = "256kb"  # of the bucket: several of the largest segments that the kernel hands over at once
 QUEUE = "50ms"
+LINK = "w0"  # the device of a host's own link
 NAMES = Path("/run/netns")  # where ip keeps them
 
 
@@ -71,11 +72,11 @@ def _namespace(name: str) -> Iterator[None]:
 
 
 def _veth(near: End, far: End, mbit: float) -> None:
-    _run(f"ip link add w0 netns {near.namespace} type veth peer name w0 netns {far.namespace}")
+    _run(f"ip link add {LINK} netns {near.namespace} type veth peer name {LINK} netns {far.namespace}")
     for end in (near, far):
-        _run(f"ip -n {end.namespace} addr add {end.ip}/24 dev w0")
-        _run(f"ip -n {end.namespace} link set w0 up")
-        _run(f"tc -n {end.namespace} qdisc add dev w0 root tbf rate {mbit}mbit burst {BURST} latency {QUEUE}")
+        _run(f"ip -n {end.namespace} addr add {end.ip}/24 dev {LINK}")
+        _run(f"ip -n {end.namespace} link set {LINK} up")
+        _run(f"tc -n {end.namespace} qdisc add dev {LINK} root tbf rate {mbit}mbit burst {BURST} latency {QUEUE}")
 
 
 @contextmanager
@@ -113,17 +114,17 @@ def network(links: Mapping[str, float | None], subnet: str = "127.9.0") -> Itera
 
 def _plug_in(host: End, switch: str, port: str, mbit: float | None) -> None:
     there = host.namespace
-    _run(f"ip link add w0 netns {there} type veth peer name {port} netns {switch}")
+    _run(f"ip link add {LINK} netns {there} type veth peer name {port} netns {switch}")
     _run(f"ip -n {there} link set lo up")
     _run(f"ip -n {there} addr del 127.0.0.1/8 dev lo")  # else all of 127.0.0.0/8 is this host
     _run(f"ip -n {there} addr add 127.0.0.1/32 dev lo")
-    for device in ("all", "w0"):
+    for device in ("all", LINK):
         _run(f"ip netns exec {there} sysctl -qw net.ipv4.conf.{device}.route_localnet=1")
-    _run(f"ip -n {there} addr add {host.ip}/24 dev w0")
-    _run(f"ip -n {there} link set w0 up")
+    _run(f"ip -n {there} addr add {host.ip}/24 dev {LINK}")
+    _run(f"ip -n {there} link set {LINK} up")
     _run(f"ip -n {switch} link set {port} master hub up")
     if mbit is not None:
-        for namespace, device in ((there, "w0"), (switch, port)):
+        for namespace, device in ((there, LINK), (switch, port)):
             _run(f"tc -n {namespace} qdisc add dev {device} root tbf rate {mbit}mbit burst {BURST} latency {QUEUE}")
 
 

@@ -19,14 +19,18 @@ import sys
 import time
 import urllib.request
 from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 import torch
 
 from benchmarks.accelerator import take_device
+from benchmarks.namespaces import LINK
 from benchmarks.outer_rank import BenchModel, meet
 from dips.client import OuterLoop
+from dips.ids import VersionId
 
 WAKE_S = 0.5e-3  # before a step's end: a sleep ends late by some tenths of that
 MOST_BATCH, CALIBRATION_STEPS = 1 << 20, 20  # of real steps
@@ -44,6 +48,7 @@ class TimedPlan:
     jitter: float = 0.0  # share by which the steps' length wanders, up and down
     warm: int = 0  # outer steps before the first stretch
     stretches: int = 0  # after so many it leaves; 0: at the end of the run
+    train_s: float = 0.0  # after so long it leaves; 0: see `stretches`
     metrics: str = ""  # host:port of the agent's
     device: str = "cpu"  # on any other the steps are real, about as long as `step_s`, and nothing sleeps
 
@@ -60,6 +65,7 @@ class Stretch:
     slowed_s: float = 0.0  # that steps were longer by beside which a push or pull moved
     calls: list[float] = field(default_factory=list)  # seconds in each call of `step`
     spent: dict[str, float] = field(default_factory=dict)  # by cause, as the agent says
+    moved: int = 0  # bytes on the host's own link, both ways; 0: it has none
 
     @property
     def alone_s(self) -> float:
@@ -179,20 +185,31 @@ def main(name: str, meeting: Path, plan: TimedPlan) -> None:
             warm_up(outer, model, steps)
         meet(meeting, name, plan.clusters, plan.warm)
         before, number = spent(plan.metrics), 0
-        while not outer.finished and (number < plan.stretches or not plan.stretches):
+        over = time.perf_counter() + (plan.train_s or inf)
+        while not outer.finished and (number < plan.stretches or not plan.stretches) and time.perf_counter() < over:
             stretch = train(outer, model, steps)
             now = spent(plan.metrics)
             stretch.spent = {cause: seconds - before[cause] for cause, seconds in now.items()}
             before, number = now, number + 1
             out.write(json.dumps(asdict(stretch)) + "\n")
         out.write(json.dumps(memory.beyond()) + "\n")
-        if plan.stretches:  # the first to leave must not disturb the last round of the others
+        if plan.stretches or plan.train_s:  # the first to leave must not disturb the last round of the others
             meet(meeting, name, plan.clusters, plan.warm + 1)
 
 
-def train(outer: OuterLoop, model: BenchModel, steps: SleptSteps | RealSteps) -> Stretch:
+class Outer(Protocol):
+    """The part of OuterLoop by which training is timed."""
+
+    version: VersionId
+    finished: bool
+    moving: bool
+
+    def step(self, *, tokens: int) -> object: ...
+
+
+def train(outer: Outer | OuterLoop, model: BenchModel, steps: SleptSteps | RealSteps) -> Stretch:
     """Train until another version is installed."""
-    stretch, base = Stretch(), outer.version
+    stretch, base, moved = Stretch(), outer.version, count_moved()
     while outer.version == base and not outer.finished:
         moving, begun = outer.moving, time.perf_counter()
         length_s = steps.take_step(model)
@@ -203,8 +220,14 @@ def train(outer: OuterLoop, model: BenchModel, steps: SleptSteps | RealSteps) ->
         beyond_s = called - begun - length_s
         stretch.slowed_s += beyond_s if moving else 0.0
         stretch.late_s += 0.0 if moving else beyond_s
-    stretch.version, stretch.ended = outer.version.version, time.time()
+    stretch.version, stretch.ended, stretch.moved = outer.version.version, time.time(), count_moved() - moved
     return stretch
+
+
+def count_moved() -> int:
+    """Return the bytes that this host's link has moved, both ways; 0 without a link of its own."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next((int(row[1]) + int(row[9]) for line in lines if (row := line.split())[0] == f"{LINK}:"), 0)
 
 
 def spent(address: str) -> dict[str, float]:
