@@ -18,6 +18,7 @@ from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
 HERE = Path(__file__).parent
+RAY_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--ray-client-server-port=0")  # free ones
 SLURM = HERE.parents[1] / "deploy" / "slurm"
 
 
