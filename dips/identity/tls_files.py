@@ -62,15 +62,15 @@ def _read_pair(files: TlsFiles) -> tuple[bytes, bytes, x509.Certificate]:
     (`dips certs renew`), so it reads twice, and takes the new certificate where the key is the new one already.
     """
     for _ in range(2):
+        cert = certificates.read_pem(files.cert, "tls")
+        certificate = certificates.parse_certificate(cert, files.cert, "tls")
         key = certificates.read_key_pem(files.key, "tls")
         public = certificates.parse_key(key, files.key, "tls").public_key()
-        for path in (files.cert, renewal_of(files.cert, ".crt")):
-            if path is not files.cert and not path.exists():
-                continue
-            cert = certificates.read_pem(path, "tls")
-            certificate = certificates.parse_certificate(cert, path, "tls")
-            if certificate.public_key() == public:
-                return cert, key, certificate
+        if certificate.public_key() != public and (renewed := renewal_of(files.cert, ".crt")).exists():
+            cert = certificates.read_pem(renewed, "tls")
+            certificate = certificates.parse_certificate(cert, renewed, "tls")
+        if certificate.public_key() == public:
+            return cert, key, certificate
     raise ConfigError(f"tls: {files.key} is not the key of {files.cert}: one of them was renewed without the other")
 
 

@@ -18,7 +18,7 @@ from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
 HERE = Path(__file__).parent
-RAY_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--ray-client-server-port=0")  # free ones
+RAY_OPTIONS = ("--node-ip-address=127.0.0.1", "--min-worker-port=20002", "--max-worker-port=29999")
 SLURM = HERE.parents[1] / "deploy" / "slurm"
 
 
@@ -140,32 +140,20 @@ def test_nodes_that_are_started_one_by_one(run: Any, environment: dict[str, str]
 def two_nodes_of_ray(tmp_path: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
     """Two raylets on this machine, and the environment in which their jobs are submitted."""
     pytest.importorskip("ray", reason="ray is not here: its recipe was not run")
-    address = f"127.0.0.1:{harness.free_port()}"
-    start = [
-        environment["PYTHON"],
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--block",
-        "--num-cpus=1",
-        "--disable-usage-stats",
-    ]
-    head = [
-        "--head",
-        f"--port={address.rpartition(':')[2]}",
-        "--include-dashboard=false",
-        "--node-ip-address=127.0.0.1",
-    ]
+    address, environment = f"127.0.0.1:{harness.free_port()}", {**environment, "RAY_USAGE_STATS_ENABLED": "0"}
+    start = [environment["PYTHON"], "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *RAY_OPTIONS]
+    head = ["--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false"]
     raylets = []
     try:
         for words in (head, [f"--address={address}"]):
-            with (tmp_path / f"raylet{len(raylets)}.log").open("w") as log:
+            path = tmp_path / f"raylet{len(raylets)}.log"
+            with path.open("w") as log:
                 raylets.append(
                     subprocess.Popen([*start, *words], env=environment, stdout=log, stderr=log, cwd=harness.ROOT)
                 )
             until = time.monotonic() + 90
-            while "runtime started" not in (tmp_path / f"raylet{len(raylets) - 1}.log").read_text():
-                assert time.monotonic() < until and raylets[-1].poll() is None
+            while "runtime started" not in path.read_text():
+                assert time.monotonic() < until and raylets[-1].poll() is None, path.read_text()[-4000:]
                 time.sleep(0.2)
         yield {**environment, "RAY_ADDRESS": address}
     finally:
