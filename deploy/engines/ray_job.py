@@ -30,7 +30,7 @@ PASSED = ("CHECK", "RESTARTS", "MASTER_PORT", "DIPS_AGENT", "DIPS_AGENT_TOKEN")
 
 
 @ray.remote(max_concurrency=2, max_restarts=0)
-class Node:
+class RayNode:
     """One node: `stop` is called while `run` waits."""
 
     process: subprocess.Popen[bytes] | None = None
@@ -59,7 +59,7 @@ def run_cluster(group: PlacementGroup, options: argparse.Namespace, words: Seque
     """Run all nodes until all have ended, or one has not ended well; return that one's exit code."""
     placed = [PlacementGroupSchedulingStrategy(group, i) for i in range(options.nodes)]
     needs = {"num_cpus": options.cpus, "num_gpus": options.gpus}
-    nodes = [Node.options(scheduling_strategy=place, **needs).remote() for place in placed]
+    nodes = [RayNode.options(scheduling_strategy=place, **needs).remote() for place in placed]
     try:
         head = ray.get(nodes[0].address.remote())
         same = {"NODES": str(options.nodes), "GPUS": str(options.gpus or 1), "MASTER_ADDR": head}
