@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow frameworks mutants check deploy-check deploy-run sim chaos attacks bench proto clean
+.PHONY: help demo test test-slow frameworks mutants check deploy-check deploy-run sim chaos attacks bench proto pin clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -69,6 +69,9 @@ bench: $(VENV)/dev.stamp ## measure each part beside what it must reach; appends
 
 proto: $(VENV)/dev.stamp ## write the stubs of protos/ anew into dips/wire/generated
 	@PYTHON="$(CURDIR)/$(BIN)/python" protos/generate dips/wire/generated
+
+pin: ## write the digests of the images' bases into deploy/docker, from their registries; commit them
+	@$(PYTHON) .ci/pin
 
 clean: ## remove .venv and .venv-frameworks, caches and build outputs (not runs/)
 	@rm -rf $(VENV) .venv-frameworks build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from cryptography import x509
+
 from dips.identity import certificates
 from dips.identity.authority import Authority
+from dips.identity.certificates import utc_now
 from dips.identity.names import PeerRole, make_identity
 from dips.identity.paths import REVOCATIONS, ROOT, TlsFiles
 
@@ -20,10 +24,22 @@ class Enrolled:
         self.authority = Authority.create(directory / "ca", run)
         link_authority(directory)
 
-    def enroll(self, name: str, role: PeerRole, days: int = 90) -> TlsFiles:
+    def enroll(self, name: str, role: PeerRole, life: timedelta = timedelta(days=90)) -> TlsFiles:
         identity, key = make_identity(name, role, self.run), certificates.new_key()
-        certificate = self.authority.issue(certificates.make_request(identity, key), identity.label, days)
-        files = self.files_of(identity.label)
+        certificate = self.authority.issue(certificates.make_request(identity, key), identity.label, life)
+        return self._write(identity.label, certificate, key)
+
+    def enroll_ending(self, name: str, role: PeerRole, left: timedelta = timedelta(hours=1)) -> TlsFiles:
+        """Enroll with a certificate of 30 days that ends soon."""
+        identity, key, authority = make_identity(name, role, self.run), certificates.new_key(), self.authority
+        life, request = timedelta(days=30), certificates.make_request(identity, key)
+        signed = certificates.sign_request(request, authority.root, authority._key, utc_now() + left - life, life)
+        serial, until = f"{signed.serial_number:x}", signed.not_valid_after_utc.isoformat()
+        authority._append({"san": identity.san, "serial": serial, "until": until})
+        return self._write(identity.label, signed, key)
+
+    def _write(self, label: str, certificate: x509.Certificate, key: certificates.Key) -> TlsFiles:
+        files = self.files_of(label)
         certificates.write_public(files.cert, certificates.to_pem(certificate))
         certificates.write_private(files.key, certificates.key_to_pem(key))
         return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class GuardedMaster:
         self.guard.on_refused = lambda who, method, _, why: self.refused.append((who, method, why))
 
     def context(self, name: str, role: PeerRole = PeerRole.CLUSTER, days: int = 90) -> dict[str, Any]:
-        return {PEM_KEY: (self.enrolled.enroll(name, role, days).cert.read_bytes(),)}
+        return {PEM_KEY: (self.enrolled.enroll(name, role, timedelta(days=days)).cert.read_bytes(),)}
 
     def join(self, name: str, context: dict[str, Any]) -> None:
         self.guard.check_call(JOIN, cluster_pb2.ClusterJoined(cluster=name), context)

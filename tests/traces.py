@@ -56,13 +56,17 @@ def check_nesting(track: tuple[int, int], spans: list[tuple[int, int]]) -> None:
 
 
 def check_flows(events: list[dict[str, Any]], slices: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
-    """Each flow has one beginning and one end, each in a slice of its thread."""
-    ends: dict[int, list[str]] = defaultdict(list)
+    """Each flow has one beginning and then one end, each in a slice of its thread. Perfetto reads events by their time,
+    and those of one time as they stand, so that an end before its beginning is an arrow that nobody sees.
+    """
+    ends: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for event in (e for e in events if e["ph"] in "sf"):
-        ends[event["id"]].append(event["ph"])
+        ends[event["id"]].append((event["ts"], event["ph"]))
         around = slices[event["pid"], event["tid"]]
         assert any(begin <= event["ts"] <= end for begin, end in around), f"no slice around {event}"
-    assert all(sorted(found) == ["f", "s"] for found in ends.values())
+    for number, found in ends.items():
+        in_time = [ph for _, ph in sorted(found, key=lambda end: end[0])]
+        assert in_time == ["s", "f"], f"flow {number}: {found}"
 
 
 def check_otlp(text: str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 # Master and slaves: no torch, no GPU.   docker build -f deploy/docker/daemons.Dockerfile -t dips-daemons .
 #
-#   BASE    an image with Python 3.11 or newer; pin it: --build-arg BASE=python@sha256:… (no registry of images was within
-#           reach where this was written, so no digest stands here)
+#   BASE    an image with Python 3.11 or newer. `make pin` writes its digest here (no registry of images was within reach where
+#           this was written, so none stands here yet); or --build-arg BASE=python@sha256:…
 #   WHEELS  a directory of the build context with all wheels, hatchling's too (`pip download`): then nothing is fetched
 #
 # All packages are those of requirements.txt, by hash, S3 for mirrors among them; `make deploy-check` holds it to constraints.txt.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -11,17 +13,18 @@ import typer
 from cryptography import x509
 
 from dips.commands.options import AS_JSON
+from dips.commands.renewing import CRT, CSR, KEY, Renewer, put_in_place, serve_authority
 from dips.errors import ConfigError, Denied
 from dips.identity import certificates
 from dips.identity.authority import LEAF_DAYS, ROOT_DAYS, Authority
-from dips.identity.certificates import fingerprint_of, identity_of, read_requested_key, utc_now
+from dips.identity.certificates import ends_soon, fingerprint_of, identity_of, read_requested_key, signed_at, utc_now
 from dips.identity.names import PeerIdentity, PeerRole, make_identity
-from dips.identity.paths import REVOCATIONS, ROOT
+from dips.identity.paths import REVOCATIONS, ROOT, renewal_of
 from dips.telemetry import exits
+from dips.telemetry.logs import configure_log
 
-CRT, KEY, CSR, RENEWAL = ".crt", ".key", ".csr", ".renewal"
 MOST_DAYS = 825  # longest validity of a leaf certificate
-SOON = timedelta(days=14)
+HOURS = 24  # of one that is renewed by itself
 VALID, EXPIRES_SOON, REQUEST = "valid", "expires soon", "request"
 
 words = typer.Typer(
@@ -43,6 +46,9 @@ Later:
   dips certs renew certs/slave-0.slave.crt        a new key and a new request
   dips certs revoke ca/ cluster-a.cluster         and copy ca/crl.pem to all
   dips certs show certs/*.crt
+Or by themselves, each day:
+  dips certs serve ca/ --listen 10.0.0.1:7820     on the authority's machine
+  dips certs renew certs/slave-0.slave.crt --from 10.0.0.1:7820 --watch
 
 cert-manager or Vault can be used instead: one DNS name <name>.<role>.<run>.dips, P-256, client and server usage.""",
 )
@@ -95,7 +101,7 @@ def issue_command(
     authority = Authority.open(directory)
     asked = certificates.parse_request(certificates.read_pem(request, "request"), request, "request")
     live = authority.find_live(identity_of(asked))
-    certificate, signed = authority.issue(asked, label, days), request.with_suffix(CRT)
+    certificate, signed = authority.issue(asked, label, timedelta(days=days)), request.with_suffix(CRT)
     certificates.write_public(signed, certificates.to_pem(certificate))
     besides = f"; {len(live)} more of this name valid until {max(r.until for r in live):%Y-%m-%d}" if live else ""
     print(f"{signed}: {identity_of(certificate)}, valid until {certificate.not_valid_after_utc:%Y-%m-%d}{besides}")
@@ -108,13 +114,28 @@ def renew_command(
         Path | None, typer.Option(help="The authority's directory, if it is here: sign and install at once.")
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="With --authority: validity in days.")] = LEAF_DAYS,
+    address: Annotated[
+        str | None,
+        typer.Option("--from", metavar="HOST:PORT", help="The authority's port (`dips certs serve`): ask and install."),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="With --from: renew in the last third of each certificate's life.")
+    ] = False,
 ) -> None:
     """Make a new key and request for the same name; call it again after signing to install both.
 
+    With --from the authority's port signs it at once. With --watch the command goes on, until Ctrl-C or SIGTERM, and
+    renews each certificate in time; while the authority does not answer it tries again. It ends with exit code 77 if
+    the authority refuses: then only `dips certs request` and `issue` help.
+
     Daemons use the new files from the next connection on, without a restart.
     """
-    stem = certificate.with_suffix("")
-    key, request, signed = (stem.with_name(stem.name + RENEWAL + end) for end in (KEY, CSR, CRT))
+    if (address is None and watch) or (address is not None and authority is not None):
+        raise ConfigError("--from HOST:PORT asks the authority there, --watch goes with it, --authority signs here")
+    if address is not None:
+        asyncio.run(_renew_from(certificate, address, watch))
+        return
+    key, request, signed = (renewal_of(certificate, end) for end in (KEY, CSR, CRT))
     if not signed.exists():
         content = certificates.read_pem(certificate, "certificate")
         identity = identity_of(certificates.parse_certificate(content, certificate, "certificate"))
@@ -124,9 +145,42 @@ def renew_command(
             print(f"sign it by `{_issue_line(request, identity)}`, bring {signed.name} back, and call renew again")
             return
         issue_command(authority, request, identity.label, days)
-    _put_in_place(signed, key, certificate, stem.with_name(stem.name + KEY))
+    put_in_place(signed, certificate)
     request.unlink(missing_ok=True)
     print(f"{certificate}: renewed")
+
+
+async def _renew_from(certificate: Path, address: str, watch: bool) -> None:
+    renewer = Renewer(certificate, address, lambda sentence: print(sentence, flush=True))
+    if not watch:
+        await renewer.renew()
+        return
+    me = asyncio.current_task()
+    assert me is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, me.cancel)
+    try:
+        await renewer.keep()
+    except asyncio.CancelledError:
+        print("stopped")
+
+
+@words.command("serve")
+def serve_command(
+    directory: AUTHORITY,
+    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")],
+    hours: Annotated[int, typer.Option(min=1, max=24 * MOST_DAYS, help="Validity of what it signs, in hours.")] = HOURS,
+) -> None:
+    """Sign the renewals of masters, slaves, clusters, pullers and viewers, until Ctrl-C or SIGTERM.
+
+    Each gets what it has: its own name and role, if the certificate that it shows was signed here, is valid and is not
+    revoked. A first certificate, and each one of an operator, is signed by a person (`dips certs issue`).
+
+    The authority's key is on this machine, which now has a network: let only the run's sites reach the port, and let
+    nothing else run here.
+    """
+    log = configure_log("authority", directory.name)
+    asyncio.run(serve_authority(directory, listen, timedelta(hours=hours), log))
 
 
 @words.command("revoke")
@@ -186,7 +240,7 @@ def _issue_line(request: Path, identity: PeerIdentity) -> str:
 
 def _describe(certificate: x509.Certificate) -> tuple[str, str]:
     now, until = utc_now(), certificate.not_valid_after_utc
-    state = EXPIRES_SOON if until - now < SOON else VALID
+    state = EXPIRES_SOON if ends_soon(signed_at(certificate), until, now) else VALID
     try:
         certificates.check_validity(certificate, now, "it")
     except ConfigError:
@@ -204,16 +258,3 @@ def _write_request(identity: PeerIdentity, key: Path, request: Path) -> None:
     certificates.write_public(request, certificates.to_pem(certificates.make_request(identity, secret)))
     fingerprint = fingerprint_of(secret.public_key())
     print(f"{key}: stays here; {request}: {identity}, key {fingerprint}, for `dips certs issue`")
-
-
-def _put_in_place(signed: Path, key: Path, certificate: Path, old_key: Path) -> None:
-    """Rename the new files over the old; between the two renames a daemon sees files that do not match and keeps its
-    own.
-    """
-    new = certificates.parse_certificate(certificates.read_pem(signed, "certificate"), signed, "certificate")
-    if key.exists():
-        secret = certificates.parse_key(certificates.read_key_pem(key, "key"), key, "key")
-        if new.public_key() != secret.public_key():
-            raise ConfigError(f"{signed} was not signed for {key}: sign {key.with_suffix(CSR)} again")
-        key.rename(old_key)
-    signed.rename(certificate)

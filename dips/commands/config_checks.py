@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 from dips.cgroup import available_memory
@@ -15,13 +15,12 @@ from dips.config.reading import is_cluster_file
 from dips.config.section import TlsKey
 from dips.differences import differing_options
 from dips.errors import ConfigError, DipsError
-from dips.identity.certificates import utc_now
+from dips.identity.certificates import ends_soon, utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.paths import REVOCATIONS
 from dips.identity.tls_files import load_tls, require_identity
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 
-SOON = timedelta(days=14)  # before a certificate expires a note is made
 OPERATOR = "operator"
 
 
@@ -195,9 +194,8 @@ def _check_tls(
         except ConfigError as error:
             yield CheckFinding(f"{path}: {label}", FAIL, str(error))
             continue
-        left = loaded.until - (now or utc_now())
         said = f"{files.cert} is valid until {loaded.until:%Y-%m-%d %H:%M} UTC"
-        soon = left < SOON
+        soon = ends_soon(loaded.since, loaded.until, now or utc_now())
         yield CheckFinding(
             f"{path}: {label}", NOTE if soon else OK, said, f"dips certs renew {files.cert}" if soon else ""
         )

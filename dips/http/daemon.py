@@ -430,13 +430,15 @@ class _HttpPort:
         reading = self._watch.call_on_loop(lambda: (self._subject.read(), self._subject.explain_unready()))
         looked = self._disks.read_newest()
         status, unready = reading.result(READ_S)
+        loaded = None if self._tls is None else self._tls.read_current()
         ours = {
             "role": self._subject.role,
             "version": __version__,
             "ready": not unready,
             **metrics.read_process(),
             "lag": self._watch.lag,
-            "expires": None if self._tls is None else self._tls.read_current().until.timestamp(),
+            "expires": None if loaded is None else loaded.until.timestamp(),
+            "issued": None if loaded is None else loaded.since.timestamp(),
             "connections": self.count_connections(),
             "refusals": refusals_by_reason(),
             **looked,

@@ -1,27 +1,30 @@
-"""An offline authority: a directory with a run's root key, the list of signed certificates and the revocations.
+"""An authority: a directory with a run's root key, the list of signed certificates and the revocations.
 
 Private keys of daemons never come here: they are made where they are used, and only requests are sent.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
 
-from dips.errors import ConfigError, Denied
+from dips.errors import Busy, ConfigError, Denied
 from dips.identity import certificates
-from dips.identity.certificates import Key, utc_now
+from dips.identity.certificates import CLOCK_SKEW, Key, utc_now
 from dips.identity.names import PeerIdentity, parse_san
 from dips.identity.paths import REVOCATIONS, ROOT
 from dips.ids import check_name
 
 ROOT_KEY, ISSUED = "ca.key", "issued.jsonl"
 ROOT_DAYS, LEAF_DAYS = 3650, 90
+MOST_LIVE = 8  # valid certificates of a name that renews itself: the last one, the next, and those of broken attempts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,9 @@ class Authority:
             ) from error
         return cls(directory, run, certificate, secret)
 
-    def issue(self, request: x509.CertificateSigningRequest, label: str, days: int = LEAF_DAYS) -> x509.Certificate:
+    def issue(
+        self, request: x509.CertificateSigningRequest, label: str, life: timedelta = timedelta(days=LEAF_DAYS)
+    ) -> x509.Certificate:
         """Sign a request for `label`, NAME.ROLE; raise Denied if the request is for another name, or not usable.
 
         The signer must pass the label: a request may ask for any role, and its sender chooses the file's name.
@@ -83,20 +88,43 @@ class Authority:
             raise Denied(f"expected a request of {label}, got one of {identity.label}: it asks to be {identity}")
         if identity.run != self.run:
             raise Denied(f"the request is of run {identity.run!r}, this authority is of run {self.run!r}")
-        certificate = certificates.sign_request(request, self.root, self._key, utc_now(), days)
+        certificate = certificates.sign_request(request, self.root, self._key, utc_now(), life)
         until = certificate.not_valid_after_utc.isoformat()
         self._append({"san": identity.san, "serial": f"{certificate.serial_number:x}", "until": until})
         return certificate
 
+    def renew(
+        self, request: x509.CertificateSigningRequest, shown: int, label: str, life: timedelta
+    ) -> x509.Certificate:
+        """Sign a request of the holder of the certificate `shown`, by serial, for its own `label`.
+
+        Raise Denied if the request is for another name, or that certificate is revoked or not of this list; Busy if the
+        name has MOST_LIVE valid ones: a holder that asks on and on must not fill the disk.
+        """
+        with self._lock():  # a revocation under way comes before, and this one is refused, or after, and revokes it
+            row = next((row for row in self.list_issued() if row.serial == shown), None)
+            if row is None or row.revoked is not None:
+                why = "is revoked" if row else "was not signed here"
+                raise Denied(f"the certificate {shown:x} of {label} {why}: ask for a new one by `dips certs request`")
+            if len(live := self.find_live(parse_san(row.san))) >= MOST_LIVE:
+                first = min(row.until for row in live)
+                raise Busy(f"{label} has {len(live)} valid certificates, the most: the first ends at {first:%H:%M} UTC")
+            return self.issue(request, label, life)
+
     def revoke(self, label: str) -> list[IssuedRow]:
         """Revoke all certificates of `NAME.ROLE`, or one by its serial; raise ConfigError if there is none."""
-        rows = [row for row in self.list_issued() if row.revoked is None and self._is_meant(row, label)]
-        if not rows:
-            raise ConfigError(f"{label}: expected NAME.ROLE or a serial of a certificate that is not revoked yet")
         now = utc_now()
-        for row in rows:
-            self._append({"revoked": f"{row.serial:x}", "at": now.isoformat()})
-        self._write_revocations({row.serial: row.revoked for row in self.list_issued() if row.revoked is not None})
+        with self._lock():
+            rows = [r for r in self.list_issued() if r.revoked is None and r.until > now and self._is_meant(r, label)]
+            if not rows:
+                raise ConfigError(
+                    f"{label}: expected NAME.ROLE or a serial of a certificate that is valid, not revoked"
+                )
+            for row in rows:
+                self._append({"revoked": f"{row.serial:x}", "at": now.isoformat()})
+            # Not those that have ended: a name that renews itself daily would fill the list, which has a limit.
+            listed = [row for row in self.list_issued() if row.revoked is not None and row.until > now - CLOCK_SKEW]
+            self._write_revocations({row.serial: row.revoked for row in listed if row.revoked is not None})
         return rows
 
     def list_issued(self) -> list[IssuedRow]:
@@ -114,6 +142,13 @@ class Authority:
         """Return the certificates of one name that are valid now."""
         now = utc_now()
         return [r for r in self.list_issued() if r.san == identity.san and r.revoked is None and r.until > now]
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Keep other processes (`dips certs serve`, `revoke`) from changing the list."""
+        with (self.directory / ISSUED).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _is_meant(self, row: IssuedRow, label: str) -> bool:
         return label in (parse_san(row.san).label, row.san, f"{row.serial:x}")

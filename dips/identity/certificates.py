@@ -137,6 +137,7 @@ def _parse(load: Callable[[bytes], Document], content: bytes, path: Path, key: s
 # The contents of a certificate are fixed here, so that an authority cannot by mistake sign one that the daemons refuse.
 
 
+SOON = timedelta(days=14)  # before the end of a certificate that a person renews
 CLOCK_SKEW = timedelta(minutes=5)  # between the clocks of the authority's machine and a daemon's
 MOST_PEM = 64 * 1024  # bytes of a file of certificates
 Key = ec.EllipticCurvePrivateKey
@@ -176,12 +177,12 @@ def make_request(identity: PeerIdentity, key: Key) -> x509.CertificateSigningReq
 
 
 def sign_request(
-    request: x509.CertificateSigningRequest, authority: x509.Certificate, key: Key, now: datetime, days: int
+    request: x509.CertificateSigningRequest, authority: x509.Certificate, key: Key, now: datetime, life: timedelta
 ) -> x509.Certificate:
     """Sign for the name in `request`, and use nothing else of it. Raise Denied if it is not usable."""
     public = read_requested_key(request)
     identity = identity_of(request)
-    end = min(now + timedelta(days=days), authority.not_valid_after_utc)
+    end = min(now + life, authority.not_valid_after_utc)
     builder = _builder(_common_name(identity.label), authority.subject, public, now, end)
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
@@ -247,6 +248,16 @@ def check_until(end: datetime, now: datetime, what: str) -> None:
     """Raise ConfigError if `end` has passed."""
     if now > end:
         raise ConfigError(f"{what} expired at {end:%Y-%m-%d %H:%M} UTC: renew it by `dips certs renew`")
+
+
+def ends_soon(since: datetime, until: datetime, now: datetime) -> bool:
+    """Whether who renews a certificate is late: two weeks before its end, or a quarter of its life if that is less."""
+    return until - now < min(SOON, (until - since) / 4)
+
+
+def signed_at(certificate: x509.Certificate) -> datetime:
+    """Return when it was signed: it is valid from CLOCK_SKEW before that."""
+    return certificate.not_valid_before_utc + CLOCK_SKEW
 
 
 def utc_now() -> datetime:

@@ -14,7 +14,7 @@ from dips.ids import check_name, reads_only
 
 SUFFIX = "dips"
 MOST_SAN = 253  # characters of a DNS name
-MASTER_NAME = "master"  # a run has one
+MASTER_NAME, AUTHORITY_NAME = "master", "authority"  # a run has one of each
 
 
 class PeerRole(StrEnum):
@@ -26,6 +26,10 @@ class PeerRole(StrEnum):
     OPERATOR = "operator"
     PULLER = "puller"
     VIEWER = "viewer"
+    AUTHORITY = "authority"
+
+
+_ONLY = {PeerRole.MASTER: MASTER_NAME, PeerRole.AUTHORITY: AUTHORITY_NAME}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,8 @@ def make_identity(name: str, role: PeerRole, run: str) -> PeerIdentity:
     check_name(name, str(role))
     if "." in name:
         raise ConfigError(f"{role} name {name!r}: dots separate the parts of a certificate's name; use - instead")
-    if role is PeerRole.MASTER and name != MASTER_NAME:
-        raise ConfigError(f"a run has one master, its certificate's name is {MASTER_NAME!r}, got {name!r}")
+    if (only := _ONLY.get(role, name)) != name:
+        raise ConfigError(f"a run has one {role}, its certificate's name is {only!r}, got {name!r}")
     identity = PeerIdentity(name, role, run)
     if len(identity.san) > MOST_SAN:
         raise ConfigError(f"{identity.san} has {len(identity.san)} characters, at most {MOST_SAN} fit; shorten a name")

@@ -32,3 +32,8 @@ class TlsFiles:
         file serves all its daemons.
         """
         return cls.beside(Path(str(cert).replace("{name}", name).replace("{role}", role)))
+
+
+def renewal_of(certificate: Path, end: str) -> Path:
+    """Return the path of a renewal's key, request or certificate: `west.cluster.renewal.key` of `west.cluster.crt`."""
+    return certificate.with_name(certificate.with_suffix("").name + ".renewal" + end)

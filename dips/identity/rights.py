@@ -20,6 +20,8 @@ _PULLERS = _JOINERS | {PeerRole.PULLER}  # `dips export --master` and `dips foll
 _LOOKERS = frozenset({PeerRole.CLUSTER, PeerRole.OPERATOR, PeerRole.VIEWER})  # a cluster sees itself alone
 _CLUSTER, _SLAVE, _MASTER = frozenset({PeerRole.CLUSTER}), frozenset({PeerRole.SLAVE}), frozenset({PeerRole.MASTER})
 _OPERATOR = frozenset({PeerRole.OPERATOR})
+# An operator's certificate may do everything: a person signs each.
+_RENEWED = frozenset({PeerRole.MASTER, PeerRole.SLAVE, PeerRole.CLUSTER, PeerRole.PULLER, PeerRole.VIEWER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ RIGHTS: Mapping[str, Right] = {
     "/dips.v1.OperatorService/DrainAll": Right(_OPERATOR),
     "/dips.v1.StatusService/Status": Right(_LOOKERS),
     "/dips.v1.StatusService/Describe": Right(_LOOKERS | _PULLERS),
+    "/dips.v1.AuthorityService/Renew": Right(_RENEWED),  # the request's name: Authority.renew
     "/grpc.health.v1.Health/Check": Right(_ALL),
 }
 

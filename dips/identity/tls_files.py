@@ -15,7 +15,7 @@ from dips.errors import ConfigError, Denied
 from dips.identity import certificates
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerIdentity, PeerRole
-from dips.identity.paths import TlsFiles
+from dips.identity.paths import TlsFiles, renewal_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class LoadedTls:
     ca: bytes
     cert: bytes
     key: bytes
+    since: datetime  # when it was signed
     until: datetime
     revoked: frozenset[int]  # serial numbers
     authorities: tuple[x509.Certificate, ...] = ()  # the certificates in `ca`
@@ -39,12 +40,8 @@ def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
     """Read and verify the files; raise ConfigError naming the file and the remedy."""
     now = now or utc_now()
     ca = certificates.read_pem(files.ca, "tls")
-    cert = certificates.read_pem(files.cert, "tls")
-    key = certificates.read_key_pem(files.key, "tls")
     authorities = certificates.parse_certificates(ca, files.ca, "tls")
-    certificate = certificates.parse_certificate(cert, files.cert, "tls")
-    if certificate.public_key() != certificates.parse_key(key, files.key, "tls").public_key():
-        raise ConfigError(f"tls: {files.key} is not the key of {files.cert}: one of them was renewed without the other")
+    cert, key, certificate = _read_pair(files)
     certificates.check_validity(certificate, now, f"tls: {files.cert}")
     _check_signed(certificate, authorities, files, now)
     try:
@@ -54,7 +51,27 @@ def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
     revoked = _read_revoked(files, authorities)
     if certificate.serial_number in revoked:
         raise ConfigError(f"tls: {files.cert} is revoked by {files.crl}: ask for a new one by `dips certs request`")
-    return LoadedTls(identity, ca, cert, key, certificate.not_valid_after_utc, revoked, tuple(authorities))
+    since, until = certificates.signed_at(certificate), certificate.not_valid_after_utc
+    return LoadedTls(identity, ca, cert, key, since, until, revoked, tuple(authorities))
+
+
+def _read_pair(files: TlsFiles) -> tuple[bytes, bytes, x509.Certificate]:
+    """Return certificate and key in PEM, and the certificate; raise ConfigError if they do not belong together.
+
+    A process that starts while they are renewed may read one of each, or come between the two renames
+    (`dips certs renew`), so it reads twice, and takes the new certificate where the key is the new one already.
+    """
+    for _ in range(2):
+        cert = certificates.read_pem(files.cert, "tls")
+        certificate = certificates.parse_certificate(cert, files.cert, "tls")
+        key = certificates.read_key_pem(files.key, "tls")
+        public = certificates.parse_key(key, files.key, "tls").public_key()
+        if certificate.public_key() != public and (renewed := renewal_of(files.cert, ".crt")).exists():
+            cert = certificates.read_pem(renewed, "tls")
+            certificate = certificates.parse_certificate(cert, renewed, "tls")
+        if certificate.public_key() == public:
+            return cert, key, certificate
+    raise ConfigError(f"tls: {files.key} is not the key of {files.cert}: one of them was renewed without the other")
 
 
 def require_identity(loaded: LoadedTls, name: str, role: PeerRole, run: str) -> LoadedTls:

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -341,7 +341,8 @@ async def stand_by(
     standby, stopped = Standby(config, store, log), asyncio.Event()
     async with AsyncExitStack() as waiting:
         subject = HttpSubject(
-            config.shared.run, "master", lambda: standby.counts, _collect, lambda: f"stands by: {standby.watch.reason}",
+            config.shared.run, "master", lambda: asdict(standby.counts), _collect,
+            lambda: f"stands by: {standby.watch.reason}",
             daemon.list_disks(config.master.directory, config.master.mirror),
         )  # fmt: skip
         await daemon.open_http(config.master.http, config.http_token, tls, subject, log, waiting)

@@ -135,6 +135,7 @@ PROCESS = (
     MetricRow(
         "dips_certificate_expiry_timestamp_seconds", "expires", "Unix time at which its certificate expires, or did."
     ),
+    MetricRow("dips_certificate_issued_timestamp_seconds", "issued", "Unix time at which its certificate was signed."),
     MetricRow("dips_http_connections", "connections", "Open at its HTTP port."),
 )
 INFO = (MetricRow("dips_build_info", "one", "Always 1; says which release this is, and as what it runs."),)

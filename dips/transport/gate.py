@@ -80,7 +80,7 @@ class Guard:
         """Return the caller's identity; raise Denied with the reason if it may not make this call."""
         who = ""
         try:
-            caller = self._identify(context)
+            caller = self.read_caller(context)
             who = caller.identity.label
             self._check_standing(caller)
             check_right(caller.identity, method, request)
@@ -95,13 +95,13 @@ class Guard:
     def identify_caller(self, context: Mapping[str, Iterable[bytes]]) -> PeerIdentity | None:
         """Return the identity in a connection's certificate, without checking rights; None if there is none."""
         try:
-            return self._identify(context).identity
+            return self.read_caller(context).identity
         except Denied:
             return None
 
     def name_caller(self, context: Mapping[str, Iterable[bytes]]) -> str:
         """Return the caller for the ledger: name and role in the certificate."""
-        return self._identify(context).identity.label
+        return self.read_caller(context).identity.label
 
     def change_clusters(self, clusters: Collection[str] | None) -> None:
         """Replace the list of clusters that may join; None: all with a certificate for it."""
@@ -132,7 +132,8 @@ class Guard:
             raise Denied(f"the certificate of {caller.identity} expired at {caller.until:%Y-%m-%d %H:%M} UTC")
         check_enrolled(caller.identity, self._clusters)
 
-    def _identify(self, context: Mapping[str, Iterable[bytes]]) -> Caller:
+    def read_caller(self, context: Mapping[str, Iterable[bytes]]) -> Caller:
+        """Return what a connection's certificate says; raise Denied if there is none of a trusted authority."""
         pem = next(iter(context.get(PEM_KEY, ())), None)
         if pem is None:
             raise Denied("no certificate was shown")

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from dips.protocol.enums import ClusterState, SlaveState, TrainerState
-from dips.protocol.view import ClusterView, RunView, SlaveView
+from dips.protocol.view import ClusterView, LeaseView, RunView, SlaveView
 from dips.telemetry.metrics import MetricRow, Samples, Table, make_families
 
 RUN = (
@@ -46,7 +46,6 @@ RUN = (
         "dips_ledger_mirror_behind_transactions", "ledger_mirror.behind_transactions", "Lost with the master's disk."
     ),
     MetricRow("dips_ledger_mirror_behind_seconds", "ledger_mirror.behind_s", "Since the mirror kept up."),
-    MetricRow("dips_lease_age_seconds", "lease.age_s", "Since the master's lease in its mirror was written."),
     MetricRow("dips_lease_claimable", "lease.claimable", "1 while a standby may take over: it would lose nothing."),
     MetricRow("dips_standbys", "lease.present", "Standbys that are there."),
     MetricRow("dips_standbys_ready", "lease.ready", "Standbys that would take over now."),
@@ -108,6 +107,9 @@ TRANSFER = (
     MetricRow("dips_transfer_bytes", "nbytes", "Of a push or pull at a slave, arrived so far."),
     MetricRow("dips_transfer_size_bytes", "total", "Of a push or pull at a slave, in all."),
 )
+LEASE = MetricRow(
+    "dips_lease_timestamp_seconds", "at", "Unix time of the last write of the master's lease to its mirror."
+)
 HEARD = MetricRow("dips_cluster_heard_timestamp_seconds", "at", "Unix time of its last heartbeat.")
 SLAVE_HEARD = MetricRow("dips_slave_heard_timestamp_seconds", "at", "Unix time of its last heartbeat.")
 STATE = MetricRow("dips_cluster_state", "is", "1 for the present state, 0 for every other one.")
@@ -117,6 +119,7 @@ PHASE = MetricRow("dips_round_phase_seconds", "phase", "Of rounds that made a ve
 
 TABLES: tuple[Table, ...] = (
     (RUN, ()),
+    ((LEASE,), ()),
     (CLUSTER, ("cluster",)),
     ((HEARD,), ("cluster",)),
     ((STATE,), ("cluster", "state")),
@@ -143,6 +146,7 @@ def collect(status: Mapping[str, Any]) -> Iterator[Metric]:
     ]
     samples: tuple[Samples, ...] = (
         [((), view), ((), status)],
+        _list_lease(view.lease, status["wall"]),
         [((name,), peer) for name, peer in view.clusters.items()],
         _list_heard(view.clusters, status["wall"]),
         _list_states(view.clusters, ClusterState),
@@ -155,6 +159,10 @@ def collect(status: Mapping[str, Any]) -> Iterator[Metric]:
     )
     for (rows, labels), found in zip(TABLES, samples, strict=True):
         yield from make_families(rows, found, labels)
+
+
+def _list_lease(lease: LeaseView | None, wall: float) -> Samples:
+    return [] if lease is None or lease.age_s is None else [((), {"at": wall - lease.age_s})]
 
 
 def _list_heard(peers: Mapping[str, ClusterView | SlaveView], wall: float) -> Samples:

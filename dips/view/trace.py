@@ -409,16 +409,26 @@ def to_chrome(trace: RunTrace) -> dict[str, Any]:
         events.append({"ph": "i", "s": "t", "name": point.name, "cat": point.track, **place, "args": args})
     for number, flow in enumerate(trace.flows, 1):
         source, target = trace.spans[flow.source], trace.spans[flow.target]
-        ends = (
-            ("s", source, placed[flow.source], min(max(flow.at, source.begin), source.end)),
-            ("f", target, placed[flow.target], target.begin),
-        )
-        for ph, span, tid, at in ends:
+        ends = _find_ends(flow, source, target)
+        for ph, span, tid, at in (
+            ("s", source, placed[flow.source], ends[0]),
+            ("f", target, placed[flow.target], ends[1]),
+        ):
             bound = {"bp": "e"} if ph == "f" else {}
             place = {"pid": pids[span.writer], "tid": tid, "ts": _micros(at)}
             events.append({"ph": ph, "id": number, "name": flow.name, "cat": "flow", **place, **bound})
     offsets = {_say(writer): offset.seconds for writer, offset in trace.offsets.items()}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock_offsets_s": offsets}}
+
+
+def _find_ends(flow: TraceFlow, source: TraceSpan, target: TraceSpan) -> tuple[float, float]:
+    """Return when a flow leaves its source and arrives at its target, each within its span, and in this order.
+
+    Perfetto drops an arrow that arrives before it leaves, as from a master's span that is still open when its cluster
+    pulls already. Where clocks have the target over before its source begins, nothing can be done.
+    """
+    left = min(max(flow.at, source.begin), source.end, max(source.begin, target.begin))
+    return left, min(max(target.begin, left), target.end)
 
 
 def _list_writers(trace: RunTrace) -> list[Writer]:

@@ -67,6 +67,12 @@ def describe(channel: grpc.Channel) -> dict[str, Any]:
     return described
 
 
+def ask_cluster(channel: grpc.Channel, method: str, reply: type[Any], said: object) -> Any:
+    """A question of ClusterService that is answered."""
+    call = channel.unary_unary(f"/dips.v1.ClusterService/{method}", lambda m: m.SerializeToString(), reply.FromString)
+    return messages.unwrap_oneof(call(messages.to_proto(said), timeout=20.0))
+
+
 def status_of(error: grpc.RpcError) -> str:
     return str(cast(grpc.Call, error).code().name)
 

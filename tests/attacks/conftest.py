@@ -42,6 +42,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
     MEMORY.append(deployment.describe_memory())
 
 
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
+    """Its master has a mirror, so that another one may stand by."""
+    directory = tmp_path_factory.mktemp("attacks") / "mirrored"
+    with AttackedRun(directory, secured=False, master={"mirror": "mirror"}) as deployment:
+        yield deployment
+    ROWS.extend(deployment.rows)
+    MEMORY.append(deployment.describe_memory())
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not ROWS:
         return

@@ -81,6 +81,8 @@ class AttackedRun:
 
     def __enter__(self) -> AttackedRun:
         self.directory.mkdir()
+        if mirror := self.master.get("mirror"):
+            (self.directory / mirror).mkdir()
         security: dict[str, Any] = {"tls": False}
         if self.secured:
             self.enrolled = Enrolled(self.directory / "certs", RUN)

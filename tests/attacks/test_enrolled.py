@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -28,7 +27,7 @@ from dips.protocol.options import RANGES_HELD
 from dips.protocol.rules import MOST_TIMES
 from dips.transport.limits import PEER_CONNECTIONS
 from dips.wire.generated import cluster_pb2, status_pb2
-from dips.wire.messages import to_proto, unwrap_oneof
+from dips.wire.messages import to_proto
 from tests.attacks import callers
 from tests.attacks.deployment import RUN, AttackedRun
 
@@ -46,12 +45,6 @@ def run_goes_on(leasing: AttackedRun) -> Iterator[None]:
     yield
     leasing.require_rounds(before)
     leasing.require_memory()
-
-
-def ask_cluster(channel: grpc.Channel, method: str, reply: type[Any], said: object) -> Any:
-    """A question of ClusterService that is answered."""
-    call = channel.unary_unary(f"/dips.v1.ClusterService/{method}", lambda m: m.SerializeToString(), reply.FromString)
-    return unwrap_oneof(call(to_proto(said), timeout=20.0))
 
 
 @contextmanager
@@ -80,15 +73,15 @@ def test_all_data_ranges_are_leased(leasing: AttackedRun) -> None:
         known = callers.describe(channel)
         digest = Manifest.from_json(known["manifest"]).digest
         said = events.ClusterJoined(0, "north", "thief", RUN, digest, known["config_digest"], take_over=True)
-        inc = ask_cluster(channel, "Join", cluster_pb2.JoinReply, said).inc
+        inc = callers.ask_cluster(channel, "Join", cluster_pb2.JoinReply, said).inc
         for seq in range(1, 9):
             named = tuple(range(999_000 - 1024 * seq, 999_000 - 1024 * (seq - 1))) if seq % 2 else ()
             wanted = events.RangesRequested(0, "north", inc, seq, 1024, named)
-            given = ask_cluster(channel, "RequestRanges", cluster_pb2.RequestRangesReply, wanted)
+            given = callers.ask_cluster(channel, "RequestRanges", cluster_pb2.RequestRangesReply, wanted)
             assert not given.exhausted
             held.update(given.ranges)
         assert len(held) == RANGES_HELD
-        ask_cluster(channel, "Leave", cluster_pb2.LeaveReply, events.ClusterLeft(0, "north", inc, 0, "bye"))
+        callers.ask_cluster(channel, "Leave", cluster_pb2.LeaveReply, events.ClusterLeft(0, "north", inc, 0, "bye"))
     assert all(leasing.daemons[name].code is None for name in ("west", "east"))
     leasing.note_attack(
         "all data ranges, by number and by name", "north.cluster", "range book", "", "", 0,

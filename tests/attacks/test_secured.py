@@ -31,9 +31,10 @@ from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.manifest import Manifest
 from dips.transport.endpoints import master_peer
 from dips.transport.limits import HANDSHAKE_MS, PEER_CALLS_AT_ONCE
+from dips.transport.seal import new_keys
 from dips.transport.tls import TlsSource
 from dips.wire.frame import Header, Kind, encode_probe, make_message, pack_header, run_id
-from dips.wire.generated import operator_pb2, status_pb2
+from dips.wire.generated import cluster_pb2, operator_pb2, status_pb2
 from dips.wire.messages import to_proto
 from tests.attacks import callers
 from tests.attacks.callers import describe, refused_with
@@ -46,6 +47,7 @@ MASTER_SAN = f"master.master.{RUN}.dips"
 STATUS = "StatusService/Status"
 JOIN, REGISTER, EXECUTE = "ClusterService/Join", "SlaveService/Register", "OrderService/Execute"
 CLOSED_S = HANDSHAKE_MS / 1000 + 4.0
+ENDS_S = 10.0  # left of a certificate that ends in the middle of something
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +108,39 @@ def test_a_revoked_certificate(secured: AttackedRun) -> None:
     said = refused_with(secured.run.address, files, MASTER_SAN, STATUS, status_pb2.StatusRequest())
     assert "is revoked" in said
     secured.note_attack("a revoked certificate", "its former holder", "guard", "master", "denied", 1)
+
+
+def test_a_certificate_that_ends_in_the_middle_of_a_transfer(secured: AttackedRun) -> None:
+    """Its pull is open at the slaves when it ends: a sentence, counted, and the pull is dropped within a second."""
+    files = secured.forge("ending", [f"south.cluster.{RUN}.dips"], end_s=ENDS_S)
+    viewer, keys = secured.certificate_of("scraper", PeerRole.VIEWER), new_keys()
+    with (
+        callers.channel_to(secured.run.address, files, MASTER_SAN) as channel,
+        callers.channel_to(secured.run.address, viewer, MASTER_SAN) as looking,
+    ):
+        known = describe(channel)
+        digest = Manifest.from_json(known["manifest"]).digest
+        joined = events.ClusterJoined(0, "south", "n", RUN, digest, known["config_digest"])
+        inc = callers.ask_cluster(channel, "Join", cluster_pb2.JoinReply, joined).inc
+        pull = PullId("south", inc, 1)
+        wanted = events.PullRequested(0, pull, 1, None, (keys.public,))
+        while not isinstance(
+            callers.ask_cluster(channel, "RequestPull", cluster_pb2.RequestPullReply, wanted), effects.Grant
+        ):
+            pass
+        beat = ClusterHeartbeat(
+            "south", inc, TrainerState.TRAINING, Activity.INNER, 1, 5, 1, 0, 1.0, GENESIS, 0, 0, 0.0
+        )  # fmt: skip
+        over = f"the certificate of cluster 'south' of run {RUN!r} expired at"
+        while (answer := callers.ask(channel, "ClusterService/Heartbeat", beat))[0] == "OK":
+            time.sleep(0.2)
+        assert answer[0] == "PERMISSION_DENIED" and answer[1].startswith(over), answer
+        secured.run.until(lambda: look(looking)["clusters"]["south"]["state"] == "gone", 5, "south is expelled")
+        south = look(looking)["clusters"]["south"]
+        assert south["cause"] == "expelled" and over in south["reason"], south
+        status, said = callers.ask(channel, "ClusterService/FinishPull", events.PullFinished(0, pull, installed=False))
+    assert status == "PERMISSION_DENIED" and said.startswith(over), (status, said)
+    secured.note_attack("a certificate that ends in mid-transfer", "south, once", "guard", "master", "denied", 1)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
 HERE = Path(__file__).parent
+RAY_OPTIONS = ("--node-ip-address=127.0.0.1", "--min-worker-port=20002", "--max-worker-port=29999")
 SLURM = HERE.parents[1] / "deploy" / "slurm"
 
 
@@ -132,6 +134,55 @@ def test_nodes_that_are_started_one_by_one(run: Any, environment: dict[str, str]
                 node.terminate()
                 node.wait(60)
     assert codes == [0, 0], [(run.directory / f"node{node}.log").read_text()[-4000:] for node in "10"]
+
+
+@pytest.fixture(name="ray_nodes")
+def two_nodes_of_ray(tmp_path: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Two raylets on this machine, and the environment in which their jobs are submitted."""
+    pytest.importorskip("ray", reason="ray is not here: its recipe was not run")
+    address, environment = f"127.0.0.1:{harness.free_port()}", {**environment, "RAY_USAGE_STATS_ENABLED": "0"}
+    start = [environment["PYTHON"], "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *RAY_OPTIONS]
+    head = ["--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false"]
+    raylets = []
+    try:
+        for words in (head, [f"--address={address}"]):
+            path = tmp_path / f"raylet{len(raylets)}.log"
+            with path.open("w") as log:
+                raylets.append(
+                    subprocess.Popen([*start, *words], env=environment, stdout=log, stderr=log, cwd=harness.ROOT)
+                )
+            until = time.monotonic() + 90
+            while "runtime started" not in path.read_text():
+                assert time.monotonic() < until and raylets[-1].poll() is None, path.read_text()[-4000:]
+                time.sleep(0.2)
+        yield {**environment, "RAY_ADDRESS": address}
+    finally:
+        for raylet in reversed(raylets):
+            raylet.terminate()
+            raylet.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.real_commands
+@pytest.mark.timeout(400)
+def test_ray_on_two_nodes(run: Any, ray_nodes: dict[str, str]) -> None:
+    """ray_job.py places a node on each, node 0 is the head, and the job ends with the run; a wrong file ends it."""
+    ready(run)
+    path = cluster_file(run)
+    same = {**ray_nodes, "DIPS_AGENT": f"tcp://127.0.0.1:{harness.free_port()}"}
+    job = [same["PYTHON"], str(SLURM.parent / "engines" / "ray_job.py"), "--nodes", "2", "--gpus", "0"]
+
+    def submit(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [*job, *more, *words(run)]
+        return subprocess.run(
+            command, env=same, capture_output=True, text=True, timeout=200, cwd=harness.ROOT, check=False
+        )
+
+    done = submit(str(path))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert [(run.directory / f"slow.out.{rank}").exists() for rank in range(2)] == [True, True]
+    done = submit("--restarts", "1", str(run.directory / "none.yaml"))
+    assert done.returncode == 78, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 @pytest.mark.torchrun

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,7 @@ def when_all_is_well(it: Incidents) -> None:
 
 def strangers_knock(it: Incidents) -> None:
     """Wrong tokens at a port, a certificate that is nearly over, a host that pauses."""
-    it.enrolled.enroll("ps1", PeerRole.SLAVE, days=1)
+    it.enrolled.enroll_ending("ps1", PeerRole.SLAVE, timedelta(hours=1))
     os.kill(it.process("west").pid, signal.SIGSTOP)
     time.sleep(1.6)
     os.kill(it.process("west").pid, signal.SIGCONT)

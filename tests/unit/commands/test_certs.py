@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dips import cli
-from dips.errors import DipsError, treatment_of
+from dips.errors import ConfigError, DipsError, treatment_of
 from dips.identity.certificates import identity_of, parse_certificate, parse_revocations, read_pem
 from dips.identity.names import PeerRole
 from tests.enrolled import Enrolled
@@ -96,3 +97,18 @@ def test_two_revocations_stay_two(tmp_path: Path) -> None:
     path = tmp_path / "ca" / "crl.pem"
     (revoked,) = parse_revocations(read_pem(path, "crl"), path, "crl")
     assert {row.serial_number for row in revoked} == {row.serial for row in rows} and len(rows) == 2
+
+
+def test_what_has_ended_is_not_listed(tmp_path: Path) -> None:
+    """A name that renews itself has hundreds behind it, and daemons read a list of 64 KiB at most."""
+    enrolled, path, issued = Enrolled(tmp_path), tmp_path / "ca" / "crl.pem", tmp_path / "ca" / "issued.jsonl"
+    enrolled.enroll("berlin", PeerRole.CLUSTER, timedelta(seconds=-1))
+    with pytest.raises(ConfigError, match="a certificate that is valid, not revoked"):
+        enrolled.authority.revoke("berlin.cluster")
+    enrolled.enroll("berlin", PeerRole.CLUSTER)
+    (last_year,) = enrolled.authority.revoke("berlin.cluster")
+    issued.write_text(issued.read_text().replace(last_year.until.isoformat(), "2020-01-01T00:00:00+00:00"))
+    enrolled.enroll("berlin", PeerRole.CLUSTER)
+    (row,) = enrolled.authority.revoke("berlin.cluster")
+    (revoked,) = parse_revocations(read_pem(path, "crl"), path, "crl")
+    assert [listed.serial_number for listed in revoked] == [row.serial]

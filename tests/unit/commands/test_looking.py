@@ -20,10 +20,10 @@ from dips import cli
 from dips.client.parallel import shard_buffer
 from dips.codecs import Codec
 from dips.commands import completing, planning
-from dips.commands.config_checks import SOON, check_files, read_files
+from dips.commands.config_checks import check_files, read_files
 from dips.commands.init import load_tensors
 from dips.errors import ConfigError
-from dips.identity.certificates import utc_now
+from dips.identity.certificates import SOON, utc_now
 from dips.identity.names import PeerRole
 from dips.outer.pool import MemorySum
 from dips.printable import FAIL, NOTE, CheckFinding

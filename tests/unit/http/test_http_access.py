@@ -53,7 +53,7 @@ def the_daemons(enrolled: Enrolled) -> TlsSource:
 @pytest.mark.parametrize("role", list(PeerRole))
 def test_operators_and_viewers_may_read(enrolled: Enrolled, tls: TlsSource, role: PeerRole) -> None:
     """Of the other roles only the daemon itself: a cluster does not read what another one's loss is."""
-    name = "master" if role is PeerRole.MASTER else "eve"
+    name = {PeerRole.MASTER: "master", PeerRole.AUTHORITY: "authority"}.get(role, "eve")
     refusal = Door(tls, None).check_request("/metrics", {}, der_of(enrolled.enroll(name, role)))
     if role in (PeerRole.OPERATOR, PeerRole.VIEWER):
         assert refusal is None

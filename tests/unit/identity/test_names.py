@@ -8,7 +8,7 @@ from dips.errors import ConfigError, Denied
 from dips.identity.names import PeerIdentity, PeerRole, make_identity, parse_san
 
 
-@pytest.mark.parametrize("role", [role for role in PeerRole if role is not PeerRole.MASTER])
+@pytest.mark.parametrize("role", sorted(set(PeerRole) - {PeerRole.MASTER, PeerRole.AUTHORITY}))
 def test_a_name_reads_back(role: PeerRole) -> None:
     identity = make_identity("west-2_b", role, "run.of.july")
     assert identity.san == f"west-2_b.{role}.run.of.july.dips"
@@ -46,7 +46,10 @@ def test_a_name_with_dots_could_be_read_in_two_ways() -> None:
         make_identity("a.cluster.b", PeerRole.SLAVE, "r")
 
 
-def test_a_run_has_one_master() -> None:
+def test_a_run_has_one_master_and_one_authority() -> None:
+    assert make_identity("authority", PeerRole.AUTHORITY, "r").san == "authority.authority.r.dips"
+    with pytest.raises(ConfigError, match="one authority"):
+        make_identity("west", PeerRole.AUTHORITY, "r")
     assert make_identity("master", PeerRole.MASTER, "r").san == "master.master.r.dips"
     with pytest.raises(ConfigError, match="one master"):
         make_identity("mistress", PeerRole.MASTER, "r")

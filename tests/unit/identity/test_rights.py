@@ -11,9 +11,9 @@ import pytest
 from dips.errors import Denied
 from dips.identity.names import PeerIdentity, PeerRole
 from dips.identity.rights import RIGHTS, check_enrolled, check_right
-from dips.wire.generated import cluster_pb2, operator_pb2, slave_pb2, status_pb2
+from dips.wire.generated import authority_pb2, cluster_pb2, operator_pb2, slave_pb2, status_pb2
 
-FILES = (cluster_pb2, operator_pb2, slave_pb2, status_pb2)
+FILES = (authority_pb2, cluster_pb2, operator_pb2, slave_pb2, status_pb2)
 METHODS = {
     f"/{service.full_name}/{method.name}": method
     for file in FILES
@@ -53,6 +53,7 @@ EXPECTED = """
     OperatorService/DrainAll      operator
     StatusService/Status          cluster operator viewer
     StatusService/Describe        cluster operator puller viewer
+    AuthorityService/Renew        cluster master puller slave viewer
 """
 MAY = {f"/dips.v1.{method}": roles for method, *roles in map(str.split, EXPECTED.strip().splitlines())}
 MAY[HEALTH] = list(PeerRole)

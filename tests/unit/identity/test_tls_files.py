@@ -178,7 +178,7 @@ class TestAuthority:
         files = Enrolled(tmp_path)
         short = Authority.create(tmp_path / "short", "july", days=10)
         identity = PeerIdentity("west", PeerRole.CLUSTER, "july")
-        signed = short.issue(certificates.make_request(identity, certificates.new_key()), identity.label, days=90)
+        signed = short.issue(certificates.make_request(identity, certificates.new_key()), identity.label)
         assert signed.not_valid_after_utc == short.root.not_valid_after_utc
         assert files.authority.list_issued() == []
 

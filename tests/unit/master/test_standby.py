@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -28,6 +30,7 @@ from dips.master.standby import BOUND, LeaseKeeper, Standby
 from dips.protocol.records import RoundReserved
 from dips.protocol.standby import CLAIM_S, SERVE_S, StandbyState, TermLease
 from dips.store.mirror import MirrorStore, read_sealed, seal
+from tests.integration.cluster_harness import free_port
 from tests.unit.master.test_ledger_mirror import TENSORS, Term, until
 
 LOG = structlog.get_logger()
@@ -479,6 +482,33 @@ def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, en
     ]
     restore.set_aside_old(b, keeper.term, LOG)
     assert genesis.ledger_path(b).exists()
+
+
+def test_a_standby_answers_scrapes(tmp_path: Path) -> None:
+    """Its HTTP port has its own metrics and those of every daemon."""
+    (tmp_path / "mirror").mkdir()
+    port = free_port()
+    begun(tmp_path, str(tmp_path / "mirror"), "a", http=f"127.0.0.1:{port}")
+    (tmp_path / "a" / "ledger.sqlite").rename(tmp_path / "ledger.sqlite")
+
+    def scrape() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    async def stand_by() -> str:
+        ready = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            config = load_run(tmp_path / "a.yaml")
+            waiting = asyncio.create_task(standby.stand_by(config, None, LOG, stack, ready.set))
+            await ready.wait()
+            text = await asyncio.to_thread(scrape)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            return text
+
+    text = asyncio.run(stand_by())
+    for name in ("dips_standby_ready", "dips_standby_term", "dips_standby_refused_total", "dips_ready"):
+        assert re.search(rf'^{name}\{{run="r"\}} ', text, re.MULTILINE), text
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dips.client.agent import metrics as agent_metrics
 from dips.master.meters import RoundMeters
 from dips.protocol.enums import ClusterState
 from dips.protocol.heartbeats import Transfer
-from dips.protocol.view import NewestView, ProgressView, RoundCounts
+from dips.protocol.view import LeaseView, NewestView, ProgressView, RoundCounts
 from dips.slave import metrics as slave_metrics
 from dips.telemetry import metrics
 from dips.telemetry.metrics import Histogram
@@ -36,6 +36,7 @@ STATUS = {
         uptime_s=3.5,
         rounds=RoundCounts(12, 1, 4),
         newest=NewestView(committed=993.0, clusters=1),
+        lease=LeaseView("a", age_s=1.5),
     ),
     "meters": RoundMeters(),
     "wall": 1000.0,
@@ -63,6 +64,7 @@ def test_a_scrape_says_what_the_status_says() -> None:
     assert found["dips_head_version", ()] == 12
     assert found["dips_head_round", ()] == 17
     assert found["dips_rounds_skipped_total", ()] == 4
+    assert found["dips_lease_timestamp_seconds", ()] == 998.5 and found["dips_standbys", ()] == 0
     assert found["dips_head_timestamp_seconds", ()] == 993 and ("dips_durable_timestamp_seconds", ()) not in found
     assert found["dips_cluster_accepted_total", fast] == 9
     assert ("dips_cluster_inner_steps", slow) not in found

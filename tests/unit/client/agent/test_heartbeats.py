@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from itertools import count
 from math import inf
 from pathlib import Path
@@ -304,7 +305,7 @@ def test_a_renewed_certificate_that_is_not_used_is_told(tmp_path: Path) -> None:
 
     valid = files.cert.read_bytes(), files.key.read_bytes()
     assert note() == ""
-    enrolled.enroll("west", PeerRole.CLUSTER, days=0)
+    enrolled.enroll("west", PeerRole.CLUSTER, timedelta())
     assert note().startswith(f"certificate: the new files are not used: tls: {files.cert} expired at")
     assert source.read_current().cert == valid[0]
     files.cert.write_bytes(valid[0])
