@@ -15,6 +15,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 SEEDS ?= 1000
 STORM_S ?= 60
+UPGRADES ?= 3
 unexport PYTHONDONTWRITEBYTECODE  # or every worker and every command of a test would compile all of dips and tests again
 
 help: ## list these words
@@ -58,8 +59,8 @@ deploy-run: $(VENV)/kubectl.stamp ## deploy/README.md's steps with podman on thi
 sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself, a table what they met (ARGS="--days 33")
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
-chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks, two files at a time; about 8 minutes (STORM_S=600; SECURE=1: all with certificates)
-	@DIPS_STORM_S=$(STORM_S) DIPS_CHAOS_SECURE=$(SECURE) $(BIN)/python -m pytest -m chaos -n 2 --dist loadfile tests/chaos $(ARGS)
+chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks, two files at a time; about 8 minutes (STORM_S=600; UPGRADES=50; SECURE=1: all with certificates)
+	@DIPS_STORM_S=$(STORM_S) DIPS_UPGRADES=$(UPGRADES) DIPS_CHAOS_SECURE=$(SECURE) $(BIN)/python -m pytest -m chaos -n 2 --dist loadfile tests/chaos $(ARGS)
 
 attacks: $(VENV)/dev.stamp ## attack real daemons, with and without a valid certificate, while a run trains; a table at the end
 	@$(BIN)/python -m pytest -m attacks tests/attacks $(ARGS)

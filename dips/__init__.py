@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from dips.client.load import ModelFollower
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 
 def load(model: torch.nn.Module, file: Path | str) -> str | None:

@@ -235,7 +235,7 @@ class VersionPuller:
             heartbeat = ClusterHeartbeat(
                 self._name, self._inc, TrainerState.STARTING, Activity.PULL, 0, 0, 0, 0, 0.0, None,
                 rate.nbytes, rate.total, rate.bytes_per_s, transfer_seq=self._seq,
-            )  # fmt: skip
+                    )  # fmt: skip
             try:
                 answer = await self._link.send_heartbeat(heartbeat, CALL_S)
             except UnavailableMaster:

@@ -21,6 +21,7 @@ from dips.protocol.events import (
     DrainAllAsked,
     DrainAsked,
     ExtensionAsked,
+    FinaliseAsked,
     QuarantineAsked,
     ReadmissionAsked,
     RollbackAsked,
@@ -271,6 +272,34 @@ def _read_version(text: str) -> VersionId:
         return VersionId.parse(text)
     except ValueError as error:
         raise ConfigError(f"version {text!r}: expected one as `dips history` names it, like v4100@r4107") from error
+
+
+# ---- finalise --------------------------------------------------------------------------------------------------------
+
+
+def finalise(config: WHOSE = None, master: MASTER = None, credentials: CREDENTIALS = None) -> None:
+    """End an upgrade: from now on the run uses what the new release has added, and no process of the former one.
+
+    Until then processes of both releases take part, in any order of restarts, and each may go back. `dips status` says
+    who is still of the former release. Do this when the new one has proved itself: there is no way back but by the
+    ledger's former file, which is kept beside as ledger.formatN.sqlite, and does not know what came since.
+
+    Every slave must serve, and every live cluster speak the new protocol; whoever else comes back with the former
+    release is refused. A master that stands by must be upgraded, too, before it is needed.
+
+    Exit codes: 0 done, or there is nothing to finalise; 1 refused; 69 no master answers; 77 you are no operator.
+
+    \b
+    Example:
+      dips finalise --config dips.yaml
+    """
+    peer = find_master(config, master, credentials)
+    view = asyncio.run(ask_view(peer))
+    if view.protocol_newest <= view.protocol:
+        print(f"nothing to finalise: the run speaks {view.protocol}, its master no more")
+        return
+    _require_done(asyncio.run(ask_master(peer, FinaliseAsked(0, view.protocol + 1))))
+    print(f"the run speaks {view.protocol + 1}; its ledger's former file is beside it")
 
 
 # ---- drain -----------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ RIGHTS: Mapping[str, Right] = {
     "/dips.v1.OperatorService/Rollback": Right(_OPERATOR),
     "/dips.v1.OperatorService/Drain": Right(_OPERATOR | _SLAVE, "slave", own_of=_SLAVE),  # before its pod ends
     "/dips.v1.OperatorService/DrainAll": Right(_OPERATOR),
+    "/dips.v1.OperatorService/Finalise": Right(_OPERATOR),
     "/dips.v1.StatusService/Status": Right(_LOOKERS),
     "/dips.v1.StatusService/Describe": Right(_LOOKERS | _PULLERS),
     "/dips.v1.AuthorityService/Renew": Right(_RENEWED),  # the request's name: Authority.renew

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from dips.errors import ConfigError, Corrupt, StaleTerm
@@ -23,13 +23,14 @@ from dips.master.ledger_history import (
     read_results_after,
     read_rounds_after,
 )
-from dips.master.ledger_rows import write_record, write_run
+from dips.master.ledger_rows import run_statements, write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
-from dips.master.schema import APPLICATION_ID, CHAIN, SCHEMA, SCHEMA_VERSION
-from dips.protocol.records import LedgerState, OperatorActed, Record, RunRow
+from dips.master.schema import APPLICATION_ID, CHAIN, FORMATS, lacking_in, tables_of
+from dips.protocol.records import LedgerState, OperatorActed, ProtocolRaised, Record, RunRow
 from dips.view.points import RoundHistory
 
 MEMORY = ":memory:"
+FORMER = ".format{}.sqlite"  # end of the name of the file as it was before its format was raised from this one
 BUSY_S = 10.0  # longest wait of SQLite for a reader's lock before a write fails
 
 Wall = Callable[[], float]
@@ -48,8 +49,8 @@ class Ledger:
 
     @classmethod
     def create(cls, path: Path | str, row: RunRow, wall: Wall = _no_clock) -> Ledger:
-        """Create the ledger of a new run; raise ConfigError if the file exists. `wall` returns Unix seconds, for
-        people.
+        """Create the ledger of a new run, in the format of its protocol; raise ConfigError if the file exists. `wall`
+        returns Unix seconds, for people.
         """
         if str(path) != MEMORY and Path(path).exists():
             raise ConfigError(f"{path}: a ledger is here already; a run is initialised once")
@@ -57,11 +58,12 @@ class Ledger:
         db = _connect_file(path, "rwc")  # beside a new file SQLite removes a leftover WAL
         _write_durably(db)
         with _in_transaction(db) as rows:
-            _run_all(db, f"{SCHEMA};\n{CHAIN}")
+            run_statements(db, f"{tables_of(row.protocol)};\n{CHAIN}")
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            db.execute(f"PRAGMA user_version = {row.protocol}")
             rows.chain_all()
             write_run(rows, row, wall)
+        _view_as_newest(db)
         if str(path) != MEMORY:
             sync_path(Path(path).parent)
         return cls(db, lock, wall)
@@ -103,9 +105,14 @@ class Ledger:
 
         wall  Unix seconds for the rows; None: of the clock
 
+        The record of a raised protocol changes the tables; the file as it was is kept beside, as FORMER says.
+
         Raise StaleTerm if a later master has begun its term here: not every file system supports locks, and a master
         that was stopped and taken for dead must not write over its successor (docs/rationale.md#4).
         """
+        raised = next((record.protocol for record in records if isinstance(record, ProtocolRaised)), 0)
+        if raised:
+            _keep_former(self._db, raised - 1)
         with _in_transaction(self._db) as rows:
             if self._term and (newest := self.read_term()) != self._term:
                 raise StaleTerm(f"this master began term {self._term} of the ledger, term {newest} has begun since")
@@ -231,6 +238,7 @@ def _open_file(path: Path | str, readonly: bool, verified: bool) -> sqlite3.Conn
         if verified:
             verify_pages(db, str(path))
             verify_chain(db, str(path))
+        _view_as_newest(db)
         if not readonly:
             _write_durably(db)
         return db
@@ -260,16 +268,35 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
         raise Corrupt(f"{path}: this is not a ledger of Di-PS: {error}") from error
     if application != APPLICATION_ID:
         raise Corrupt(f"{path}: this SQLite file is not a ledger of Di-PS (application id {application:#x})")
-    if schema != SCHEMA_VERSION:
+    if schema not in FORMATS:
         raise ConfigError(
-            f"{path}: expected ledger format {SCHEMA_VERSION}, got {schema}; go on with the Di-PS that wrote it, or "
-            "begin a new run from its `dips export`"
+            f"{path}: expected ledger format {' or '.join(map(str, FORMATS))}, got {schema}; go on with the Di-PS that "
+            "wrote it, or begin a new run from its `dips export`"
         )
 
 
-def _run_all(db: sqlite3.Connection, statements: str) -> None:
-    for statement in statements.split(";\n"):
-        db.execute(statement)
+def _view_as_newest(db: sqlite3.Connection) -> None:
+    """Let queries see the tables of the newest format, by views that last as long as the connection. Idempotent."""
+    (form,) = db.execute("PRAGMA user_version").fetchone()
+    if lacking := lacking_in(form):
+        db.execute("PRAGMA temp_store = MEMORY")
+    for name, select in lacking.items():
+        db.execute(f"CREATE TEMP VIEW IF NOT EXISTS {name} AS {select}")
+
+
+def _keep_former(db: sqlite3.Connection, form: int) -> None:
+    """Copy the ledger's file, for who must go back to the release before; a copy of an earlier try is replaced."""
+    path = Path(_path_of(db))
+    if str(path) == MEMORY:
+        return
+    kept = path.with_name(path.stem + FORMER.format(form))
+    aside = kept.with_suffix(".tmp")
+    aside.unlink(missing_ok=True)
+    with closing(sqlite3.connect(aside)) as copy:
+        db.backup(copy)
+    sync_path(aside)
+    aside.replace(kept)
+    sync_path(path.parent)
 
 
 def _take_lock(path: Path | str) -> PidLock | None:

@@ -8,7 +8,7 @@ import os
 import sqlite3
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from operator import ge
@@ -72,12 +72,13 @@ def refuse_failing(error: Exception, path: str) -> None:
 # `chain` has a row for each transaction: its number, the rows that it wrote (by table: keys, and a digest of each row;
 # 0 for a deleted one), and the hash of the former link's hash, its number and these. A row is hashed as SQLite returns
 # it, its rowid and all columns in msgpack. Rows that are rewritten (`score_history`) are compared with their newest
-# digest. The tables' definitions are hashed by the first link.
+# digest. The tables' definitions are hashed by the first link, and by each that changes them.
 #
-# What must stay true: every row of the ledger is written through ChainedRows. A ledger is verified whenever it is
-# opened: first SQLite's own integrity_check of pages and indexes, which checks no values; then every row against the
-# chain, in one pass. A flipped bit may still cut the end of a WAL that a crash left, which gives an older ledger; a
-# later term in the mirror, or a slave that has seen more, reveals that (docs/rationale.md#2).
+# What must stay true: every row of the ledger is written through ChainedRows, into tables, hence `main.`: an older
+# ledger is read through views of the same names. A ledger is verified whenever it is opened: first SQLite's own
+# integrity_check of pages and indexes, which checks no values; then every row against the chain, in one pass. A flipped
+# bit may still cut the end of a WAL that a crash left, which gives an older ledger; a later term in the mirror, or a
+# slave that has seen more, reveals that (docs/rationale.md#2).
 
 
 CHAIN, SCHEMA = "chain", "sqlite_schema"
@@ -96,6 +97,12 @@ class ChainedRows:
         self.db = db
         self._keys: defaultdict[str, dict[int, None]] = defaultdict(dict)  # by table, in the order of writing
 
+    @property
+    def form(self) -> int:
+        """The format of the ledger's tables."""
+        (form,) = self.db.execute("PRAGMA user_version").fetchone()
+        return int(form)
+
     def insert_row(self, table: str, values: Sequence[Any]) -> int:
         """Insert a row; return its rowid."""
         return self._write_row("INSERT", table, values)
@@ -107,12 +114,16 @@ class ChainedRows:
     def delete_rows(self, table: str) -> None:
         """Delete all rows of a table."""
         self._note_rows(table)
-        self.db.execute(f"DELETE FROM {table}")
+        self.db.execute(f"DELETE FROM main.{table}")
 
     def chain_all(self) -> None:
         """Add the tables' definitions and every existing row, for a ledger that has no chain yet."""
+        self.chain_tables(_list_tables(self.db))
+
+    def chain_tables(self, changed: Iterable[str]) -> None:
+        """Add the tables' definitions, and the rows of tables whose columns have changed."""
         self._keys[SCHEMA][0] = None
-        for table in _list_tables(self.db):
+        for table in changed:
             self._note_rows(table)
 
     def write_link(self) -> None:
@@ -136,19 +147,19 @@ class ChainedRows:
         return key
 
     def _note_rows(self, table: str) -> None:
-        for (key,) in self.db.execute(f"SELECT rowid FROM {table}"):
+        for (key,) in self.db.execute(f"SELECT rowid FROM main.{table}"):
             self._keys[table][key] = None
 
     def _digest_row(self, table: str, key: int) -> int:
         if table == SCHEMA:
             return _digest_schema(self.db)
-        row = self.db.execute(f"SELECT rowid, * FROM {table} WHERE rowid = ?", (key,)).fetchone()
+        row = self.db.execute(f"SELECT rowid, * FROM main.{table} WHERE rowid = ?", (key,)).fetchone()
         return DELETED if row is None else _digest(row)
 
 
 @cache
 def _spell_insert(verb: str, table: str, columns: int) -> str:
-    return f"{verb} INTO {table} VALUES ({','.join('?' * columns)})"
+    return f"{verb} INTO main.{table} VALUES ({','.join('?' * columns)})"
 
 
 def _digest(row: Row) -> int:
@@ -232,7 +243,7 @@ def _check_chain(db: sqlite3.Connection) -> None:
     claims = _read_claims(db)
     schema = claims.pop(SCHEMA, _Claims())
     if list(schema.digests)[-1:] != [_digest_schema(db)]:
-        raise _Damaged("its tables are not those that its first transaction made")
+        raise _Damaged("its tables are not those that its transactions made")
     for table in _list_tables(db):
         _check_table(db, table, claims.pop(table, _Claims()))
     if claims:
@@ -273,7 +284,7 @@ def _check_table(db: sqlite3.Connection, table: str, claims: _Claims) -> None:
 
 def _read_rows(db: sqlite3.Connection, table: str) -> Iterator[tuple[list[int], list[int]]]:
     """Iterate over keys and digests of a table's rows, in batches, by key."""
-    rows = db.execute(f"SELECT rowid, * FROM {table} ORDER BY rowid")
+    rows = db.execute(f"SELECT rowid, * FROM main.{table} ORDER BY rowid")
     pack, digest = msgspec.msgpack.Encoder().encode, xxhash.xxh3_64_intdigest
     while some := rows.fetchmany(ROWS_READ):
         yield [row[0] for row in some], [digest(pack(row)) or 1 for row in some]
@@ -293,7 +304,7 @@ def _describe_unreadable(db: sqlite3.Connection, table: str) -> str:
     """Describe the row whose text is no longer valid UTF-8."""
     db.text_factory = bytes
     try:
-        for row in db.execute(f"SELECT rowid, * FROM {table} ORDER BY rowid"):
+        for row in db.execute(f"SELECT rowid, * FROM main.{table} ORDER BY rowid"):
             for value in row:
                 try:
                     value.decode() if isinstance(value, bytes) else None

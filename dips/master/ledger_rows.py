@@ -23,12 +23,13 @@ import msgspec
 
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master.ledger_chain import ChainedRows
-from dips.master.schema import COLUMNS, REPLACED
+from dips.master.schema import RAISES, REPLACED, columns_of
 from dips.outer_step import NO_STEP, Factors, OuterStep
 from dips.protocol import records
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.options import Targets
+from dips.protocol.releases import PROTOCOL
 
 T = TypeVar("T")
 
@@ -99,14 +100,17 @@ def _list_columns(cls: type) -> Iterator[_Column]:
 
 
 @cache
-def _plan_row(table: str, cls: Any) -> list[tuple[str, Callable[[Any], Any] | None]]:
-    """Return for each column of a table how a record of this class gives it; None if it does not."""
+def _plan_row(form: int, table: str, cls: Any) -> list[tuple[str, Callable[[Any], Any] | None]]:
+    """Return for each column of a table how a record of this class gives it; None if it does not.
+
+    A column that the table does not have in this format is not written, so its field has its default there.
+    """
 
     def getter(get: Callable[[Any], Any], spell: _Convert) -> Callable[[Any], Any]:
         return get if spell is None else lambda record: spell(get(record))
 
     getters = {c.name: getter(attrgetter(c.path), c.spell) for c in _list_columns(cls)}
-    return [(name, getters.get(name)) for name in COLUMNS[table]]
+    return [(name, getters.get(name)) for name in columns_of(form)[table]]
 
 
 class RowReader(Generic[T]):
@@ -117,7 +121,7 @@ class RowReader(Generic[T]):
 
     def __init__(self, cls: type[T], table: str, alias: str = "", without: Collection[str] = ()) -> None:
         columns = [column for column in _list_columns(cls) if column.path not in without]
-        missing = [column.path for column in columns if column.name not in COLUMNS[table]]
+        missing = [column.path for column in columns if column.name not in columns_of(PROTOCOL)[table]]
         assert not missing, f"the ledger's table {table} has no column for {missing} of {cls.__name__}: see schema.py"
         self.columns = ", ".join(alias + column.name for column in columns)
         self._cls = cls
@@ -148,6 +152,8 @@ def write_run(rows: ChainedRows, row: records.RunRow, wall: Callable[[], float])
         _insert(rows, "placement", place=place, slave=slave, layers=spell_ints(layers))
     for layer, (digest, norm) in enumerate(zip(row.genesis, row.genesis_norms, strict=True)):
         _insert(rows, "genesis", layer=layer, digest=digest, norm=norm)
+    if rows.form > 1:
+        _insert(rows, "protocols", protocol=row.protocol, at=0.0, wall=None)
     parent = {"parent_version": GENESIS.version, "parent_round": GENESIS.round}
     step = {"scale": _one_scale(NO_STEP), "delta_norm": 0.0, "clipped": False}
     _insert(rows, "versions", NO_STEP, version=0, round=0, durable=True, tokens=0, **parent, **step)
@@ -168,7 +174,7 @@ def _insert(rows: ChainedRows, table: str, record: Any = None, **more: Any) -> i
     """Insert a row of a record's fields and `more`, which takes precedence; return its rowid."""
     values = [
         more[name] if name in more else get(record) if get is not None else _OF_ITSELF[name](rows)
-        for name, get in _plan_row(table, cast(Hashable, type(record)))
+        for name, get in _plan_row(rows.form, table, cast(Hashable, type(record)))
     ]
     return rows.replace_row(table, values) if table in REPLACED else rows.insert_row(table, values)
 
@@ -272,6 +278,23 @@ def _write_tuning(rows: ChainedRows, r: records.OptionsTuned, wall: float) -> No
         _insert(rows, "tunings", change, value=None if change.off else change.value, at=r.at, wall=wall)
 
 
+def _raise_protocol(rows: ChainedRows, r: records.ProtocolRaised, wall: float) -> None:
+    """Give the ledger the tables of the protocol that the run speaks from here on, and the row that says so."""
+    added = RAISES[r.protocol]
+    for name in added.lacking:
+        rows.db.execute(f"DROP VIEW IF EXISTS temp.{name}")
+    run_statements(rows.db, added.statements)
+    rows.db.execute(f"PRAGMA user_version = {r.protocol}")
+    rows.chain_tables(added.lacking.keys() & columns_of(r.protocol - 1).keys())
+    _insert(rows, "protocols", r, wall=wall)
+
+
+def run_statements(db: sqlite3.Connection, statements: str) -> None:
+    """Run statements that each end in `;` and a line's end, within the present transaction."""
+    for statement in statements.split(";\n"):
+        db.execute(statement)
+
+
 # The table of a record that is one row, or what writes its rows.
 _ROWS: dict[type[records.Record], str | Callable[[ChainedRows, Any, float], None]] = {
     records.IncarnationGiven: "incarnations",
@@ -294,6 +317,7 @@ _ROWS: dict[type[records.Record], str | Callable[[ChainedRows, Any, float], None
     records.LedgerRestored: "restores",
     records.VersionRecovered: "recoveries",
     records.VersionResult: "version_results",
+    records.ProtocolRaised: _raise_protocol,
 }
 
 # ---- reading back ----------------------------------------------------------------------------------------------------

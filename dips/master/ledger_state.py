@@ -124,7 +124,14 @@ def read_run(db: sqlite3.Connection) -> records.RunRow:
         tuple(read_real(norm) for _, norm in genesis),
         ledger_history.removed_slaves(rebalances),
         extensions[-1].targets if (extensions := ledger_history.read_extensions(db)) else None,
+        read_protocol(db),
     )
+
+
+def read_protocol(db: sqlite3.Connection) -> int:
+    """Return the protocol that the run speaks."""
+    (protocol,) = db.execute("SELECT max(protocol) FROM protocols").fetchone()
+    return int(protocol)
 
 
 def _read_versions(db: sqlite3.Connection) -> tuple[tuple[records.VersionRow, ...], tuple[records.VersionRow, ...]]:

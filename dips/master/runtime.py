@@ -719,6 +719,7 @@ class OperatorServicer(OperatorServiceServicer):
     DrainAll = _audited(events.DrainAllAsked, operator_pb2.DrainReply)
     Extend = _audited(events.ExtensionAsked, operator_pb2.ExtendReply)
     Tune = _audited(events.TuningAsked, operator_pb2.TuneReply)
+    Finalise = _audited(events.FinaliseAsked, operator_pb2.FinaliseReply)
     Quarantine = _audited(events.QuarantineAsked, operator_pb2.QuarantineReply)
 
 

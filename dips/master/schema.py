@@ -1,6 +1,9 @@
-"""The ledger's tables. Rows are added and never changed; only `score_history` is one row, replaced by each commit, and
-`finished`, which a run reaches again after a rollback. A version is undone if `undone` has its round. `chain` has a
-hash of every row: ledger_chain.py.
+"""The ledger's tables. A run's ledger has the format of the protocol that the run speaks (dips/protocol/releases.py):
+FIRST are the tables of protocol 1, and RAISES says what each later one added.
+
+Rows are added and never changed; only `score_history` is one row, replaced by each commit, and `finished`, which a run
+reaches again after a rollback. A version is undone if `undone` has its round. `chain` has a hash of every row:
+ledger_chain.py.
 
 `at` is the time of the decision on the master's monotonic clock; `wall` is Unix seconds, for people and plots. SQLite
 stores NaN as NULL, so columns of reals are not NOT NULL; a loss that no script gave is NULL, too.
@@ -9,11 +12,17 @@ stores NaN as NULL, so columns of reals are not NOT NULL; a loss that no script 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+from dips.protocol.releases import OLDEST_PROTOCOL, PROTOCOL
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: other SQLite files are foreign
-SCHEMA_VERSION = 1  # in user_version; raised by every change: a ledger with another number is refused
+FORMATS = range(OLDEST_PROTOCOL, PROTOCOL + 1)  # that this release opens; a file's own is in its user_version
 
-SCHEMA = """
+# Never edited: ledgers of release 0.1.0 have these, bit for bit, and the chain has their digest.
+FIRST = """
 CREATE TABLE run (
     only INTEGER PRIMARY KEY CHECK (only = 1),
     run TEXT NOT NULL, config_digest TEXT NOT NULL, manifest TEXT NOT NULL
@@ -160,14 +169,45 @@ CHAIN = """CREATE TABLE chain (number INTEGER PRIMARY KEY, rows BLOB NOT NULL, h
 REPLACED = frozenset({"finished", "score_history", "version_results"})  # by a row of the same key
 
 
-def _read_columns() -> dict[str, tuple[str, ...]]:
-    """Return table → its columns, as SQLite reads them in SCHEMA."""
+class Raise(NamedTuple):
+    """The tables and columns that a protocol added.
+
+    statements  make the tables and columns of this format of those of the one before: CREATE TABLE, ALTER TABLE … ADD
+    lacking     views through which this release reads a ledger of the one before: name → SELECT. A table that is new
+                has its first rows; one with new columns is `SELECT *, 0 AS new FROM main.name`
+    """
+
+    statements: str
+    lacking: Mapping[str, str]
+
+
+RAISES = {
+    2: Raise(
+        statements="""
+-- the protocol that the run spoke at first, then a row for each `dips finalise`
+CREATE TABLE protocols (protocol INTEGER PRIMARY KEY, at REAL, wall REAL) STRICT;
+""",
+        lacking={"protocols": "SELECT 1 AS protocol, 0.0 AS at, 0.0 AS wall"},
+    ),
+}
+
+
+def tables_of(form: int) -> str:
+    """Return the statements that make the tables of a format, each ending in `;` and a line's end."""
+    return FIRST + "".join(RAISES[number].statements for number in range(2, form + 1))
+
+
+def lacking_in(form: int) -> dict[str, str]:
+    """Return the views, name → SELECT, through which a ledger of this format is read as one of the newest."""
+    return {name: select for number, one in RAISES.items() if number > form for name, select in one.lacking.items()}
+
+
+@cache
+def columns_of(form: int) -> dict[str, tuple[str, ...]]:
+    """Return table → its columns, as SQLite reads them in the tables of a format."""
     db = sqlite3.connect(":memory:")
-    db.executescript(SCHEMA)
+    db.executescript(tables_of(form))
     tables = db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
     found = {table: tuple(row[1] for row in db.execute(f"PRAGMA table_info({table})")) for (table,) in tables}
     db.close()
     return found
-
-
-COLUMNS = _read_columns()

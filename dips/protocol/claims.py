@@ -1,4 +1,4 @@
-"""Checks of what peers claim: their protocol number, their numbers against heartbeats, time and this ledger."""
+"""Checks of what peers claim: the protocols that they speak, their numbers against heartbeats, time and this ledger."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, RemoteProtocolError
 from dips.protocol.effects import Failed
-from dips.protocol.events import PROTOCOL, ClusterJoined, SlaveRegistered
+from dips.protocol.events import ClusterJoined, SlaveRegistered
+from dips.protocol.releases import why_refused
 
 # ---- compatibility --------------------------------------------------------------------------------------------------
-# The check that a peer speaks this master's protocol number (docs/protocol.md#versions-of-formats).
+# The check that a peer speaks the run's protocol (docs/protocol.md#releases).
 
 
-def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | None:
-    """Return the answer for a peer with another protocol number; None if it is ours."""
-    if event.protocol == PROTOCOL:
-        return None
+def newest_protocol(event: ClusterJoined | SlaveRegistered) -> int:
+    """Return the newest protocol that a peer speaks; a release from before the second names one only."""
+    return max(event.protocol, event.newest_protocol)
+
+
+def find_protocol_mismatch(spoken: int, event: ClusterJoined | SlaveRegistered) -> Failed | None:
+    """Return the answer for a peer that does not speak the run's protocol; None if it does."""
+    problem = why_refused(spoken, event.protocol, newest_protocol(event))
     peer = f"cluster {event.cluster}" if isinstance(event, ClusterJoined) else f"slave {event.slave}"
-    spoken = f"expected {PROTOCOL}, got {event.protocol} from {peer}"
-    return Failed(ConfigError, f"protocol: {spoken}; install one release everywhere")
+    return Failed(ConfigError, f"protocol of {peer}: {problem}") if problem else None
 
 
 # ---- claims ---------------------------------------------------------------------------------------------------------

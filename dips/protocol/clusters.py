@@ -5,7 +5,7 @@ from __future__ import annotations
 from dips.errors import Busy, ConfigError, RemoteProtocolError
 from dips.ids import reads_only
 from dips.protocol import events, push_pull, seeding, transfers
-from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress, find_protocol_mismatch
+from dips.protocol.claims import SILENT_HEARTBEATS, ToldProgress, find_protocol_mismatch, newest_protocol
 from dips.protocol.effects import (
     Acknowledged,
     AdmitProbe,
@@ -113,7 +113,7 @@ def _settled_pushes(cluster: Cluster) -> int:
 
 
 def _find_mismatch(run: RunState, event: events.ClusterJoined) -> Failed | ManifestWanted | None:
-    if mismatch := find_protocol_mismatch(event):
+    if mismatch := find_protocol_mismatch(run.protocol, event):
         return mismatch
     if event.cluster == seeding.SEEDER:
         return Failed(ConfigError, f"cluster: expected a name, got {seeding.SEEDER}, that of `dips seed`; rename it")
@@ -159,6 +159,7 @@ def _begin_incarnation(run: RunState, event: events.ClusterJoined, old: Cluster 
         run.follow_cluster(old)
     cluster = old or Cluster(event.cluster, inc, event.nonce, since=run.now, moving=not reads_only(event.cluster))
     cluster.works_since, cluster.frozen_digest = run.now, event.frozen_digest
+    cluster.newest_protocol = newest_protocol(event)
     run.clusters[event.cluster] = cluster
     run.emit_record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce))
     run.emit_note("cluster_joined", cluster=cluster.name, inc=inc, head=run.head)
@@ -221,6 +222,13 @@ def on_bandwidth_measured(run: RunState, event: events.BandwidthMeasured) -> Non
     if cluster is not None and cluster.inc == event.inc:
         cluster.bytes_per_s, cluster.measured_at = event.bytes_per_s, run.now
         run.follow_cluster(cluster)
+
+
+def on_protocol_told(run: RunState, event: events.ProtocolTold) -> None:
+    """Record the newest protocol that a cluster speaks, of which `dips finalise` depends."""
+    cluster = run.clusters.get(event.cluster)
+    if cluster is not None and cluster.inc == event.inc:
+        cluster.newest_protocol = max(cluster.newest_protocol, event.newest_protocol)
 
 
 def on_ranges_requested(run: RunState, event: events.RangesRequested) -> None:

@@ -11,7 +11,8 @@ ascending order, so equal states give equal text in every process. No pickle: te
     ["d", key, value, …]           dict, in its order
     ["q", most, …]                 deque of at most that many
     ["r", 3]                       the fourth mutable object, again
-    ["VersionId", 12, 17]          a dataclass with its fields in their order, or a member of an enum
+    ["VersionId", 12, 17]          a dataclass with its fields in their order, or a member of an enum; the last ones may
+                                   be missing if they were added later (releases.py)
     ["e", "StaleTerm"]             a class of dips.errors
     ["RunState", {"head": …, …}]   one of the four classes that are no dataclasses
 """
@@ -33,6 +34,7 @@ from typing import Any, cast
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import data, penalty, run_state
 from dips.protocol.gates import norms
+from dips.protocol.releases import is_new
 
 FORMAT = 1  # raised by every change of the encoding of a state
 BELOW = ("dips.codecs", "dips.ids", "dips.outer_step")  # their classes are in fields of this package's
@@ -94,7 +96,7 @@ def class_differences(written: dict[str, list[str]]) -> list[str]:
         ours = _fields_of(CLASSES[name]) if name in CLASSES else None
         if ours is None:
             lines.append(f"{name} is not known here")
-        elif ours != theirs:
+        elif ours[: len(theirs)] != theirs or len(theirs) < _least_fields(CLASSES[name]):
             gone, new = [f for f in theirs if f not in ours], [f for f in ours if f not in theirs]
             lines.append(f"{name}: " + (f"has lost {gone}, gained {new}" if gone or new else "another order of fields"))
     return lines
@@ -123,6 +125,24 @@ CLASSES: dict[str, type] = _known_classes()
 def _fields_of(cls: Hashable) -> list[str]:
     """Return the names of a dataclass's fields in their order, without those computed from others (`derived`)."""
     return [f.name for f in fields(cast(Any, cls)) if "derived" not in f.metadata]
+
+
+@cache
+def _added_fields(cls: Hashable) -> dict[str, Any]:
+    """Return the fields that some protocol added to a dataclass, with their values in text that lacks them."""
+    return {f.name: f.metadata["missing"] for f in fields(cast(Any, cls)) if "added" in f.metadata}
+
+
+@cache
+def _least_fields(cls: Hashable) -> int:
+    """Return how many fields of a dataclass every text of it has."""
+    return len(_fields_of(cls)) - len(_added_fields(cls))
+
+
+@cache
+def _omitted_fields(cls: Hashable) -> list[Any]:
+    """Return the values with which fields are left out, the last field first: the release before has no such field."""
+    return [f.metadata["missing"] for f in reversed(fields(cast(Any, cls))) if is_new(f.metadata)]
 
 
 def _is_mutable(cls: type) -> bool:
@@ -181,13 +201,17 @@ def _encode_enum(_: _StateWriter, value: Enum) -> Any:
 
 
 def _frozen_encoder(cls: type) -> Encoder:
-    name, names = cls.__name__, _fields_of(cls)
+    name, names, omitted = cls.__name__, _fields_of(cls), _omitted_fields(cls)
 
     def encode_frozen(w: _StateWriter, value: Any) -> Any:
         out = [name]
         for field in names:
             item = getattr(value, field)
             out.append(item if type(item) in SCALARS else w.write_value(item))
+        for missing in omitted:
+            if out[-1] != missing:
+                break
+            out.pop()
         return out
 
     return encode_frozen
@@ -279,12 +303,21 @@ class _StateReader:
         made = cls.__new__(cls)
         if _is_mutable(cls):
             self._known.append(made)
-        items = rest[0].items() if cls in PLAIN else zip(_fields_of(cast(Hashable, cls)), rest, strict=True)
+        items = rest[0].items() if cls in PLAIN else self._pair_fields(cast(Hashable, cls), rest, made)
         for name, item in items:
             object.__setattr__(made, name, self.read_value(item))  # also works for frozen dataclasses
         if hasattr(made, "build_derived"):
             made.build_derived()
         return made
+
+    def _pair_fields(self, cls: Hashable, rest: list[Any], made: Any) -> Iterable[tuple[str, Any]]:
+        """Pair field names with their values; those that the text lacks get their values here."""
+        names = _fields_of(cls)
+        if _least_fields(cls) <= len(rest) < len(names):
+            for name in names[len(rest) :]:
+                object.__setattr__(made, name, _added_fields(cls)[name])
+            names = names[: len(rest)]
+        return zip(names, rest, strict=True)
 
 
 def _decode_pairs(r: _StateReader, rest: list[Any]) -> dict[Any, Any]:

@@ -107,6 +107,7 @@ HANDLERS: dict[type[events.Event], Callable[[RunState, Any], None]] = {
     events.TokensReported: clusters.on_tokens_reported,
     events.TrainerChanged: clusters.on_trainer_changed,
     events.BandwidthMeasured: clusters.on_bandwidth_measured,
+    events.ProtocolTold: clusters.on_protocol_told,
     events.TransferAwaited: transfers.on_transfer_awaited,
     events.RangesRequested: clusters.on_ranges_requested,
     events.PushRequested: push_pull.on_push_requested,

@@ -20,6 +20,7 @@ from dips.protocol.data import BegunRange
 from dips.protocol.effects import OrderBody
 from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.records import OutcomeRow
+from dips.protocol.releases import added
 from dips.protocol.verdicts import Verdict
 
 IDLE_ROWS = 50  # burst: rows of the audit for requests that changed nothing
@@ -56,6 +57,7 @@ class Slave:
     mirrored: tuple[VersionId, ...] = ()  # versions kept on every disk for its mirror: see durability.py
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
     needs_ping: bool = False  # lost as unresponsive: becomes READY only after it has answered a Ping
+    newest_protocol: int = added(2, 0)  # that it speaks, as it registered; 0: unknown
 
     def set_state(self, state: enums.SlaveState, cause: enums.SlaveCause, reason: str, now: float) -> None:
         """Enter a state, or stay in it for another reason."""
@@ -183,6 +185,7 @@ class Cluster:
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_KEPT))
     counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0, "undone": 0})
     tokens: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "lost": 0, "undone": 0})
+    newest_protocol: int = added(2, 0)  # that this incarnation speaks; 0: not known to this master
 
     @property
     def live(self) -> bool:

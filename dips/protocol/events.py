@@ -13,10 +13,8 @@ from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.options import TunedOption
+from dips.protocol.releases import OLDEST_PROTOCOL, PROTOCOL, added
 
-# Number of the protocol between master, slaves and clusters. Peers send theirs with Join and Register; one without
-# sends 0. Raised by every change after which an older peer would misunderstand messages.
-PROTOCOL = 1
 LOCAL_CALLER = "local (insecure)"  # the caller where there are no certificates
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
@@ -48,13 +46,14 @@ class SlaveRegistered:
     slots: int
     reason: str  # why it is not holding what was ordered ("" if nothing failed)
     key: str = ""  # public key of the data lanes; empty: they are not encrypted
-    protocol: int = PROTOCOL
+    protocol: int = OLDEST_PROTOCOL  # the oldest that it speaks; a peer from before the numbers sends 0
     mirror: MirrorReport | None = None  # None: its directory has no mirror
     manifest_digest: str = ""  # of the manifest that it knows; "": none
     rival_heard_s: float = inf  # since the name's present incarnation was heard: the Judge fills it in
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
     former_nonce: str = ""  # of the process that held its directory before; "": none that is known
     unread: tuple[VersionId, ...] = ()  # older snapshots on its disk, which it has not verified
+    newest_protocol: int = added(2, 0, PROTOCOL)  # that it speaks; 0: `protocol` is the only one
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +121,12 @@ class ClusterJoined:
     run: str
     manifest_digest: str
     config_digest: str
-    protocol: int = PROTOCOL
+    protocol: int = OLDEST_PROTOCOL  # as in SlaveRegistered
     former: int = 0  # the last incarnation of this agent, or the one that its directory remembers; 0: none
     take_over: bool = False  # an operator allowed it to fence a live incarnation
     frozen_digest: str = ""  # of a sample of the frozen parameters; "": there are none, or unknown
     rival_heard_s: float = 0.0  # since the name's present incarnation was heard: the Judge fills it in
+    newest_protocol: int = added(2, 0, PROTOCOL)  # as in SlaveRegistered
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +313,14 @@ class RollbackAsked:
     version: VersionId
 
 
+@dataclass(frozen=True, slots=True)
+class FinaliseAsked:
+    """An operator makes the run speak this protocol, after which no release from before it can take part."""
+
+    req: int
+    protocol: int
+
+
 OperatorRequest = (
     ReadmissionAsked
     | ExtensionAsked
@@ -322,6 +330,7 @@ OperatorRequest = (
     | QuarantineAsked
     | SeedAsked
     | RollbackAsked
+    | FinaliseAsked
 )
 
 
@@ -379,6 +388,15 @@ class BandwidthMeasured:
     cluster: str
     inc: int
     bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolTold:
+    """The newest protocol that a cluster speaks, by its heartbeats: a later master did not hear its Join."""
+
+    cluster: str
+    inc: int
+    newest_protocol: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,8 +529,10 @@ Event = (
     | ClusterExpelled
     | SeedAsked
     | RollbackAsked
+    | FinaliseAsked
     | TrainerChanged
     | BandwidthMeasured
+    | ProtocolTold
     | ClusterSilent
     | TokensReported
     | TransferAwaited

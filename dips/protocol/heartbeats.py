@@ -15,6 +15,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
 from dips.protocol.enums import Activity, ClusterStanding, RemarkSubject, TrainerState
 from dips.protocol.events import MirrorReport
+from dips.protocol.releases import PROTOCOL, added
 
 LEAST_BYTES_PER_S = 1.0  # slower transfers count as not moving: durations made of such rates leave the finite
 REMARK_CHARS = 240  # longest text of a remark, below the 256 characters of any text in a message
@@ -54,6 +55,7 @@ class ClusterHeartbeat:
     remarks: tuple[Remark, ...] = ()  # one for each subject
     lines: tuple[str, ...] = ()  # last lines of the trainer's standard error, while they may explain a failure
     idle_s: float = 0.0  # expected idle time of a push: see PushRequested
+    newest_protocol: int = added(2, 0, PROTOCOL)  # as in ClusterJoined
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class _Cluster:
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
     step_s: float = 0.0  # duration of an inner step, as reported; 0 while unknown
     awaited: tuple[int, float] = (0, 0.0)  # seq of the push or pull last reported as awaited, and when
+    newest_protocol: int = 0  # as last reported
 
 
 @dataclass
@@ -121,6 +122,9 @@ class Judge:
             self._look_at(known.progressed_at + self._hang_s(known))
         measured = known.bandwidth.measure_rate(heartbeat.bytes_per_s)
         found += [] if measured is None else [events.BandwidthMeasured(heartbeat.cluster, heartbeat.inc, measured)]
+        if heartbeat.newest_protocol != known.newest_protocol:
+            known.newest_protocol = heartbeat.newest_protocol
+            found.append(events.ProtocolTold(heartbeat.cluster, heartbeat.inc, heartbeat.newest_protocol))
         return found + self._find_awaited(known, heartbeat, now)
 
     def _find_awaited(self, known: _Cluster, heartbeat: ClusterHeartbeat, now: float) -> list[events.Event]:

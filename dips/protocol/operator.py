@@ -17,6 +17,8 @@ Effects that last:
   next decision: a round that is being applied ends with the numbers of its Apply, and these are in the version's row.
   The run file, and the digest that clusters compare, keep the initial values. Clusters learn targets from the answers
   to their heartbeats, from which `outer.progress` is computed.
+* A run that has been finalised speaks a newer protocol for good (releases.py): the releases from before it, the
+  master's too, cannot take part any more.
 * While slaves drain, one or all, no push or pull is admitted, since each needs every slave; open ones go on to their
   end. Then such a slave is DRAINING and may be stopped without loss. It is READY again when its next process registers.
   The request is not kept over a restart of the master.
@@ -35,9 +37,17 @@ from dips.protocol.effects import Acknowledged, Extended, Failed, Pending, Refus
 from dips.protocol.entities import AuditBudget, Slave
 from dips.protocol.enums import SlaveCause, SlaveState
 from dips.protocol.options import Options, Targets
-from dips.protocol.records import ClusterQuarantined, ClusterReadmitted, OperatorActed, OptionsTuned, RunExtended
+from dips.protocol.records import (
+    ClusterQuarantined,
+    ClusterReadmitted,
+    OperatorActed,
+    OptionsTuned,
+    ProtocolRaised,
+    RunExtended,
+)
+from dips.protocol.releases import PROTOCOL
 from dips.protocol.round import find_end
-from dips.protocol.run_state import RunState
+from dips.protocol.run_state import RunState, name_some
 from dips.protocol.tunable import complete_changes, describe_changes, tune_options
 
 MOST_TEXT = 300  # characters of a caller, of arguments or of an outcome
@@ -269,6 +279,33 @@ def _open_on(run: RunState, slave: Slave) -> str:
     return f"{orders} orders" if orders else ""
 
 
+# ---- protocol ------------------------------------------------------------------------------------------------------
+
+HEARD = frozenset({SlaveState.READY, SlaveState.RESTORING, SlaveState.DRAINING})
+
+
+def _finalise(run: RunState, event: events.FinaliseAsked) -> Result:
+    """Make the run speak the next protocol, for good; a repetition changes nothing."""
+    if event.protocol == run.protocol:
+        return Acknowledged()
+    if event.protocol != run.protocol + 1 or event.protocol > PROTOCOL:
+        speaks = f"this run speaks {run.protocol}, its master up to {PROTOCOL}"
+        raise ConfigError(f"protocol: expected the next one, got {event.protocol}; {speaks}")
+    if holdouts := find_holdouts(run, event.protocol):
+        return Refused(0.0, f"not known to speak {event.protocol}: {name_some(holdouts)}; upgrade them first")
+    run.protocol = event.protocol
+    run.emit_record(ProtocolRaised(event.protocol, run.now))
+    run.emit_note("protocol_raised", protocol=event.protocol)
+    return Acknowledged()
+
+
+def find_holdouts(run: RunState, protocol: int) -> list[str]:
+    """Name who is not known to speak a protocol: of all slaves, without which there is no round, and live clusters."""
+    away = [s for s in run.slaves.values() if s.state not in HEARD or s.newest_protocol < protocol]
+    older = [c for c in run.clusters.values() if c.live and c.newest_protocol < protocol]
+    return [*(f"slave {s.name}" for s in away), *(f"cluster {c.name}" for c in older)]
+
+
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 
@@ -295,5 +332,6 @@ REQUESTS: dict[type, RequestKind] = {
     events.DrainAsked: RequestKind("drain", _drain, lambda e: e.slave, changes_ledger=False),
     events.DrainAllAsked: RequestKind("drain", _drain_all, lambda _: "all slaves", changes_ledger=False),
     events.RollbackAsked: RequestKind("rollback", rollback.answer_asked, lambda e: str(e.version)),
+    events.FinaliseAsked: RequestKind("finalise", _finalise, lambda e: f"protocol {e.protocol}"),
     events.SeedAsked: RequestKind("seed", seeding.answer_asked, lambda e: f"process {e.seeder}", changes_ledger=False),
 }

@@ -12,6 +12,7 @@ from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
 from dips.protocol.options import Targets, TunedOption
 from dips.protocol.placement import Placement
+from dips.protocol.releases import PROTOCOL, added
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +294,14 @@ class VersionResult:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class ProtocolRaised:
+    """From here on the run speaks this protocol (`dips finalise`), and its ledger has the tables of it."""
+
+    protocol: int
+    at: float
+
+
 Record = (
     IncarnationGiven
     | RoundReserved
@@ -314,6 +323,7 @@ Record = (
     | LedgerRestored
     | VersionRecovered
     | VersionResult
+    | ProtocolRaised
 )
 
 
@@ -332,6 +342,7 @@ class RunRow:
     genesis_norms: tuple[float, ...]  # ‖θ₀‖ of each layer
     removed: tuple[tuple[str, VersionId], ...] = ()  # former slaves, until the rebalance at this version
     targets: Targets | None = None  # as last changed by `dips set`; None: as in the run file
+    protocol: int = added(2, 1, PROTOCOL)  # that the run speaks; raised by `dips finalise`
 
 
 @dataclass(frozen=True, slots=True)

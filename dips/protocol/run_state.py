@@ -224,9 +224,12 @@ MET_SHOWN = 20  # versions of this term for which `dips status` shows how many c
 class RunState:
     """The state of the whole run as the master sees it."""
 
+    protocol = 1  # that the run speaks; a journal of the release that had one only has no field of it
+
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
         options, tuned, self.untuned = restore_tuned(options, state.tuned)
         self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
+        self.protocol = state.row.protocol
         self.tuned = tuned  # by key, already in the options; `untuned` explains the ledger's changes that are not
         self.quarantined = dict(state.quarantined)  # reasons of operators' quarantines, by cluster: see operator.py
         self.idle_rows, self.denied_rows, self.read_rows = (AuditBudget(now) for _ in range(3))  # see operator.py

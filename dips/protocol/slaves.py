@@ -7,7 +7,7 @@ from __future__ import annotations
 from dips.errors import Busy, ConfigError, RemoteProtocolError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS
 from dips.protocol import durability, push_pull, rollback, round, seeding, transfers
-from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register, find_protocol_mismatch
+from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register, find_protocol_mismatch, newest_protocol
 from dips.protocol.effects import (
     Abort,
     AbortVersion,
@@ -78,7 +78,7 @@ def _why_unknown(run: RunState, name: str) -> str:
 
 
 def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
-    if mismatch := find_protocol_mismatch(event):
+    if mismatch := find_protocol_mismatch(run.protocol, event):
         return mismatch
     if event.run != run.row.run:
         return Failed(ConfigError, f"shared.run: expected {run.row.run!r}, got {event.run!r}; name that run's master")
@@ -138,7 +138,7 @@ def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> No
         push_pull.stop_waiting_for(run, slave.name)  # its former incarnation will never answer its orders
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.memory = event.address, event.lanes, event.memory
-    slave.key, slave.unseeded = event.key, event.unseeded
+    slave.key, slave.unseeded, slave.newest_protocol = event.key, event.unseeded, newest_protocol(event)
     slave.unanswered = 0
     run.roster.follow_register(slave, event.slots, run.slaves)
 

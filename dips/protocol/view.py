@@ -18,7 +18,9 @@ from dips.protocol import enums, seeding
 from dips.protocol.durability import measure_lag
 from dips.protocol.entities import Cluster, Slave
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
+from dips.protocol.operator import find_holdouts
 from dips.protocol.options import Targets
+from dips.protocol.releases import PROTOCOL
 from dips.protocol.run_state import RunState, in_order, name_some
 
 UNDONE_SHOWN = 8  # the newest; `dips history` knows all
@@ -287,6 +289,9 @@ class RunView:
     head: str = str(VersionId(0, 0))
     progress: ProgressView = ProgressView()
     targets: Targets = Targets()
+    protocol: int = 1  # that the run speaks; a master of the first release says nothing of it
+    protocol_newest: int = 1  # that its master speaks
+    holdouts: tuple[str, ...] = ()  # who is not known to speak that
     tuned: Mapping[str, float | None] = field(default_factory=dict)  # by `dips set`; null: off
     untuned: tuple[str, ...] = ()  # what the ledger has tuned and this master cannot
     finished: str | None = None
@@ -331,6 +336,9 @@ def build_view(run: RunState, now: float) -> RunView:
         head=str(run.head),
         progress=ProgressView(run.tokens_accepted, run.targets.tokens),
         targets=run.targets,
+        protocol=run.protocol,
+        protocol_newest=PROTOCOL,
+        holdouts=tuple(find_holdouts(run, PROTOCOL)) if run.protocol < PROTOCOL else (),
         tuned={key: None if change.off else change.value for key, change in run.tuned.items()},
         untuned=tuple(run.untuned),
         finished=str(run.finished) if run.finished else None,

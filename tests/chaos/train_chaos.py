@@ -4,7 +4,8 @@
 
 The constant is a function of the cluster and of the version that it trains on, so the ledger tells what was pushed. It
 writes, each a line of JSON and appended, to OUT.seen every version that it installed and its one number, and to
-OUT.steps every inner step before it is reported. While OUT.hold exists it takes no step.
+OUT.steps every inner step before it is reported. OUT.release names its release of Di-PS. While OUT.hold exists it takes
+no step.
 
 As torchrun does, the process that the agent starts takes no step itself: it forks the rank, and forks it again when it
 was killed, which costs milliseconds where a new process would import torch for seconds. With --die the rank's k-th
@@ -115,7 +116,10 @@ def rank(args: argparse.Namespace) -> None:
     import torch
     from torch import nn
 
+    from dips import __version__
     from dips.client import OuterLoop
+
+    args.out.with_suffix(".release").write_text(__version__)
 
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.ParameterDict() for _ in range(LAYERS))

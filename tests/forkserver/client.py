@@ -30,9 +30,15 @@ _start_really = subprocess._fork_exec  # type: ignore[attr-defined]
 class ForkServer:
     """Our end of the socket to one server."""
 
-    def __init__(self, connection: socket.socket, environment: Mapping[str, str], door: str = "") -> None:
-        """`environment`: what the server had when it imported its libraries; `door`: see shim.py."""
-        self.served, self.door, self._environment = 0, door, environment
+    def __init__(
+        self,
+        connection: socket.socket,
+        environment: Mapping[str, str],
+        door: str = "",
+        python: str = sys.executable,
+    ) -> None:
+        """`environment`: what the server had when it imported its libraries; `door`: see shim.py; `python`: its own."""
+        self.served, self.door, self.python, self._environment = 0, door, python, environment
         self._connection, self._lock, self._pid = connection, threading.Lock(), os.getpid()
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, REQUEST_BYTES)
@@ -53,7 +59,7 @@ class ForkServer:
             not plain
             or os.getpid() != self._pid  # a fork of ours without a server of its own
             or not os.path.isdir(cwd)
-            or commands.parse(words) is None
+            or commands.parse(words, self.python) is None
             or not commands.agrees(environment, self._environment)
         ):
             return int(_start_really(*all_))
@@ -76,8 +82,12 @@ class ForkServer:
         self._connection.close()
 
 
-def start() -> tuple[ForkServer, subprocess.Popen[bytes]]:
-    """Start a server with nothing imported yet; it imports what a command needs when it is first asked for one."""
+def start(python: str = sys.executable, root: Path = ROOT) -> tuple[ForkServer, subprocess.Popen[bytes]]:
+    """Start a server with nothing imported yet; it imports what a command needs when it is first asked for one.
+
+    python  the interpreter whose commands it serves
+    root    a directory with `tests`, which is in front of its environment's packages
+    """
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     name = f"dips-forkserver-{uuid.uuid4().hex}"
@@ -86,21 +96,26 @@ def start() -> tuple[ForkServer, subprocess.Popen[bytes]]:
     space = "." * 4096  # for the command lines of its children, see set_command_line
     # Threads would not be forked: no OpenMP's, and not that of pyarrow's allocator, which transformers imports.
     single = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-    environment = {**os.environ, **single, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **single, "PYTHONPATH": str(root)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forkserver.server", str(its.fileno()), str(door.fileno()), space],
-        cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[its.fileno(), door.fileno()],
+        [python, "-m", "tests.forkserver.server", str(its.fileno()), str(door.fileno()), space],
+        cwd=root, env=environment, stdin=subprocess.DEVNULL, pass_fds=[its.fileno(), door.fileno()],
     )  # fmt: skip
     its.close()
     door.close()
-    return ForkServer(ours, environment, name), process
+    return ForkServer(ours, environment, name, python), process
 
 
 @contextmanager
 def forking(server: ForkServer) -> Iterator[None]:
-    """Within, plain Python commands are forked."""
+    """Within, plain commands of the server's interpreter are forked; others are started as before."""
     before = subprocess._fork_exec  # type: ignore[attr-defined]
-    subprocess._fork_exec = server.fork_exec  # type: ignore[attr-defined]
+
+    def fork_exec(*all_: Any) -> int:
+        ours = server.python in map(os.fsdecode, all_[0])  # by `ip netns exec`, it is not the first word
+        return int((server.fork_exec if ours else before)(*all_))
+
+    subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -39,12 +39,12 @@ class Program:
         return match[1] if match else self.module
 
 
-def parse(command: Sequence[str]) -> Program | None:
-    """Return what a command line runs, None if only the real command can run it."""
+def parse(command: Sequence[str], python: str = sys.executable) -> Program | None:
+    """Return what a command line of an interpreter runs, None if only the real command can run it."""
     if list(command[:3]) == IN_NAMESPACE and len(command) > 4:
-        program = parse(command[4:])
+        program = parse(command[4:], python)
         return program and replace(program, namespace=command[3])
-    if not command or command[0] != sys.executable:
+    if not command or command[0] != python:
         return None
     words = list(command[1:])
     unbuffered = words[:1] == ["-u"]

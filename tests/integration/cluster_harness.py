@@ -59,12 +59,13 @@ def free_port() -> int:
 class Process:
     """One daemon or cluster, in a session of its own so that a test that kills it kills nothing else."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, root: Path = ROOT) -> None:
+        """`root` is in front of the packages of the command's interpreter."""
         self.name, self.log = name, log
         with log.open("ab") as out:
             self._popen = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+                command, cwd=root, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
 
     @property
@@ -135,7 +136,7 @@ class Run:
         self.file = directory / "dips.yaml"
         self._timing = {"window_s": 0.3, **(timing or {})}
         self.write_run_file()
-        genesis.make_run(load_run(self.file), tensors)
+        self._make_run(tensors)
 
     def __enter__(self) -> Run:
         return self
@@ -203,9 +204,15 @@ class Run:
         return self.directory / cluster / "timeline.jsonl"
 
     def _start(self, name: str, command: Sequence[str]) -> Process:
-        process = Process(name, command, self.directory / f"{name}.log")
+        process = self._make_process(name, command, self.directory / f"{name}.log")
         self.processes = [p for p in self.processes if p.code is None or p.name != name] + [process]
         return process
+
+    def _make_run(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        genesis.make_run(load_run(self.file), tensors)
+
+    def _make_process(self, name: str, command: Sequence[str], log: Path) -> Process:
+        return Process(name, command, log)
 
     def _run_file(self, timing: Mapping[str, Any]) -> dict[str, Any]:
         model = str(Path("master") / genesis.INITIAL)

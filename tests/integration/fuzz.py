@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from dips.protocol.events import PROTOCOL
+from dips.protocol.releases import PROTOCOL
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 
 RUN, CLUSTERS, SLAVES = "test", ("fast", "slow"), ("ps0", "ps1")

@@ -31,6 +31,7 @@ COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "heartbeats": Teller.heartbeat,
     "readmitted": Teller.readmit,
     "drained": Teller.drain,
+    "finalises": Teller.finalise,
     "seeds": Teller.seed,
     "extended": Teller.extend,
     "tunes": Teller.tune,

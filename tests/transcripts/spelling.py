@@ -146,6 +146,8 @@ def spell_record(record: r.Record) -> str:
             return f"OptionsTuned {describe_changes(record.changes)}"
         case r.ClusterQuarantined():
             return f"ClusterQuarantined {record.cluster}: {record.reason or 'released'}"
+        case r.ProtocolRaised():
+            return f"ProtocolRaised to {record.protocol}"
         case r.OperatorActed():
             passed = f", {record.passed_over} passed over" if record.passed_over else ""
             told = f"{record.caller} asked {record.action} {record.arguments}".rstrip()

@@ -22,6 +22,7 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import TunedOption
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
+from dips.protocol.releases import PROTOCOL
 from dips.sim.disk import LedgerDisk
 from tests.push_digest import digest_push
 from tests.transcripts.spelling import spell
@@ -41,6 +42,7 @@ class Teller:
         placement = place_layers(self.manifest, names)
         genesis = tuple(f"{i:032x}" for i in range(len(layers)))
         row = RunRow(RUN, CONFIG, self.manifest.to_json(), placement, genesis, (2.0,) * len(layers))
+        row = replace(row, protocol=int(words.get("protocol", str(PROTOCOL))))
         self.slots = int(words.get("slots", "2"))
         self.disk = LedgerDisk(row)
         self.now = 0.0
@@ -96,6 +98,7 @@ class Teller:
             slots=self.slots, reason=words.get("reason", ""), rival_heard_s=float(words.get("heard_s", "inf")),
             unseeded="empty" in words, former_nonce=words.get("former", ""),
             unread=tuple(VersionId.parse(v) for v in words.get("unread", "").split(",") if v),
+            newest_protocol=int(words.get("speaks", str(PROTOCOL))),
         )  # fmt: skip
         return self.step(event, slave)
 
@@ -161,6 +164,7 @@ class Teller:
             former=former,
             take_over=taking_over,
             rival_heard_s=float(words.get("heard_s", "0")),
+            newest_protocol=int(words.get("speaks", str(PROTOCOL))),
         )
         return self.step(event, cluster)
 
@@ -249,6 +253,9 @@ class Teller:
 
     def drain(self, slave: str, words: Words) -> list[str]:
         return self.step(ev.DrainAllAsked(0) if slave == "all" else ev.DrainAsked(0, slave), "operator")
+
+    def finalise(self, caller: str, words: Words) -> list[str]:
+        return self._audited(caller, ev.FinaliseAsked(0, int(words.get("protocol", str(PROTOCOL)))))
 
     def tune(self, caller: str, words: Words) -> list[str]:
         changes = tuple(

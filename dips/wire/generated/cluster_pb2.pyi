@@ -34,6 +34,7 @@ class ClusterJoined(_message.Message):
     TAKE_OVER_FIELD_NUMBER: _builtins.int
     FROZEN_DIGEST_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    NEWEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
@@ -47,7 +48,9 @@ class ClusterJoined(_message.Message):
     frozen_digest: _builtins.str
     """of a sample of the parameters that are not trained; empty: there are none, or not known"""
     protocol: _builtins.int
-    """the number of these messages: see dips/protocol/events.py"""
+    """the oldest that it speaks: see dips/protocol/releases.py"""
+    newest_protocol: _builtins.int
+    """that it speaks; 0: the same"""
     def __init__(
         self,
         *,
@@ -60,10 +63,11 @@ class ClusterJoined(_message.Message):
         take_over: _builtins.bool = ...,
         frozen_digest: _builtins.str = ...,
         protocol: _builtins.int = ...,
+        newest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "former", b"former", "frozen_digest", b"frozen_digest", "manifest_digest", b"manifest_digest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run", "take_over", b"take_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "former", b"former", "frozen_digest", b"frozen_digest", "manifest_digest", b"manifest_digest", "newest_protocol", b"newest_protocol", "nonce", b"nonce", "protocol", b"protocol", "run", b"run", "take_over", b"take_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -121,6 +125,7 @@ class ClusterHeartbeat(_message.Message):
     REMARKS_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
     LINES_FIELD_NUMBER: _builtins.int
+    NEWEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     trainer: _builtins.str
@@ -142,6 +147,8 @@ class ClusterHeartbeat(_message.Message):
     """of the push or pull that its ranks come to, or move; 0: none"""
     idle_s: _builtins.float
     """of a push: beyond moving its bytes"""
+    newest_protocol: _builtins.int
+    """as in ClusterJoined"""
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -176,10 +183,11 @@ class ClusterHeartbeat(_message.Message):
         remarks: _abc.Iterable[Global___Remark] | None = ...,
         idle_s: _builtins.float = ...,
         lines: _abc.Iterable[_builtins.str] | None = ...,
+        newest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "idle_s", b"idle_s", "inc", b"inc", "inner_steps", b"inner_steps", "lines", b"lines", "loss", b"loss", "remarks", b"remarks", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "idle_s", b"idle_s", "inc", b"inc", "inner_steps", b"inner_steps", "lines", b"lines", "loss", b"loss", "newest_protocol", b"newest_protocol", "remarks", b"remarks", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -370,6 +370,51 @@ class RollbackAsked(_message.Message):
 Global___RollbackAsked: _TypeAlias = RollbackAsked  # noqa: Y015
 
 @_typing.final
+class FinaliseAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinaliseAsked: _TypeAlias = FinaliseAsked  # noqa: Y015
+
+@_typing.final
+class FinaliseReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def acknowledged(self) -> _names_pb2.Acknowledged: ...
+    @_builtins.property
+    def refused(self) -> _cluster_pb2.Refused: ...
+    def __init__(
+        self,
+        *,
+        acknowledged: _names_pb2.Acknowledged | None = ...,
+        refused: _cluster_pb2.Refused | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["acknowledged", "refused"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___FinaliseReply: _TypeAlias = FinaliseReply  # noqa: Y015
+
+@_typing.final
 class ReadmitReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -51,6 +51,8 @@ class OperatorServiceStub:
     """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
     Rollback: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RollbackAsked, _operator_pb2.RollbackReply]
     """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
+    Finalise: _grpc.UnaryUnaryMultiCallable[_operator_pb2.FinaliseAsked, _operator_pb2.FinaliseReply]
+    """Makes the run speak the next protocol, for good. Refused while a slave or cluster is not known to speak it."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
@@ -75,6 +77,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
     Rollback: _aio.UnaryUnaryMultiCallable[_operator_pb2.RollbackAsked, _operator_pb2.RollbackReply]  # type: ignore[assignment]
     """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
+    Finalise: _aio.UnaryUnaryMultiCallable[_operator_pb2.FinaliseAsked, _operator_pb2.FinaliseReply]  # type: ignore[assignment]
+    """Makes the run speak the next protocol, for good. Refused while a slave or cluster is not known to speak it."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -150,5 +154,13 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.RollbackReply, _abc.Awaitable[_operator_pb2.RollbackReply]]:
         """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
+
+    @_abc_1.abstractmethod
+    def Finalise(
+        self,
+        request: _operator_pb2.FinaliseAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.FinaliseReply, _abc.Awaitable[_operator_pb2.FinaliseReply]]:
+        """Makes the run speak the next protocol, for good. Refused while a slave or cluster is not known to speak it."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -43,6 +43,7 @@ class SlaveRegistered(_message.Message):
     UNSEEDED_FIELD_NUMBER: _builtins.int
     FORMER_NONCE_FIELD_NUMBER: _builtins.int
     UNREAD_FIELD_NUMBER: _builtins.int
+    NEWEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
@@ -53,13 +54,15 @@ class SlaveRegistered(_message.Message):
     key: _builtins.str
     """public, of its data lanes, in Z85; empty: they are plain"""
     protocol: _builtins.int
-    """the number of these messages: see dips/protocol/events.py"""
+    """the oldest that it speaks: see dips/protocol/releases.py"""
     manifest_digest: _builtins.str
     """of the manifest that it knows"""
     unseeded: _builtins.bool
     """its layers of v0@r0 are not on its disk"""
     former_nonce: _builtins.str
     """of the process that held its directory before; empty: none that is known"""
+    newest_protocol: _builtins.int
+    """that it speaks; 0: the same"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -97,10 +100,11 @@ class SlaveRegistered(_message.Message):
         unseeded: _builtins.bool = ...,
         former_nonce: _builtins.str = ...,
         unread: _abc.Iterable[_names_pb2.VersionId] | None = ...,
+        newest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "former_nonce", b"former_nonce", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen", "unread", b"unread", "unseeded", b"unseeded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "former_nonce", b"former_nonce", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "newest_protocol", b"newest_protocol", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen", "unread", b"unread", "unseeded", b"unseeded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

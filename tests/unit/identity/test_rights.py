@@ -51,6 +51,7 @@ EXPECTED = """
     OperatorService/Seed          operator
     OperatorService/Drain         operator slave*
     OperatorService/DrainAll      operator
+    OperatorService/Finalise      operator
     StatusService/Status          cluster operator viewer
     StatusService/Describe        cluster operator puller viewer
     AuthorityService/Renew        cluster master puller slave viewer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import inf, isnan, nan
 from pathlib import Path
@@ -15,11 +16,11 @@ import pytest
 
 from dips.errors import ConfigError, Corrupt
 from dips.ids import GENESIS, PushId, VersionId
-from dips.master import ledger_history
+from dips.master import ledger_history, ledger_rows, schema
 from dips.master.ledger import MEMORY, Ledger
 from dips.master.ledger_chain import ChainedRows
 from dips.master.ledger_rows import RowReader, _insert
-from dips.master.schema import SCHEMA, SCHEMA_VERSION
+from dips.master.restore import MirroredLedger, MirroredTransaction, build_file
 from dips.outer_step import OuterStep, nesterov_step
 from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
@@ -30,6 +31,7 @@ from dips.protocol.records import (
     OutcomeRow,
     PeerRow,
     PenaltyRow,
+    ProtocolRaised,
     RangesLeased,
     RolledBack,
     RoundEnded,
@@ -299,9 +301,128 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
             db.execute(f"PRAGMA user_version = {number}")
         db.close()
         with pytest.raises(
-            ConfigError, match=f"expected ledger format {SCHEMA_VERSION}, got {number}; go on with .*dips export"
+            ConfigError,
+            match=f"expected ledger format 1 or 2, got {number}; go on with .*dips export",
         ):
             Ledger.open(path)
+
+
+OLD_ROW = replace(ROW, protocol=1)  # of a run that speaks the protocol of the release before
+
+
+def read_form(path: Path) -> int:
+    with closing(sqlite3.connect(path)) as db:
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def test_a_ledger_of_the_release_before_goes_on_in_its_format(tmp_path: Path) -> None:
+    """So that the release before may have it back at any time: no table is added, however often it is opened."""
+    path = tmp_path / "ledger.sqlite"
+    Ledger.create(path, OLD_ROW).close()
+    for number in (1, 3):
+        with closing(Ledger.open(path)) as ledger:
+            assert ledger.start_term() and ledger.read_state().row == OLD_ROW
+            ledger.write_records([RoundReserved(number, 0.0)])
+    with closing(sqlite3.connect(path)) as db:
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+    assert read_form(path) == 1 and tables == {*schema.columns_of(1), "chain"}
+    with closing(Ledger.open(path, readonly=True)) as ledger:
+        assert ledger.read_state().next_round == 4
+
+
+def test_a_raised_ledger_keeps_its_former_file_beside_it(tmp_path: Path) -> None:
+    """It says what the run speaks; every row is still proven by the chain, old ones and new, and who had it open reads
+    on. The former file is the ledger as it was, for the release before.
+    """
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.create(path, OLD_ROW)) as ledger, closing(Ledger.open(path, readonly=True)) as reader:
+        ledger.write_records([RoundReserved(1, 0.0), committed(V1, GENESIS, A1)])
+        before = ledger.read_state()
+        (tmp_path / "ledger.format1.tmp").write_bytes(b"of a try that crashed")
+        ledger.write_records([ProtocolRaised(2, 5.0)], 7.0)
+        ledger.write_records([RoundReserved(3, 0.0), committed(V2, V1, A2)])
+        assert ledger.run_row().protocol == 2 and reader.read_state().versions == ledger.read_state().versions
+    with closing(Ledger.open(path)) as ledger:
+        state = ledger.read_state()
+        assert state.row == ROW and state.versions[:2] == before.versions and state.versions[-1].version == V2
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT * FROM protocols").fetchall() == [(2, 5.0, 7.0)]
+    former = tmp_path / "ledger.format1.sqlite"
+    assert (read_form(path), read_form(former)) == (2, 1)
+    with closing(Ledger.open(former)) as ledger:
+        assert ledger.read_state() == before
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_ledger_is_raised_whole_or_not_at_all(ledger: Ledger, tmp_path: Path) -> None:
+    """If a record beside it cannot be written, the tables are those of before; a new run has the newest at once."""
+    assert ledger.run_row().protocol == 2
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.create(path, OLD_ROW)) as old:
+        with pytest.raises(sqlite3.IntegrityError):
+            old.write_records([ProtocolRaised(2, 5.0), RoundReserved(2, 0.0), RoundReserved(2, 0.0)])
+        assert old.run_row() == OLD_ROW and read_form(path) == 1
+        old.write_records([ProtocolRaised(2, 5.0)])
+    Ledger.open(path).close()
+
+
+def test_a_mirror_has_the_moment_at_which_the_ledger_was_raised(tmp_path: Path) -> None:
+    """A base in the format of before and the transactions since are the ledger, in its new format."""
+    with closing(Ledger.create(MEMORY, OLD_ROW)) as ledger:
+        base = ledger.serialize()
+    since = ((RoundReserved(1, 0.0),), (ProtocolRaised(2, 5.0),), (RoundReserved(2, 0.0),))
+    path = tmp_path / "ledger.sqlite"
+    build_file(MirroredLedger(1, base, tuple(MirroredTransaction(written, 7.0) for written in since)), path)
+    with closing(Ledger.open(path)) as ledger:
+        assert ledger.read_state().row == ROW and ledger.read_state().next_round > 2
+    assert read_form(path) == 2 and sorted(p.name for p in tmp_path.iterdir()) == [
+        "ledger.sqlite",
+        "ledger.sqlite.lock",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moody:
+    version: VersionId
+    reason: str
+    mood: float = 0.5
+    at: float = 0.0
+
+
+def test_a_column_that_the_release_before_lacks_is_read_as_its_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Until the ledger is raised: the field is not written, and read as the view says. Then it is a column, and the
+    rows that got it are chained anew.
+    """
+    made = schema.RAISES[2]
+    more = schema.Raise(
+        f"{made.statements}ALTER TABLE finished ADD COLUMN mood REAL DEFAULT 0.5;\n",
+        {**made.lacking, "finished": "SELECT *, 0.5 AS mood FROM main.finished"},
+    )
+    monkeypatch.setitem(schema.RAISES, 2, more)
+    monkeypatch.setitem(ledger_rows._ROWS, _Moody, "finished")
+    for cached in (schema.columns_of, ledger_rows._plan_row):
+        cached.cache_clear()
+    try:
+        path, reader = tmp_path / "ledger.sqlite", RowReader(_Moody, "finished")
+        with closing(Ledger.create(path, OLD_ROW)) as ledger:
+
+            def read() -> Any:
+                return reader.read(ledger._db.execute(f"SELECT {reader.columns} FROM finished").fetchone())
+
+            ledger.write_records([_Moody(V1, "tired", 0.9)])  # type: ignore[list-item]
+            assert read() == _Moody(V1, "tired", 0.5)
+            ledger.write_records([ProtocolRaised(2, 5.0)])
+            assert read() == _Moody(V1, "tired", 0.5)
+        Ledger.open(path).close()
+        with closing(Ledger.open(path)) as ledger:
+            ledger.write_records([_Moody(V2, "awake", 0.9)])  # type: ignore[list-item]
+            assert read() == _Moody(V2, "awake", 0.9)
+    finally:
+        monkeypatch.undo()
+        for cached in (schema.columns_of, ledger_rows._plan_row):
+            cached.cache_clear()
 
 
 def test_one_write_is_all_or_nothing(ledger: Ledger) -> None:
@@ -468,6 +589,6 @@ def test_a_field_without_a_column_and_a_column_without_a_value_are_refused() -> 
         _Widened((1.0,), (2.0,), (3,), "x")
     )
     db = sqlite3.connect(":memory:")
-    db.executescript(SCHEMA)
+    db.executescript(schema.tables_of(2))
     with pytest.raises(KeyError, match="digests"):
         _insert(ChainedRows(db), "score_history", scores="[]", delta_norms="[]")

@@ -108,7 +108,7 @@ def test_no_flipped_bit_is_read_as_another_history(closed: Path, tmp_path: Path)
             seen["harmless"] += 1
         except DipsError as error:
             seen[type(error).__name__] += 1
-    assert seen["harmless"] > FLIPS / 2 and seen["CorruptLedger"] > FLIPS / 10, seen
+    assert seen["harmless"] > FLIPS / 2 and seen["CorruptLedger"] >= FLIPS / 10, seen
 
 
 def test_no_flipped_bit_meets_a_writer_with_another_error(closed: Path, tmp_path: Path) -> None:

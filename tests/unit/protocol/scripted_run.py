@@ -15,6 +15,7 @@ from dips.protocol.effects import Apply, Commit, Effect, Fold, Measure, Order, P
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionCommitted, VersionRow
+from dips.protocol.releases import PROTOCOL
 from dips.protocol.view import RunView
 from tests.push_digest import digest_push
 
@@ -31,9 +32,11 @@ class ScriptedRun:
         slots: int = 4,
         history: ScoreHistory = ScoreHistory((), ()),
         manifest: Manifest = MANIFEST,
+        protocol: int = PROTOCOL,
     ) -> None:
         self.manifest, layers = manifest, tuple(range(len(manifest.layers)))
         row = RunRow("r", "c", manifest.to_json(), (("s", layers),), ("0" * 32,) * len(layers), (100.0,) * len(layers))
+        row = replace(row, protocol=protocol)
         versions = (VersionRow(GENESIS, GENESIS, True, 0, False),)
         state = LedgerState(row, 1, 1, versions, (), (), (), (), history, (), Intervals(), None)
         self.first, self.now, self._req = state, 0.0, 0

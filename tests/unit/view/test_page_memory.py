@@ -9,7 +9,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer_step import nesterov_step
 from dips.protocol.effects import Failed, Note, Reply
 from dips.protocol.enums import OutcomeKind, RoundResult, Severity
-from dips.protocol.events import PROTOCOL, ClusterJoined, PullFinished, Ticked
+from dips.protocol.events import ClusterJoined, PullFinished, Ticked
 from dips.protocol.records import FoldRow, OutcomeRow, RolledBack, RoundEnded, ScoreHistory, VersionCommitted
 from dips.view.page import curves, memory
 from dips.view.page.curves import CurvePoint
@@ -91,7 +91,7 @@ def test_a_rollback_takes_points_from_the_curve() -> None:
 
 def test_who_may_not_join_is_kept_once_and_counted() -> None:
     """With the reason; whoever only has to ask again is nobody's news."""
-    seen, joined = PageMemory(), ClusterJoined(1, "west", "n", "run", "m", "c", PROTOCOL)
+    seen, joined = PageMemory(), ClusterJoined(1, "west", "n", "run", "m", "c")
     for wall in (1.0, 2.0, 3.0):
         see(seen, wall, Reply(1, Failed(DifferentModel, "this model is not the run's")), event=joined)
         see(seen, wall, Reply(1, Failed(UnavailableMaster, "not yet registered: ps0")), event=joined)

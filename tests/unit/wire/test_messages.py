@@ -28,6 +28,7 @@ from dips.wire.generated import cluster_pb2, operator_pb2, slave_pb2, status_pb2
 
 UNUSED_BY_WIRE = {"Reply", "Note", "Exit", "Failed", "OrderAnswered", "OrderFailed", "TrainerChanged"} | {
     "BandwidthMeasured",
+    "ProtocolTold",
     "MirrorReported",
     "ClusterSilent",
     "TokensReported",
