@@ -79,6 +79,11 @@ class OperatorServiceStub(object):
                 request_serializer=dips_dot_v1_dot_operator__pb2.RollbackAsked.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_operator__pb2.RollbackReply.FromString,
                 _registered_method=True)
+        self.Rebalance = channel.unary_unary(
+                '/dips.v1.OperatorService/Rebalance',
+                request_serializer=dips_dot_v1_dot_operator__pb2.RebalanceAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.RebalanceReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -148,6 +153,13 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rebalance(self, request, context):
+        """Moves the layers to other slaves, whose hosts copy them: asked again by each until the new placement is valid.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -195,6 +207,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.Rollback,
                     request_deserializer=dips_dot_v1_dot_operator__pb2.RollbackAsked.FromString,
                     response_serializer=dips_dot_v1_dot_operator__pb2.RollbackReply.SerializeToString,
+            ),
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.RebalanceAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.RebalanceReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -440,6 +457,33 @@ class OperatorService(object):
             '/dips.v1.OperatorService/Rollback',
             dips_dot_v1_dot_operator__pb2.RollbackAsked.SerializeToString,
             dips_dot_v1_dot_operator__pb2.RollbackReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Rebalance',
+            dips_dot_v1_dot_operator__pb2.RebalanceAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.RebalanceReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,8 @@ class OperatorServiceStub:
     """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
     Rollback: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RollbackAsked, _operator_pb2.RollbackReply]
     """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
+    Rebalance: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RebalanceAsked, _operator_pb2.RebalanceReply]
+    """Moves the layers to other slaves, whose hosts copy them: asked again by each until the new placement is valid."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
@@ -75,6 +77,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
     Rollback: _aio.UnaryUnaryMultiCallable[_operator_pb2.RollbackAsked, _operator_pb2.RollbackReply]  # type: ignore[assignment]
     """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
+    Rebalance: _aio.UnaryUnaryMultiCallable[_operator_pb2.RebalanceAsked, _operator_pb2.RebalanceReply]  # type: ignore[assignment]
+    """Moves the layers to other slaves, whose hosts copy them: asked again by each until the new placement is valid."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -150,5 +154,13 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.RollbackReply, _abc.Awaitable[_operator_pb2.RollbackReply]]:
         """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
+
+    @_abc_1.abstractmethod
+    def Rebalance(
+        self,
+        request: _operator_pb2.RebalanceAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.RebalanceReply, _abc.Awaitable[_operator_pb2.RebalanceReply]]:
+        """Moves the layers to other slaves, whose hosts copy them: asked again by each until the new placement is valid."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
