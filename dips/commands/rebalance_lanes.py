@@ -60,21 +60,19 @@ class _HostCopy:
         self._said = ""
 
     async def move_layers(self) -> None:
-        planned = await self._ask_until(None, "")
-        if planned is None:
-            return
-        holding = asyncio.create_task(self._hold_head())
-        try:
-            digest = await self._stage_layers(planned)
-        finally:
-            holding.cancel()
-            with suppress(asyncio.CancelledError):
-                await holding
-        self._say(f"{planned.version} is staged for {self._section.name}")
-        await self._ask_until(planned.version, digest)
+        version, digest = None, ""
+        while (planned := await self._ask_until(version, digest)) is not None:
+            holding = asyncio.create_task(self._hold_head())
+            try:
+                version, digest = planned.version, await self._stage_layers(planned)
+            finally:
+                holding.cancel()
+                with suppress(asyncio.CancelledError):
+                    await holding
+            self._say(f"{version} is staged for {self._section.name}")
 
     async def _ask_until(self, version: VersionId | None, digest: str) -> RebalancePlanned | None:
-        """Ask until the master has a plan, or, for a digest, has made the new placement valid; None: it is."""
+        """Ask until the master has a plan, for a digest another one than that, or the placement is valid: None."""
         until = time.monotonic() + self._wait_s
         while True:
             try:
@@ -101,7 +99,7 @@ class _HostCopy:
         return await ask_master(self._master, RebalanceAsked(0, self._section.name, self._slaves, version, digest))
 
     async def _hold_head(self) -> None:
-        """Keep the lease while the layers move. If it ends all the same, the master refuses what was copied, or not."""
+        """Keep the lease while the layers move. If it ends all the same, and the head moves, they are copied again."""
         while True:
             await asyncio.sleep(ASK_S)
             try:

@@ -113,7 +113,9 @@ def _newest_held(state: LedgerState, held: Mapping[str, Collection[VersionId]]) 
 
 
 def answer_asked(run: RunState, event: RebalanceAsked) -> effects.Result:
-    """Legal any time. A repetition renews the lease; one with a digest says what its host has staged."""
+    """Legal any time. A repetition renews the lease; one with a digest says what its host has staged, and is
+    answered with a new plan if that is not the head.
+    """
     slaves = tuple(sorted({check_name(name, "slave") for name in event.slaves}))
     if event.slave not in slaves:
         raise ConfigError(f"expected one of the new slaves, {', '.join(slaves)}, got {event.slave!r}")
@@ -133,18 +135,17 @@ def answer_asked(run: RunState, event: RebalanceAsked) -> effects.Result:
     if held.version != run.head:  # rolled back meanwhile: what is staged is of no use
         held.version, held.staged = run.head, {}
     held.deadline = run.now + run.options.timing.lease_s
-    if event.digest and event.version != run.head:
-        return effects.Refused(0.0, f"{event.version} is staged, the head is {run.head}: copy its layers")
+    digest = event.digest if event.version == run.head else ""  # else a master has gone on that had forgotten it
     if busy := _open_work(run):
         return effects.Pending(busy)
-    if event.digest and held.staged.get(event.slave) != event.digest:
-        held.staged[event.slave] = event.digest
+    if digest and held.staged.get(event.slave) != digest:
+        held.staged[event.slave] = digest
         run.emit_note("layers_staged", version=run.head, slave=event.slave)
     away = [name for name in slaves if name not in held.staged]
     if not away or run.head == GENESIS:  # v0@r0 comes from the first model, wherever its layers lie
         _commit(run, held, plan)
         return effects.Acknowledged()
-    if event.digest:
+    if digest:
         return effects.Pending(f"the hosts of {name_some(away)} are still to copy their layers")
     sinc = dict(plan.incarnations)[event.slave]
     return effects.RebalancePlanned(run.head, dict(plan.after)[event.slave], sinc)

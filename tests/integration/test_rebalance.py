@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from benchmarks import namespaces
 from dips import cli
 from dips.ids import VersionId
-from dips.store.files import staged_path
+from dips.store.files import staged_path, staged_versions
 from tests.damage import load_parameters
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
@@ -207,8 +207,8 @@ def made_hosts() -> Iterator[dict[str, namespaces.End]]:
 @pytest.mark.timeout(600)
 def test_slaves_that_share_no_disk(hosts: dict[str, namespaces.End], tmp_path: Path) -> None:
     """Three hosts copy their layers over the lanes. The first try is given up half-way: the run goes on with its former
-    slaves. After the second θ and m are the same to the bit, on three slaves, and every later version is the
-    reference's.
+    slaves. In the second the master is killed, and restarted with the former run file. Then θ and m are the same to the
+    bit, on three slaves, and every later version is the reference's.
     """
     tensors = {
         name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
@@ -228,17 +228,23 @@ def test_slaves_that_share_no_disk(hosts: dict[str, namespaces.End], tmp_path: P
         cluster = run.start_cluster("slow", [sys.executable, path, "slow", "24", "1", str(tmp_path / "slow.out")])
         run.until(lambda: versions(run) >= 2, 240, "two versions on two slaves")
 
+        old = tmp_path / "old.yaml"
+        old.write_text(run.file.read_text())
         run.slaves = THREE
         run.write_run_file()
         given_up = run.begin_copy("ps2")
-        run.until(lambda: list((tmp_path / "c" / "ps2").glob(".rebalanced-*")), 120, "ps2's layers are staged")
+        run.until(lambda: staged_versions(tmp_path / "c" / "ps2"), 120, "ps2's layers are staged")
+        first = staged_versions(tmp_path / "c" / "ps2")
         given_up.kill()
         given_up.communicate(timeout=10)
         began = versions(run)
         run.until(lambda: versions(run) > began, 120, "the run goes on with its former slaves")
 
-        copies = [run.begin_copy(name) for name in THREE]
-        master = next(p for p in run.processes if p.name == "master")
+        copies = [run.begin_copy("ps2")]
+        run.until(lambda: staged_versions(tmp_path / "c" / "ps2") not in (first, []), 120, "a later version is staged")
+        next(p for p in run.processes if p.name == "master").kill()
+        master = run._start("master", [*run.commands["master"], "--config", str(old)])
+        copies += [run.begin_copy(name) for name in TWO]
         run.until(lambda: master.code is not None, 240, "the master ends")
         assert master.code == 78
         head = run.head()
@@ -261,7 +267,7 @@ def test_slaves_that_share_no_disk(hosts: dict[str, namespaces.End], tmp_path: P
 
     assert [[name for name, _ in r.placement] for r in rebalances] == [THREE]
     assert rebalances[0].version == head and any(np.frombuffer(m, np.float32).any() for m in before.values())
-    assert [(c.name, c.inc) for c in state.clusters] == [("slow", 1)]
+    assert ("slow", 1) in [(c.name, c.inc) for c in state.clusters]
     expected = reference(rounds, sum(t.size for t in tensors.values()))
     seen = dict(json.loads((tmp_path / "slow.out.0").read_text()))
     assert str(rounds[-1][0]) in seen

@@ -98,11 +98,12 @@ def test_a_copy_that_nobody_goes_on_with_costs_a_lease() -> None:
 
 
 def test_what_was_staged_of_a_former_head_does_not_count() -> None:
-    """A master that forgot the rebalance in a restart went on to another version: its layers must be copied."""
+    """A master that forgot the rebalance in a restart went on to another version: the answer is its plan."""
     run = at_version(1)
     told = ev.RebalanceAsked(0, "t", SLAVES, VersionId(0, 0), "of t")
     answer = run.ask(ev.OperatorAsked(0, "alice.operator", 1e9, told))
-    assert answer == Refused(0.0, "v0@r0 is staged, the head is v1@r1: copy its layers")
+    assert isinstance(answer, RebalancePlanned) and answer.version == run.head
+    assert isinstance(ask(run, "s", "of s"), Pending), "the digest of the former head was not taken"
 
 
 def test_requests_that_cannot_be() -> None:
