@@ -380,7 +380,7 @@ class SeedGranted:
 
 @dataclass(frozen=True, slots=True)
 class RebalancePlanned:
-    """What the host of a slave-to-be copies: its layers of this version."""
+    """Layers of a version, which the host of a slave-to-be copies."""
 
     version: VersionId
     layers: tuple[int, ...]

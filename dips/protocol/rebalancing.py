@@ -79,7 +79,7 @@ def plan_rebalance(
     """
     after = rebalance_layers(manifest, state.row.placement, slaves)
     known = {peer.name: peer.inc for peer in state.slaves}
-    given = {name: known.get(name, 0) + 1 for name in {*known, *slaves}}
+    given = {name: known.get(name, 0) + 1 for name in sorted({*known, *slaves})}
     return _plan_at(_newest_held(state, held), state.versions, state.row.placement, after, given)
 
 
@@ -154,7 +154,7 @@ def answer_asked(run: RunState, event: RebalanceAsked) -> effects.Result:
 def _plan_of_head(run: RunState, slaves: tuple[str, ...]) -> RebalancePlan:
     before = tuple((slave.name, slave.layers) for slave in run.slaves.values())
     known = {**run.former_slaves, **{slave.name: slave.sinc for slave in run.slaves.values()}}
-    given = {name: run.next_incarnation(known.get(name, 0)) for name in {*known, *slaves}}
+    given = {name: run.next_incarnation(known.get(name, 0)) for name in sorted({*known, *slaves})}
     after = rebalance_layers(run.manifest, before, slaves)
     return _plan_at(run.head, run.versions.values(), before, after, given)
 
