@@ -13,10 +13,10 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import TracebackType
 from typing import Any
 
@@ -45,6 +45,7 @@ AGAIN_S = 2.0  # until a follower joins again
 STALL_S = 30.0  # without a byte of a transfer
 
 # (run, version, manifest) → an array for all parameters, concatenated in the manifest's order.
+LayerDigests = tuple[str, str]  # of θ and of m
 MakeRoom = Callable[[str, VersionId, Manifest], F32]
 Warn = Callable[[str], None]
 
@@ -126,20 +127,54 @@ class VersionPuller:
                  gave the updates up for newer ones; StaleIncarnation: the lease ran out. The array's contents are
                  undefined then. Also the errors of `make_room`
         """
+
+        async def make_pieces(grant: Grant) -> list[Piece]:
+            room = await asyncio.to_thread(make_room, self.run, grant.version, self.manifest)
+            return list_pieces(self.manifest, room)
+
+        grant, stats = await self._pull(version, False, make_pieces, held)
+        return PulledVersion(grant.version, stats)
+
+    async def pull_layers(self, version: VersionId, layers: Mapping[int, tuple[F32, F32]]) -> dict[int, LayerDigests]:
+        """Fill θ and m of some layers of a version that the slaves keep, m from their snapshots; return the digests
+        that the slaves have of each of these layers, of θ and of m, with which the caller compares what has come.
+
+        layers  index → flat arrays for θ and m
+        Errors  those of `pull`
+        """
+
+        def choose_pieces(part: int) -> Callable[[Grant], Awaitable[list[Piece]]]:
+            async def make_pieces(_: Grant) -> list[Piece]:
+                parts = (list_pieces(self.manifest, flats[part], [index]) for index, flats in layers.items())
+                return list(chain.from_iterable(parts))
+
+            return make_pieces
+
+        grant, _ = await self._pull(version, True, choose_pieces(1), None)
+        await self._pull(version, False, choose_pieces(0), None)
+        told = (zip(s.layers, zip(s.digests[::2], s.digests[1::2], strict=True), strict=True) for s in grant.slaves)
+        return {index: digests for index, digests in chain.from_iterable(told) if index in layers}
+
+    async def _pull(
+        self,
+        version: VersionId | None,
+        momentum: bool,
+        make_pieces: Callable[[Grant], Awaitable[list[Piece]]],
+        held: VersionId | None,
+    ) -> tuple[Grant, TransferStats]:
         self._seq += 1
         pull, keys = PullId(self._name, self._inc, self._seq), seal.new_keys()
         self._rate = TransferRate(0, 0, 0.0)
-        grant = await self._await_grant(PullRequested(0, pull, 1, version, (keys.public,)))
+        grant = await self._await_grant(PullRequested(0, pull, 1, version, (keys.public,), momentum))
         installed = False
         try:
-            room = await asyncio.to_thread(make_room, self.run, grant.version, self.manifest)
             identity = TransferIdentity(self.run, pull.cluster, pull.inc, pull.seq, 0, keys)
-            stats = await self._move(grant, identity, list_pieces(self.manifest, room), held)
+            stats = await self._move(grant, identity, await make_pieces(grant), held)
             installed = True
         finally:
             with suppress(DipsError):  # then its next request ends it, or its lease
                 await self._link.ask_master(PullFinished(0, pull, installed))
-        return PulledVersion(grant.version, stats)
+        return grant, stats
 
     @property
     def is_over(self) -> bool:
@@ -321,10 +356,10 @@ async def _describe_run(master: Endpoint) -> dict[str, Any]:
     return described
 
 
-def list_pieces(manifest: Manifest, room: F32) -> list[Piece]:
-    """Return all parameters as pieces of one flat array."""
-    sizes = [(l, p, parameter.numel) for l, layer in enumerate(manifest.layers)
-             for p, parameter in enumerate(layer.parameters)]  # fmt: skip
+def list_pieces(manifest: Manifest, room: F32, layers: Iterable[int] | None = None) -> list[Piece]:
+    """Return all parameters as pieces of one flat array; or those of some layers."""
+    chosen = range(len(manifest.layers)) if layers is None else layers
+    sizes = [(l, p, parameter.numel) for l in chosen for p, parameter in enumerate(manifest.layers[l].parameters)]
     ends = [0]
     for _, _, numel in sizes:
         ends.append(ends[-1] + numel)

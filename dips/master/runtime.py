@@ -715,6 +715,7 @@ class OperatorServicer(OperatorServiceServicer):
     Seed = _audited(events.SeedAsked, operator_pb2.SeedReply)
     Readmit = _audited(events.ReadmissionAsked, operator_pb2.ReadmitReply)
     Rollback = _audited(events.RollbackAsked, operator_pb2.RollbackReply)
+    Rebalance = _audited(events.RebalanceAsked, operator_pb2.RebalanceReply)
     Drain = _audited(events.DrainAsked, operator_pb2.DrainReply)
     DrainAll = _audited(events.DrainAllAsked, operator_pb2.DrainReply)
     Extend = _audited(events.ExtensionAsked, operator_pb2.ExtendReply)

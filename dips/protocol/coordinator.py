@@ -12,7 +12,19 @@ from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import clusters, durability, events, operator, push_pull, round, seeding, slaves, transfers, view
+from dips.protocol import (
+    clusters,
+    durability,
+    events,
+    operator,
+    push_pull,
+    rebalancing,
+    round,
+    seeding,
+    slaves,
+    transfers,
+    view,
+)
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.entities import Fanout
@@ -82,6 +94,8 @@ def _on_blind(run: RunState, event: events.Blind) -> None:
     run.transfers.shift_times(event.gap_s)
     if run.seed is not None:
         run.seed.deadline += event.gap_s
+    if run.rebalance is not None:
+        run.rebalance.deadline += event.gap_s
     for cluster in run.clusters.values():
         if cluster.requested_at is not None:
             cluster.requested_at += event.gap_s
@@ -131,6 +145,8 @@ def _next_deadline(run: RunState) -> float:
     due = retry if retry < due else due
     if run.seed is not None:
         due = min(due, run.seed.deadline)
+    if run.rebalance is not None:
+        due = min(due, run.rebalance.deadline)
     if run.round is not None:
         return min((due, *round.window_deadlines(run)))
     if run.targets.wall_s and not run.finished:
@@ -165,6 +181,8 @@ class Coordinator:
                 operator.settle_drains(run)
             if run.seed is not None:
                 seeding.settle_seed(run)
+            if run.rebalance is not None:
+                rebalancing.settle_rebalance(run)
             if run.roster.garbage:
                 slaves.delete_garbage(run)
         return run.out

@@ -114,6 +114,7 @@ class OpenPull:
     pull: PullId
     version: VersionId
     keys: tuple[str, ...] = ()  # public key of each rank; empty: the lanes are not encrypted
+    momentum: bool = False  # serve m of the version's snapshot, not θ; answered by Pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +275,7 @@ class SlaveAddress:
     lanes: tuple[str, ...]
     layers: tuple[int, ...]
     key: str = ""  # public key of its lanes; empty: they are not encrypted
+    digests: tuple[str, ...] = ()  # in the grant of a pull of m: of θ and of m of each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +379,15 @@ class SeedGranted:
 
 
 @dataclass(frozen=True, slots=True)
+class RebalancePlanned:
+    """Layers of a version, which the host of a slave-to-be copies."""
+
+    version: VersionId
+    layers: tuple[int, ...]
+    sinc: int  # the owner's incarnation in the manifest of the copy
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The request failed: raise `error(message)` at the caller."""
 
@@ -400,6 +411,7 @@ Result = (
     | Extended
     | Tuned
     | SeedGranted
+    | RebalancePlanned
     | Failed
 )
 

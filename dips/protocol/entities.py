@@ -121,6 +121,8 @@ class Pull:
     deadline_s: float
     opened: bool = False
     first: int = 0  # number of ranks of the pulls before it: its own take turns after those
+    momentum: bool = False  # of m, not θ
+    digests: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of a pull of m: those of each slave's layers
 
 
 @dataclass
@@ -133,6 +135,17 @@ class Seed:
     slaves: dict[str, int]  # slaves that have yet to keep it → their incarnation
     opened: bool = False  # all these slaves have a slot for it
     unstaged: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass
+class Rebalance:
+    """A rebalance whose layers are being copied; not kept over a restart of the master."""
+
+    slaves: tuple[str, ...]  # of the new placement
+    version: VersionId  # the head, which their hosts copy
+    deadline: float  # extended whenever one of the hosts asks
+    staged: dict[str, str] = field(default_factory=dict)  # slave → digest of the manifest that its host has staged
+    valid: bool = False  # its row is emitted: this process ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,7 @@ class PullRequested:
     ranks: int
     version: VersionId | None = None  # an older version that the disks keep; None: the head
     keys: tuple[str, ...] = ()  # public, of each rank, as in PushRequested
+    momentum: bool = False  # m of the version's snapshots, not θ; the grant has the digests of both
     wall: float = 0.0  # seconds since 1970, for the audit: the shell fills it in
 
 
@@ -321,6 +322,17 @@ class FinaliseAsked:
     protocol: int
 
 
+@dataclass(frozen=True, slots=True)
+class RebalanceAsked:
+    """The host of a slave-to-be moves the run's layers to these slaves; repeated until they are theirs."""
+
+    req: int
+    slave: str  # whose layers are copied there
+    slaves: tuple[str, ...]  # all of the new placement
+    version: VersionId | None = None  # that is staged there
+    digest: str = ""  # of its manifest; empty: nothing is staged yet
+
+
 OperatorRequest = (
     ReadmissionAsked
     | ExtensionAsked
@@ -331,6 +343,7 @@ OperatorRequest = (
     | SeedAsked
     | RollbackAsked
     | FinaliseAsked
+    | RebalanceAsked
 )
 
 
@@ -466,6 +479,13 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinned:
+    """m of a snapshot is served: the digests of θ and of m of each of the slave's layers, in manifest order."""
+
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Measurements of d = θ − θ_j for each of the slave's layers in manifest order; `finite` is False if any element is
     not.
@@ -499,7 +519,7 @@ class Persisted:
     digest: str  # of the snapshot's manifest
 
 
-Answer = Done | Measured | Folded | Prepared | Persisted
+Answer = Done | Measured | Folded | Prepared | Persisted | Pinned
 
 Event = (
     SlaveRegistered

@@ -32,8 +32,18 @@ from typing import Any
 
 from dips.dataclass import dataclass, replace
 from dips.errors import ConfigError
-from dips.protocol import events, rollback, seeding
-from dips.protocol.effects import Acknowledged, Extended, Failed, Pending, Refused, Reply, Result, Tuned
+from dips.protocol import events, rebalancing, rollback, seeding
+from dips.protocol.effects import (
+    Acknowledged,
+    Extended,
+    Failed,
+    Pending,
+    RebalancePlanned,
+    Refused,
+    Reply,
+    Result,
+    Tuned,
+)
 from dips.protocol.entities import AuditBudget, Slave
 from dips.protocol.enums import SlaveCause, SlaveState
 from dips.protocol.options import Options, Targets
@@ -63,7 +73,7 @@ def on_operator_asked(run: RunState, event: events.OperatorAsked) -> None:
     kind, begin = REQUESTS[type(event.request)], len(run.out)
     result = _carry_out(run, event.request)
     changed = any(not isinstance(effect, Reply) for effect in run.out[begin:])
-    repeated = isinstance(result, Pending) and not changed  # the first row has it
+    repeated = isinstance(result, Pending | RebalancePlanned) and not changed  # the first row has it
     arguments = kind.spell(event.request)
     if arguments and not repeated:  # a request that names nothing only reads
         outcome, refused = _describe_result(result)
@@ -333,5 +343,8 @@ REQUESTS: dict[type, RequestKind] = {
     events.DrainAllAsked: RequestKind("drain", _drain_all, lambda _: "all slaves", changes_ledger=False),
     events.RollbackAsked: RequestKind("rollback", rollback.answer_asked, lambda e: str(e.version)),
     events.FinaliseAsked: RequestKind("finalise", _finalise, lambda e: f"protocol {e.protocol}"),
+    events.RebalanceAsked: RequestKind(
+        "rebalance", rebalancing.answer_asked, lambda e: f"to {', '.join(e.slaves)}, by the host of {e.slave}"
+    ),
     events.SeedAsked: RequestKind("seed", seeding.answer_asked, lambda e: f"process {e.seeder}", changes_ledger=False),
 }

@@ -49,7 +49,7 @@ RETRY_SHARE = 0.1  # of a push's time: how often the first in the queue asks whi
 
 def refuse_slot(run: RunState, cluster: Cluster, event: events.PushRequested) -> Refused | None:
     """Return Refused with the cluster's place in the queue; None if it may take a slot."""
-    missing, slots = run.why_missing(), run.roster.slots
+    missing, slots = run.why_missing() or run.why_held(), run.roster.slots
     free = 0 if missing else slots - len(run.transfers.pushes)
     longest = run.options.timing.busy_retry_s
     if run.penalty.penalty_row(cluster.name).quarantined or cluster.name in run.quarantined:
@@ -506,7 +506,10 @@ def _answer_pull_request(run: RunState, cluster: Cluster, event: events.PullRequ
     if pull and pull.id == event.pull:
         if not pull.opened:
             return Pending("the slaves are pinning the version")
-        return run.make_grant(pull.version, pull.deadline_s, pull.first)
+        grant = run.make_grant(pull.version, pull.deadline_s, pull.first)
+        if not pull.momentum:
+            return grant
+        return replace(grant, slaves=tuple(replace(a, digests=pull.digests[a.name]) for a in grant.slaves))
     if cluster.closed_pull.seq == event.pull.seq:
         return Dropped(cluster.closed_pull.reason)
     if event.pull.seq <= cluster.seq_high:
@@ -518,6 +521,8 @@ def _answer_pull_request(run: RunState, cluster: Cluster, event: events.PullRequ
     if wrong := find_wrong_keys(event.keys, event.ranks, run.has_encrypted_lanes()):
         return Failed(RemoteProtocolError, wrong)
     version = event.version or run.head
+    if event.momentum and not cluster.reads:
+        return Failed(ConfigError, f"momentum: only who does not push pulls it, and {cluster.name} does")
     if missing := _why_not_kept(run, version):
         return Failed(ConfigError, missing)
     end_superseded(run, cluster, event.pull)
@@ -528,7 +533,9 @@ def _answer_pull_request(run: RunState, cluster: Cluster, event: events.PullRequ
     if cluster.reads and not cluster.read_before:
         _audit_reader(run, cluster, version, event.wall)
     begin_pull(run, cluster, event.pull, version)
-    order = OpenPull(event.pull, version, event.keys)
+    assert cluster.pull is not None
+    cluster.pull.momentum = event.momentum
+    order = OpenPull(event.pull, version, event.keys, event.momentum)
     run.order_all(FanoutKind.OPEN_PULL, event.pull, order, run.options.timing.order_s)
     return Pending("the slaves are pinning the version")
 
@@ -558,6 +565,7 @@ def on_pull_opened(run: RunState, fanout: Fanout) -> None:
     cluster = run.cluster_of(fanout.subject)
     if cluster is not None and cluster.pull is not None:
         cluster.pull.opened = True
+        cluster.pull.digests = {name: a.digests for name, a in fanout.answers.items() if isinstance(a, events.Pinned)}
 
 
 def on_pull_finished(run: RunState, event: events.PullFinished) -> None:

@@ -1,22 +1,46 @@
 """The decision of `dips rebalance`: from which version, onto which slaves, and which records it writes.
 
-Master and slaves are stopped meanwhile, so the ledger and the disks are the whole state. The row `Rebalanced` is the
-commit point. What must stay true: no durable version is lost; older versions, whose snapshots have the former
-placement, are retired in the same transaction; the rebalance is an incarnation of every slave, so messages of former
-processes are fenced (docs/architecture.md#invariant-5).
+What must stay true: the row `Rebalanced` is the commit point, and is written when every layer of the new placement is
+durable at its new owner; no durable version is lost; older versions, whose snapshots have the former placement, are
+retired in the same transaction; the rebalance is an incarnation of every slave, so messages of former processes are
+fenced (docs/architecture.md#invariant-5).
+
+There are two ways to the row. With master and slaves stopped, and all directories in reach, the ledger and the disks
+are the whole state: `plan_rebalance`. Where slaves share no disk, the run is up, and the new owners' hosts pull their
+layers from the former owners: `answer_asked`.
+
+    asked → no push begins, open ones end → planned: version and layers → each host pulls and stages → the row, Exit
+
+The head stays what it is meanwhile. Until the row the former placement is in force, and whatever fails, or a master
+that restarts, costs the pause alone: it ends when no host has asked during a lease. The master ends with the row, since
+slaves are bound to their layers as long as they run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
-from dips.ids import GENESIS, VersionId
+from dips.ids import GENESIS, VersionId, check_name
+from dips.protocol import effects
+from dips.protocol.entities import Rebalance
 from dips.protocol.enums import Role
+from dips.protocol.events import RebalanceAsked
 from dips.protocol.manifest import Manifest
 from dips.protocol.placement import LayerMove, Placement, moves_between, rebalance_layers
-from dips.protocol.records import IncarnationGiven, LedgerState, Rebalanced, Record, RolledBack, VersionsRetired
+from dips.protocol.records import (
+    IncarnationGiven,
+    LedgerState,
+    Rebalanced,
+    Record,
+    RolledBack,
+    VersionRow,
+    VersionsRetired,
+)
+from dips.protocol.run_state import RunState, name_some
+
+EXIT_REBALANCED = 78  # a restart with the same run file could not serve: its slaves are not those of the ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +77,20 @@ def plan_rebalance(
 
     Raise ConfigError if a slave lacks the newest durable version, or there are more `slaves` than layers.
     """
-    before = state.row.placement
-    version = _newest_held(state, held)
-    lineage = [v for v in state.versions if v.version != GENESIS]
+    after = rebalance_layers(manifest, state.row.placement, slaves)
+    known = {peer.name: peer.inc for peer in state.slaves}
+    given = {name: known.get(name, 0) + 1 for name in sorted({*known, *slaves})}
+    return _plan_at(_newest_held(state, held), state.versions, state.row.placement, after, given)
+
+
+def _plan_at(
+    version: VersionId, versions: Iterable[VersionRow], before: Placement, after: Placement, given: Mapping[str, int]
+) -> RebalancePlan:
+    """Plan with the incarnations that the rebalance is; `versions` is the lineage."""
+    lineage = [v for v in versions if v.version != GENESIS]
     undone = tuple(v.version for v in lineage if v.version.version > version.version)
     retired = tuple(v.version for v in lineage if not v.retired and v.version != version)
-    known = {peer.name: peer.inc for peer in state.slaves}
-    names = sorted({*known, *slaves})
-    incarnations = tuple((name, known.get(name, 0) + 1) for name in names)
-    return RebalancePlan(version, before, rebalance_layers(manifest, before, slaves), incarnations, undone, retired)
+    return RebalancePlan(version, before, after, tuple(sorted(given.items())), undone, retired)
 
 
 def _newest_held(state: LedgerState, held: Mapping[str, Collection[VersionId]]) -> VersionId:
@@ -78,3 +107,88 @@ def _newest_held(state: LedgerState, held: Mapping[str, Collection[VersionId]]) 
             "start the run once, so that it is rolled back, and stop it again"
         )
     return durable
+
+
+# ---- over the lanes --------------------------------------------------------------------------------------------------
+
+
+def answer_asked(run: RunState, event: RebalanceAsked) -> effects.Result:
+    """Legal any time. A repetition renews the lease; one with a digest says what its host has staged, and is
+    answered with a new plan if that is not the head.
+    """
+    slaves = tuple(sorted({check_name(name, "slave") for name in event.slaves}))
+    if event.slave not in slaves:
+        raise ConfigError(f"expected one of the new slaves, {', '.join(slaves)}, got {event.slave!r}")
+    held = run.rebalance
+    if held is None and set(slaves) == set(run.slaves):
+        return effects.Acknowledged()
+    if held is not None and held.slaves != slaves:
+        return effects.Refused(
+            0.0, f"the rebalance to {', '.join(held.slaves)} is under way; it ends when no host has asked for a lease"
+        )
+    if held is not None and held.valid:
+        return effects.Acknowledged()
+    plan = _plan_of_head(run, slaves)
+    if held is None:
+        held = run.rebalance = Rebalance(slaves, run.head, 0.0)
+        run.emit_note("rebalance_begun", version=run.head, slaves=",".join(slaves))
+    if held.version != run.head:  # rolled back meanwhile: what is staged is of no use
+        held.version, held.staged = run.head, {}
+    held.deadline = run.now + run.options.timing.lease_s
+    digest = event.digest if event.version == run.head else ""  # else a master has gone on that had forgotten it
+    if busy := _open_work(run):
+        return effects.Pending(busy)
+    if digest and held.staged.get(event.slave) != digest:
+        held.staged[event.slave] = digest
+        run.emit_note("layers_staged", version=run.head, slave=event.slave)
+    away = [name for name in slaves if name not in held.staged]
+    if not away or run.head == GENESIS:  # v0@r0 comes from the first model, wherever its layers lie
+        _commit(run, held, plan)
+        return effects.Acknowledged()
+    if digest:
+        return effects.Pending(f"the hosts of {name_some(away)} are still to copy their layers")
+    sinc = dict(plan.incarnations)[event.slave]
+    return effects.RebalancePlanned(run.head, dict(plan.after)[event.slave], sinc)
+
+
+def _plan_of_head(run: RunState, slaves: tuple[str, ...]) -> RebalancePlan:
+    before = tuple((slave.name, slave.layers) for slave in run.slaves.values())
+    known = {**run.former_slaves, **{slave.name: slave.sinc for slave in run.slaves.values()}}
+    given = {name: run.next_incarnation(known.get(name, 0)) for name in sorted({*known, *slaves})}
+    after = rebalance_layers(run.manifest, before, slaves)
+    return _plan_at(run.head, run.versions.values(), before, after, given)
+
+
+def _open_work(run: RunState) -> str:
+    """Return what may still change the head, or is not on the disks; empty if nothing is."""
+    if run.round is not None:
+        return f"waits for round {run.round.number} ({run.explain_round(run.round)})"
+    if run.waiting or run.flipping is not None or run.transfers.pushes:
+        return "waits for the pushes that are open"
+    return "" if run.versions[run.head].durable else f"waits until {run.head} is on every disk"
+
+
+def _commit(run: RunState, held: Rebalance, plan: RebalancePlan) -> None:
+    """Emit the row; the present processes are fenced with it."""
+    for record in plan.records(held.staged):
+        run.emit_record(record)
+    for name, inc in plan.incarnations:
+        if name in run.slaves:
+            run.slaves[name].sinc = inc
+    held.valid = True
+    run.emit_note("rebalanced", version=run.head, slaves=",".join(held.slaves))
+
+
+def settle_rebalance(run: RunState) -> None:
+    """End this process behind the answer to the request that made the row, or a rebalance that nobody asks for."""
+    held = run.rebalance
+    assert held is not None
+    if held.valid and held.deadline < float("inf"):
+        held.deadline = float("inf")
+        where = f"the layers are those of {', '.join(held.slaves)} now"
+        run.out.append(
+            effects.Exit(EXIT_REBALANCED, f"{where}: stop the former slaves, and start all with the new run file")
+        )
+    elif run.now >= held.deadline:
+        run.rebalance = None
+        run.emit_note("rebalance_dropped", version=held.version, reason="no host has asked for a lease")

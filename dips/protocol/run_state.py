@@ -22,6 +22,7 @@ from dips.protocol.entities import (
     Fanout,
     ProbeAdmission,
     Push,
+    Rebalance,
     Round,
     Seed,
     Slave,
@@ -300,6 +301,8 @@ class RunState:
         self.seed: Seed | None = None
         self.seeds = 0  # number of seeds in this term, for the names of their pushes
         self.failed_seed: tuple[str, str] | None = None  # (nonce of its process, reason), until it asks again
+        self.rebalance: Rebalance | None = None
+        self.former_slaves = {peer.name: peer.inc for peer in state.slaves if peer.name not in self.slaves}
         self.orders = OrderBook()
         self.transfers = TransferBook()
         self.probes: dict[str, ProbeAdmission] = {}  # by cluster: see clusters.py
@@ -487,6 +490,10 @@ class RunState:
         missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
         drained = [s for s in in_order(self.slaves, self.roster.draining) if s.state is SlaveState.READY]
         return name_some(missing + [f"{s.name} (it drains)" for s in drained])
+
+    def why_held(self) -> str:
+        """Return why no push may begin although all slaves could take one; empty if it may."""
+        return f"the rebalance to {name_some(self.rebalance.slaves)}" if self.rebalance is not None else ""
 
     def explain_round(self, r: Round) -> str:
         """Describe what the round does and waits for, for people."""

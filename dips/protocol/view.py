@@ -366,7 +366,7 @@ def explain_unready(run: RunState) -> str:
     if not run.is_proven:
         away = name_some([s.name for s in in_order(run.slaves, run.roster.unregistered)])
         return f"not yet registered: {away}"
-    return run.why_missing()
+    return run.why_missing() or run.why_held()
 
 
 def _why_idle(run: RunState) -> str:

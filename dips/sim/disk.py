@@ -231,6 +231,9 @@ class SimDisk:
         known = snapshot is not None and snapshot.whole and version in self._read
         return snapshot.theta if snapshot is not None and known and not self.no_files else None
 
+    def map_momentum(self, version: VersionId) -> tuple[Arrays, tuple[str, ...]] | None:
+        return None  # the simulated runs are not rebalanced
+
     def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         for version in versions:
             self.files.pop(version, None)

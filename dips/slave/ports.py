@@ -485,5 +485,8 @@ class Disk(Protocol):
         missing.
         """
 
+    def map_momentum(self, version: VersionId) -> tuple[Arrays, tuple[str, ...]] | None:
+        """Likewise map m, and return with it the digests of θ and of m of each layer. None for v0@r0, whose m is 0."""
+
     def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         """Remove snapshots; missing ones are ignored. Maps of them stay readable."""

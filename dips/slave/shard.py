@@ -33,7 +33,7 @@ from dips.outer.versions import Versions
 from dips.protocol import effects as e
 from dips.protocol.claims import MOST_TERMS_AHEAD
 from dips.protocol.effects import Abort, Apply, Commit, Fold, Measure, OpenPull, OpenPush, RankKeys
-from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Prepared, SlaveRegistered
+from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Pinned, Prepared, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.order import MAX_RANKS, places_for_slave
@@ -172,22 +172,38 @@ class OpenTransfers:
 
     # ---- pulls --------------------------------------------------------------------------------
 
-    def open_pull(self, order: OpenPull, opened: Opened) -> None:
+    def open_pull(self, order: OpenPull, opened: Opened) -> Done | Pinned:
         """Pin a version and serve it; a pull that is already open on that version stays as it is."""
         pull = order.pull
+        momentum = self._find_momentum(order.version) if order.momentum else None
+        answer = Done() if momentum is None else Pinned(momentum[1])
         pinned = self.versions.held.pins.get(pull)
         if pull in self.pulls and pinned == order.version:
             self.pulls[pull] = opened
-            return
+            return answer
         self.closed_pulls.refuse_closed(pull)
-        source = self._pin_version(pull, order.version)
+        if momentum is None:
+            source = self._pin_version(pull, order.version)
+        else:
+            source = momentum[0]
+            self.versions.held.pin_file(pull, order.version)
         try:
-            chain = self.versions.pin_updates(pull, order.version)
+            chain = self.versions.pin_updates(pull, order.version) if momentum is None else ()
             self.flow.open_pull(pull, order.version, source, chain, order.keys)
         except BaseException:
             self.versions.unpin_version(pull)
             raise
         self.pulls[pull] = opened
+        return answer
+
+    def _find_momentum(self, version: VersionId) -> tuple[Arrays, tuple[str, ...]]:
+        """Return m of a snapshot, which memory has of the served version alone, and changes, with the digests."""
+        found = self.disk.map_momentum(version)
+        if found is not None:
+            return found
+        if version in self.disk.unread_versions():
+            raise UnreadSnapshot(f"{version} on the disk must be read and verified first")
+        raise StaleVersion(f"m of {version} is asked for, and no snapshot of it is on the disk")
 
     def _pin_version(self, pull: PullId, version: VersionId) -> Arrays:
         """Pin a version in memory, or an older one in its snapshot file, so that a late reader needs no bank.
@@ -635,7 +651,7 @@ class Shard:
             case e.Abort():
                 self.rounds.abort(order)
             case e.OpenPull():  # legal for a version that is held; pins it until the pull's readers are done
-                self.transfers.open_pull(order, opened)
+                return self.transfers.open_pull(order, opened)
             case e.ClosePull():  # the pin ends when the last byte in flight is gone
                 self.transfers.close_pull(order.pull)
             case e.AdmitProbe():  # a cluster's later key replaces its former one

@@ -368,6 +368,19 @@ class Snapshots:
             self._log.warning("snapshot_not_mapped", version=str(version), path=str(path), reason=str(error))
         return None
 
+    def map_momentum(self, version: VersionId) -> tuple[Arrays, tuple[str, ...]] | None:
+        """Map m of a snapshot that this process wrote or verified, with the digests of θ and m of each layer."""
+        if version not in self._whole:
+            return None
+        path = self._directory / str(version)
+        try:
+            manifest = self._checked_manifest(version)
+            digests = tuple(chain.from_iterable((record.theta, record.momentum) for record in manifest.layers))
+            return map_version(path, manifest, {record.index for record in manifest.layers}, momentum=True), digests
+        except (CorruptSnapshot, OSError) as error:
+            self._log.warning("snapshot_not_mapped", version=str(version), path=str(path), reason=str(error))
+        return None
+
     def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         """Remove snapshots, each renamed first, so that a half-removed one is never taken for a snapshot. One of
         another owner, which the master knows by its name alone, is left for a person.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,17 @@ from dips.store.files import (
     write_version,
 )
 from dips.store.mirror import MirrorStore
-from dips.store.tensorfile import F32, OnPiece, Reader
-from dips.store.version import LayerRecord, VersionManifest, split_layer, text_digest, version_of
+from dips.store.tensorfile import F32, OnPiece, Reader, map_behind
+from dips.store.version import (
+    LayerRecord,
+    VersionManifest,
+    digest_of,
+    layer_file,
+    layer_header,
+    split_layer,
+    text_digest,
+    version_of,
+)
 from dips.telemetry.logs import Log
 
 Digests = Mapping[tuple[int, str], str]  # (round, slave) → digest of the manifest, from the ledger
@@ -213,14 +222,90 @@ def plan_copy(
 
 def _copy_layers(sources: Sequence[tuple[Placed, LayerRecord]], text: bytes, aside: Path, report: OnPiece) -> str:
     queue = SyncQueue()
+    _copy_records(sources, aside, queue, report)
+    queue.sync_files()
+    return write_manifest(aside, text)
+
+
+def _copy_records(
+    sources: Iterable[tuple[Placed, LayerRecord]], aside: Path, queue: SyncQueue, report: OnPiece
+) -> None:
     for (folder, manifest), record in sources:
         path = folder / record.file
         with path.open("rb") as source, (aside / record.file).open("r+b") as target:  # its room is reserved
             copy_layer(source, target, manifest, record, str(path), report)
             target.truncate()
         queue.add_file(aside / record.file, record.size)
+
+
+Fetch = Callable[[Mapping[int, tuple[F32, F32]]], Mapping[int, tuple[str, str]]]  # fills θ, m; returns their digests
+FETCHED = 256  # layers that are fetched at a time: each is a mapped file
+
+
+def plan_fetch(
+    owner: tuple[str, str, int], version: VersionId, directory: Path, model: Manifest, layers: Sequence[int],
+    fetch: Fetch,
+) -> VersionPart:  # fmt: skip
+    """Return the part that copies the layers which a version in `directory` has, and fetches the others from the slaves
+    that hold them; nothing is copied yet. What an earlier try has staged is the part.
+
+    owner  run, slave and incarnation
+    """
+    staged = find_version(staged_path(directory, version), *owner[:2])
+    whole = staged is not None and [record.index for record in staged.layers] == list(layers)
+    near = find_version(directory / str(version), *owner[:2])
+    fill = partial(_fetch_layers, owner, version, model, layers, (directory / str(version), near), fetch)
+    digest = staged.digest if staged is not None and whole else ""
+    return VersionPart(owner[0], owner[1], version, directory, model, tuple(layers), fill, digest)
+
+
+def find_version(folder: Path, run: str, slave: str) -> VersionManifest | None:
+    """Return the manifest of a version whose files are complete; None if there is none of this slave."""
+    try:
+        manifest = read_manifest(folder)
+    except CorruptSnapshot:
+        return None
+    return manifest if (manifest.run, manifest.slave) == (run, slave) else None
+
+
+def _fetch_layers(
+    owner: tuple[str, str, int], version: VersionId, model: Manifest, layers: Sequence[int],
+    near: tuple[Path, VersionManifest | None], fetch: Fetch, aside: Path, report: OnPiece,
+) -> str:  # fmt: skip
+    queue, folder = SyncQueue(), near[0]
+    records = {r.index: r for r in near[1].layers if r.index in layers} if near[1] is not None else {}
+    if near[1] is not None:
+        _copy_records([((folder, near[1]), record) for record in records.values()], aside, queue, report)
+    away = [index for index in layers if index not in records]
+    for begin in range(0, len(away), FETCHED):
+        for record in _fetch_some(owner[0], version, model, away[begin : begin + FETCHED], fetch, aside):
+            records[record.index] = record
+            queue.add_file(aside / record.file, record.size)
+            report(2 * record.layer.nbytes)
     queue.sync_files()
-    return write_manifest(aside, text)
+    return write_manifest(aside, make_manifest(owner, version, model, (records[index] for index in layers)).to_json())
+
+
+def _fetch_some(
+    run: str, version: VersionId, model: Manifest, layers: Sequence[int], fetch: Fetch, aside: Path
+) -> Iterator[LayerRecord]:
+    """Fetch layers into their files, and compare what has come with the digests of the slaves that hold them."""
+    flats, headers = dict[int, tuple[F32, F32]](), {}
+    for index in layers:
+        layer = model.layers[index]
+        headers[index] = layer_header(run, version, layer, momentum=True)
+        both = map_behind(aside / layer_file(index), headers[index], 2 * layer.numel)
+        flats[index] = both[: layer.numel], both[layer.numel :]
+    told = fetch(flats)
+    for index, parts in flats.items():
+        layer, found = model.layers[index], (digest_of(parts[0]), digest_of(parts[1]))
+        if found != told.get(index):
+            expected = " and ".join(told.get(index, ("none",)))
+            raise CorruptSnapshot(
+                f"{aside}: layer {layer.name} of {version}: expected θ and m of xxh3-128 {expected}, as its slave "
+                f"has them, got {' and '.join(found)}"
+            )
+        yield LayerRecord(index, layer, *found, len(headers[index]) + 2 * layer.nbytes)
 
 
 def clean_directory(directory: Path, run: str, present: VersionId | None, discard: Callable[[Path], None]) -> None:

@@ -249,10 +249,16 @@ def read_parameters(folder: Path) -> dict[str, F32]:
     return found
 
 
-def map_version(folder: Path, manifest: VersionManifest, layers: Collection[int]) -> dict[int, F32]:
-    """Map θ of these layers; the maps stay readable when the version is deleted."""
+def map_version(
+    folder: Path, manifest: VersionManifest, layers: Collection[int], *, momentum: bool = False
+) -> dict[int, F32]:
+    """Map θ of these layers, or m; the maps stay readable when the version is deleted."""
+
+    def find_begin(record: LayerRecord) -> int:
+        return len(manifest.header_of(record)) + (record.layer.nbytes if momentum else 0)
+
     return {
-        record.index: map_floats(folder / record.file, len(manifest.header_of(record)), record.layer.numel)
+        record.index: map_floats(folder / record.file, find_begin(record), record.layer.numel)
         for record in manifest.layers
         if record.index in layers
     }

@@ -83,9 +83,13 @@ def write_behind(path: Path, header: bytes, numel: int, data: Iterable[F32], on_
 
 def map_new(path: Path, metadata: Mapping[str, str], shapes: Shapes) -> F32:
     """Create a file whose tensors are zeros, and map them, one behind another, for writing; raise OSError if full."""
-    header = make_header(metadata, shapes)
-    numel = sum(prod(shape) for _, shape in shapes)
-    with path.open("wb", buffering=0) as file:
+    path.open("wb").close()
+    return map_behind(path, make_header(metadata, shapes), sum(prod(shape) for _, shape in shapes))
+
+
+def map_behind(path: Path, header: bytes, numel: int) -> F32:
+    """Map the tensors behind a header for writing, in an existing file; raise OSError if the disk is full."""
+    with path.open("r+b", buffering=0) as file:
         _reserve_space(file.fileno(), len(header) + ITEM * numel)
         _write_all(file, memoryview(header))
         file.truncate(len(header) + ITEM * numel)

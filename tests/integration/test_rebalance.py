@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from benchmarks import namespaces
 from dips import cli
+from dips.ids import VersionId
+from dips.store.files import staged_path, staged_versions
 from tests.damage import load_parameters
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
@@ -124,3 +132,144 @@ def test_two_three_two_in_the_middle_of_a_run(tmp_path: Path) -> None:
         for version, number in seen.items():
             within = SETTLED if version == f"v{LAST}@r{rounds[-1][0].round}" else ROUNDED
             assert number == pytest.approx(expected[version], abs=within), f"{name} at {version}"
+
+
+# ---- over the lanes --------------------------------------------------------------------------------------------------
+
+HOSTS = {"ps0": "a", "ps1": "b", "ps2": "c"}
+
+
+class Apart(harness.Run):
+    """A run whose slaves are on hosts of their own: no directory of another host is in a host's run file."""
+
+    def __init__(self, directory: Path, hosts: dict[str, namespaces.End], tensors: dict[str, Any], **options: Any):
+        self.hosts = hosts
+        super().__init__(directory, tensors, **options)
+        self.address = f"{hosts['head'].ip}:{harness.free_port()}"
+        self.write_run_file()
+
+    def _run_file(self, timing: Any) -> dict[str, Any]:
+        content = super()._run_file(timing)
+        for section in content["slaves"]:
+            host, name = HOSTS[section["name"]], section["name"]
+            section |= {"listen": f"{self.hosts[host].ip}:0", "directory": f"{host}/{name}"}
+            section["initial_model"] = f"{host}/initial"
+        return content
+
+    def host_file(self, name: str) -> Path:
+        """The run file as the host of this slave has it."""
+        content = yaml.safe_load(self.file.read_text())
+        for section in content["slaves"]:
+            if section["name"] != name:
+                section["directory"] = section["initial_model"] = f"not-on-this-host/{section['name']}"
+        path = self.directory / f"{name}-{len(self.slaves)}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    def start_slave(self, name: str) -> harness.Process:
+        return self._start(name, [*self.commands["slave"], "--config", str(self.host_file(name)), "--name", name])
+
+    def _start(self, name: str, command: Sequence[str]) -> harness.Process:
+        return super()._start(name, [*self.hosts[HOSTS.get(name, "head")].command(), *command])
+
+    def begin_copy(self, name: str) -> subprocess.Popen[str]:
+        """Call `dips rebalance --slave` on the slave's host."""
+        words = [sys.executable, "-m", "dips.cli", "rebalance", "--config", str(self.host_file(name)), "--slave", name]
+        return subprocess.Popen(
+            [*self.hosts[HOSTS[name]].command(), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def layers(self, version: VersionId, slaves: list[str]) -> dict[str, bytes]:
+        """θ and m of a version by parameter, from the directories of these slaves: as staged there, if it is."""
+        found = dict[str, bytes]()
+        for name in slaves:
+            root = self.directory / HOSTS[name] / name
+            staged = staged_path(root, version)
+            tensors = load_parameters(staged if staged.exists() and slaves == THREE else root / str(version))
+            assert not found.keys() & tensors.keys(), "a layer lies on two slaves"
+            found |= {key: tensor.tobytes() for key, tensor in tensors.items()}
+        return found
+
+    def head(self) -> VersionId:
+        with self.ledger() as ledger:
+            return ledger.read_state().versions[-1].version
+
+
+@pytest.fixture(name="hosts")
+def made_hosts() -> Iterator[dict[str, namespaces.End]]:
+    if why := namespaces.missing():
+        pytest.skip(f"NO NAMESPACES: {why}")
+    with namespaces.network(dict.fromkeys(("head", "a", "b", "c"))) as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_slaves_that_share_no_disk(hosts: dict[str, namespaces.End], tmp_path: Path) -> None:
+    """Three hosts copy their layers over the lanes. The first try is given up half-way: the run goes on with its former
+    slaves. In the second the master is killed, and restarted with the former run file. Then θ and m are the same to the
+    bit, on three slaves, and every later version is the reference's.
+    """
+    tensors = {
+        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
+    }
+    shared = {
+        "stop": {"versions": 5000},
+        "outer": {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}},
+        "penalty": {"gates": []},
+    }
+    with Apart(tmp_path, hosts, tensors, shared=shared) as run:
+        for host in "abc":
+            shutil.copytree(tmp_path / "master" / "initial", tmp_path / host / "initial")
+        (tmp_path / "c" / "ps2").mkdir()
+        run.start_master()
+        run.start_slaves()
+        path = str(HERE / "train_constant.py")
+        cluster = run.start_cluster("slow", [sys.executable, path, "slow", "24", "1", str(tmp_path / "slow.out")])
+        run.until(lambda: versions(run) >= 2, 240, "two versions on two slaves")
+
+        old = tmp_path / "old.yaml"
+        old.write_text(run.file.read_text())
+        run.slaves = THREE
+        run.write_run_file()
+        given_up = run.begin_copy("ps2")
+        run.until(lambda: staged_versions(tmp_path / "c" / "ps2"), 120, "ps2's layers are staged")
+        first = staged_versions(tmp_path / "c" / "ps2")
+        given_up.kill()
+        given_up.communicate(timeout=10)
+        began = versions(run)
+        run.until(lambda: versions(run) > began, 120, "the run goes on with its former slaves")
+
+        copies = [run.begin_copy("ps2")]
+        run.until(lambda: staged_versions(tmp_path / "c" / "ps2") not in (first, []), 120, "a later version is staged")
+        next(p for p in run.processes if p.name == "master").kill()
+        master = run._start("master", [*run.commands["master"], "--config", str(old)])
+        copies += [run.begin_copy(name) for name in TWO]
+        run.until(lambda: master.code is not None, 240, "the master ends")
+        assert master.code == 78
+        head = run.head()
+        before = run.layers(head, TWO)
+        assert run.layers(head, THREE) == before
+        for process in [p for p in run.processes if p.name in TWO]:
+            process.terminate()
+        run.start_master()
+        run.start_slaves()
+        said = [copy.communicate(timeout=120)[0] for copy in copies]
+        assert [copy.returncode for copy in copies] == [0, 0, 0], said
+        run.until(lambda: versions(run) > head.version + 2, 240, "versions on three slaves")
+        words = [sys.executable, "-m", "dips.cli", "stop", "--config", str(run.file)]
+        subprocess.run([*hosts["head"].command(), *words], check=True, timeout=120)
+        run.wait(cluster, 240)
+        with run.ledger() as ledger:
+            rebalances = ledger.read_rebalances()
+            rounds = [(r.version, r.folds) for r in ledger.read_history(1000) if r.version is not None]
+            state = ledger.read_state()
+
+    assert [[name for name, _ in r.placement] for r in rebalances] == [THREE]
+    assert rebalances[0].version == head and any(np.frombuffer(m, np.float32).any() for m in before.values())
+    assert ("slow", 1) in [(c.name, c.inc) for c in state.clusters]
+    expected = reference(rounds, sum(t.size for t in tensors.values()))
+    seen = dict(json.loads((tmp_path / "slow.out.0").read_text()))
+    assert str(rounds[-1][0]) in seen
+    for version, number in seen.items():
+        assert number == pytest.approx(expected[version], abs=1e-6), version

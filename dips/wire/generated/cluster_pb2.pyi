@@ -380,7 +380,10 @@ class PullRequested(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    MOMENTUM_FIELD_NUMBER: _builtins.int
     ranks: _builtins.int
+    momentum: _builtins.bool
+    """m of the version's snapshots, not θ; the grant has the digests of both"""
     @_builtins.property
     def pull(self) -> _names_pb2.PullId: ...
     @_builtins.property
@@ -398,10 +401,11 @@ class PullRequested(_message.Message):
         ranks: _builtins.int = ...,
         version: _names_pb2.VersionId | None = ...,
         keys: _abc.Iterable[_builtins.str] | None = ...,
+        momentum: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "pull", b"pull", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "momentum", b"momentum", "pull", b"pull", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -669,6 +673,7 @@ class SlaveAddress(_message.Message):
     LANES_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     sinc: _builtins.int
     key: _builtins.str
@@ -677,6 +682,10 @@ class SlaveAddress(_message.Message):
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in the grant of a pull of m: as in Pinned"""
+
     def __init__(
         self,
         *,
@@ -685,10 +694,11 @@ class SlaveAddress(_message.Message):
         lanes: _abc.Iterable[_builtins.str] | None = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
         key: _builtins.str = ...,
+        digests: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "lanes", b"lanes", "layers", b"layers", "name", b"name", "sinc", b"sinc"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "key", b"key", "lanes", b"lanes", "layers", b"layers", "name", b"name", "sinc", b"sinc"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -415,6 +415,97 @@ class FinaliseReply(_message.Message):
 Global___FinaliseReply: _TypeAlias = FinaliseReply  # noqa: Y015
 
 @_typing.final
+class RebalanceAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLAVE_FIELD_NUMBER: _builtins.int
+    SLAVES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    slave: _builtins.str
+    digest: _builtins.str
+    @_builtins.property
+    def slaves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def version(self) -> _names_pb2.VersionId: ...
+    def __init__(
+        self,
+        *,
+        slave: _builtins.str = ...,
+        slaves: _abc.Iterable[_builtins.str] | None = ...,
+        version: _names_pb2.VersionId | None = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "slave", b"slave", "slaves", b"slaves", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceAsked: _TypeAlias = RebalanceAsked  # noqa: Y015
+
+@_typing.final
+class RebalancePlanned(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    SINC_FIELD_NUMBER: _builtins.int
+    sinc: _builtins.int
+    @_builtins.property
+    def version(self) -> _names_pb2.VersionId: ...
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        version: _names_pb2.VersionId | None = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        sinc: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "sinc", b"sinc", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalancePlanned: _TypeAlias = RebalancePlanned  # noqa: Y015
+
+@_typing.final
+class RebalanceReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REBALANCE_PLANNED_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rebalance_planned(self) -> Global___RebalancePlanned: ...
+    @_builtins.property
+    def pending(self) -> _cluster_pb2.Pending: ...
+    @_builtins.property
+    def refused(self) -> _cluster_pb2.Refused: ...
+    @_builtins.property
+    def acknowledged(self) -> _names_pb2.Acknowledged: ...
+    def __init__(
+        self,
+        *,
+        rebalance_planned: Global___RebalancePlanned | None = ...,
+        pending: _cluster_pb2.Pending | None = ...,
+        refused: _cluster_pb2.Refused | None = ...,
+        acknowledged: _names_pb2.Acknowledged | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "pending", b"pending", "rebalance_planned", b"rebalance_planned", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "pending", b"pending", "rebalance_planned", b"rebalance_planned", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["rebalance_planned", "pending", "refused", "acknowledged"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___RebalanceReply: _TypeAlias = RebalanceReply  # noqa: Y015
+
+@_typing.final
 class ReadmitReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -84,6 +84,11 @@ class OperatorServiceStub(object):
                 request_serializer=dips_dot_v1_dot_operator__pb2.FinaliseAsked.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_operator__pb2.FinaliseReply.FromString,
                 _registered_method=True)
+        self.Rebalance = channel.unary_unary(
+                '/dips.v1.OperatorService/Rebalance',
+                request_serializer=dips_dot_v1_dot_operator__pb2.RebalanceAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.RebalanceReply.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -160,6 +165,13 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rebalance(self, request, context):
+        """Moves the layers to other slaves, whose hosts copy them: asked again by each until the new placement is valid.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -212,6 +224,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.Finalise,
                     request_deserializer=dips_dot_v1_dot_operator__pb2.FinaliseAsked.FromString,
                     response_serializer=dips_dot_v1_dot_operator__pb2.FinaliseReply.SerializeToString,
+            ),
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.RebalanceAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.RebalanceReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -484,6 +501,33 @@ class OperatorService(object):
             '/dips.v1.OperatorService/Finalise',
             dips_dot_v1_dot_operator__pb2.FinaliseAsked.SerializeToString,
             dips_dot_v1_dot_operator__pb2.FinaliseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Rebalance',
+            dips_dot_v1_dot_operator__pb2.RebalanceAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.RebalanceReply.FromString,
             options,
             channel_credentials,
             insecure,

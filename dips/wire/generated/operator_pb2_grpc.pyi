@@ -53,6 +53,8 @@ class OperatorServiceStub:
     """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
     Finalise: _grpc.UnaryUnaryMultiCallable[_operator_pb2.FinaliseAsked, _operator_pb2.FinaliseReply]
     """Makes the run speak the next protocol, for good. Refused while a slave or cluster is not known to speak it."""
+    Rebalance: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RebalanceAsked, _operator_pb2.RebalanceReply]
+    """Moves the layers to other slaves, whose hosts copy them: asked again by each until the new placement is valid."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
@@ -79,6 +81,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
     Finalise: _aio.UnaryUnaryMultiCallable[_operator_pb2.FinaliseAsked, _operator_pb2.FinaliseReply]  # type: ignore[assignment]
     """Makes the run speak the next protocol, for good. Refused while a slave or cluster is not known to speak it."""
+    Rebalance: _aio.UnaryUnaryMultiCallable[_operator_pb2.RebalanceAsked, _operator_pb2.RebalanceReply]  # type: ignore[assignment]
+    """Moves the layers to other slaves, whose hosts copy them: asked again by each until the new placement is valid."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -162,5 +166,13 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.FinaliseReply, _abc.Awaitable[_operator_pb2.FinaliseReply]]:
         """Makes the run speak the next protocol, for good. Refused while a slave or cluster is not known to speak it."""
+
+    @_abc_1.abstractmethod
+    def Rebalance(
+        self,
+        request: _operator_pb2.RebalanceAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.RebalanceReply, _abc.Awaitable[_operator_pb2.RebalanceReply]]:
+        """Moves the layers to other slaves, whose hosts copy them: asked again by each until the new placement is valid."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

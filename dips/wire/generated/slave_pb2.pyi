@@ -1059,6 +1059,9 @@ class OpenPull(_message.Message):
     PULL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    MOMENTUM_FIELD_NUMBER: _builtins.int
+    momentum: _builtins.bool
+    """serve m of the snapshot, not θ"""
     @_builtins.property
     def pull(self) -> _names_pb2.PullId: ...
     @_builtins.property
@@ -1073,10 +1076,11 @@ class OpenPull(_message.Message):
         pull: _names_pb2.PullId | None = ...,
         version: _names_pb2.VersionId | None = ...,
         keys: _abc.Iterable[_builtins.str] | None = ...,
+        momentum: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "pull", b"pull", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "momentum", b"momentum", "pull", b"pull", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1225,6 +1229,7 @@ class Answer(_message.Message):
     FOLDED_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def done(self) -> Global___Done: ...
     @_builtins.property
@@ -1235,6 +1240,8 @@ class Answer(_message.Message):
     def prepared(self) -> Global___Prepared: ...
     @_builtins.property
     def persisted(self) -> Global___Persisted: ...
+    @_builtins.property
+    def pinned(self) -> Global___Pinned: ...
     def __init__(
         self,
         *,
@@ -1243,12 +1250,13 @@ class Answer(_message.Message):
         folded: Global___Folded | None = ...,
         prepared: Global___Prepared | None = ...,
         persisted: Global___Persisted | None = ...,
+        pinned: Global___Pinned | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "done", b"done", "folded", b"folded", "measured", b"measured", "persisted", b"persisted", "prepared", b"prepared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "done", b"done", "folded", b"folded", "measured", b"measured", "persisted", b"persisted", "pinned", b"pinned", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "done", b"done", "folded", b"folded", "measured", b"measured", "persisted", b"persisted", "prepared", b"prepared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "done", b"done", "folded", b"folded", "measured", b"measured", "persisted", b"persisted", "pinned", b"pinned", "prepared", b"prepared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["done", "measured", "folded", "prepared", "persisted"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["done", "measured", "folded", "prepared", "persisted", "pinned"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 
@@ -1268,6 +1276,28 @@ class Done(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Done: _TypeAlias = Done  # noqa: Y015
+
+@_typing.final
+class Pinned(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """xxh3-128 of θ and of m of each of the slave's layers"""
+
+    def __init__(
+        self,
+        *,
+        digests: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pinned: _TypeAlias = Pinned  # noqa: Y015
 
 @_typing.final
 class Measured(_message.Message):

@@ -30,7 +30,8 @@ from dips.protocol.records import IncarnationGiven, RoundReserved, ScoreHistory,
 from dips.slave import staging
 from dips.slave.snapshots import Snapshots
 from dips.store import tensorfile
-from dips.store.files import staged_path
+from dips.store.files import read_layer, read_manifest, staged_path
+from dips.store.version import digest_of
 from tests.damage import flip_bit
 from tests.guillotine import Guillotine, Killed
 from tests.power_cut import PowerCut
@@ -507,3 +508,87 @@ def test_a_full_disk_gives_its_room_back(run: StoppedRun, monkeypatch: pytest.Mo
 @pytest.fixture(autouse=True)
 def _quiet_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
+
+
+# ---- layers of another host ------------------------------------------------------------------------------------------
+
+
+class OtherHost:
+    """Layers of V2 as another host's slaves would send them; `calls` are the layers of each request."""
+
+    def __init__(self, run: StoppedRun) -> None:
+        with closing(run.ledger(readonly=True)) as ledger:
+            self.model = Manifest.from_json(ledger.run_row().manifest)
+        everything = tuple(range(len(self.model.layers)))
+        self.parts = [part(V2, salt, everything, self.model) for salt in (1, 2)]
+        self.calls: list[list[int]] = []
+        self.damages = False
+
+    def fetch(self, layers: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> dict[int, tuple[str, str]]:
+        self.calls.append(list(layers))
+        for index, flats in layers.items():
+            for flat, held in zip(flats, self.parts, strict=True):
+                flat[:] = held[index]
+            if self.damages:
+                flats[1].view(np.uint8)[0] ^= 1
+        return {i: (digest_of(self.parts[0][i]), digest_of(self.parts[1][i])) for i in layers}
+
+    def stage(self, run: StoppedRun, slave: str, layers: tuple[int, ...], sinc: int = 9) -> str:
+        owner = ("r", slave, sinc)
+        planned = staging.plan_fetch(owner, V2, run.path / slave, self.model, layers, self.fetch)
+        return staging.stage_parts([planned], {})[slave]
+
+
+def test_layers_come_from_here_and_from_another_host(run: StoppedRun) -> None:
+    """What the directory has is copied, the rest fetched; the version beside it stays; a second try copies nothing."""
+    host = OtherHost(run)
+    own = dict(run.placement())["s0"]
+    foreign = next(i for i in range(len(host.model.layers)) if i not in own)
+    layers = tuple(sorted({own[0], foreign}))
+    before = entries(run.path / "s0")
+    digest = host.stage(run, "s0", layers)
+    assert host.calls == [[foreign]]
+    staged = read_manifest(staged_path(run.path / "s0", V2))
+    assert staged.digest == digest and [record.index for record in staged.layers] == list(layers)
+    for record in staged.layers:
+        theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
+        read_layer(staged_path(run.path / "s0", V2), staged, record, theta, momentum)
+        assert theta.tobytes() == host.parts[0][record.index].tobytes()
+        assert momentum.tobytes() == host.parts[1][record.index].tobytes()
+    assert host.stage(run, "s0", layers, sinc=10) == digest and len(host.calls) == 1, "staged by the first try"
+    assert entries(run.path / "s0") == sorted([*before, f".rebalanced-{V2}"])
+    run.assert_intact()
+
+
+def test_fetched_layers_whose_digest_differs_are_not_staged(run: StoppedRun) -> None:
+    (run.path / "s2").mkdir(exist_ok=True)
+    host = OtherHost(run)
+    host.damages = True
+    with pytest.raises(CorruptSnapshot, match=r"layer .* of v2@r3: expected θ and m of xxh3-128"):
+        host.stage(run, "s2", (0, 1))
+    assert entries(run.path / "s2") == []
+    host.damages = False
+    host.stage(run, "s2", (0, 1))
+    assert entries(run.path / "s2") == [f".rebalanced-{V2}"]
+
+
+def test_a_full_disk_before_anything_is_fetched(run: StoppedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for all is reserved first: nothing travels in vain, and nothing is left."""
+    (run.path / "s2").mkdir(exist_ok=True)
+    host = OtherHost(run)
+
+    def full(fd: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorfile, "_reserve_space", full)
+    with pytest.raises(FailedDisk, match=r"the run is as it was: .*No space left"):
+        host.stage(run, "s2", (0,))
+    assert host.calls == [] and entries(run.path / "s2") == []
+
+
+def test_many_layers_are_fetched_some_at_a_time(run: StoppedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run.path / "s2").mkdir(exist_ok=True)
+    monkeypatch.setattr(staging, "FETCHED", 2)
+    host = OtherHost(run)
+    host.stage(run, "s2", (0, 1, 2))
+    assert host.calls == [[0, 1], [2]]

@@ -47,6 +47,7 @@ EXPECTED = """
     OperatorService/Tune          operator
     OperatorService/Quarantine    operator
     OperatorService/Rollback      operator
+    OperatorService/Rebalance     operator
     OperatorService/Begin         operator
     OperatorService/Seed          operator
     OperatorService/Drain         operator slave*

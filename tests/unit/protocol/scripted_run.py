@@ -11,7 +11,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.data import Intervals
-from dips.protocol.effects import Apply, Commit, Effect, Fold, Measure, Order, Persist, Reply
+from dips.protocol.effects import Apply, Commit, Effect, Fold, Measure, OpenPull, Order, Persist, Reply
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionCommitted, VersionRow
@@ -82,16 +82,19 @@ class ScriptedRun:
         self.orders += [e for e in effects if isinstance(e, Order)]
 
     def _answer(self, body: Any) -> Any:
+        layers = len(self.manifest.layers)
         match body:
             case Measure():
                 square = self.norms.get(body.push.cluster, 1.0) ** 2
-                return ev.Measured((square,), self.finite, digest=digest_push(body.push))
+                return ev.Measured((square / layers,) * layers, self.finite, digest=digest_push(body.push))
             case Fold():
-                return ev.Folded((self.acc_norm**2,))
+                return ev.Folded((self.acc_norm**2 / layers,) * layers)
             case Apply():
                 return ev.Prepared(body.version)
             case Persist():
                 return ev.Persisted(body.version, "digest")
+            case OpenPull(momentum=True):
+                return ev.Pinned(("θ", "m") * layers)
         return ev.Done()
 
     # ---- clusters --------------------------------------------------------------------------------------------------

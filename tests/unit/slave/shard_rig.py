@@ -38,6 +38,7 @@ from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.ports import Arrays, FlowEvent, SlaveIdentity, Staged
 from dips.slave.shard import Followed, Shard
+from dips.store.version import digest_of
 from tests.loading import follow_load
 
 WHO = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
@@ -155,6 +156,13 @@ class MemoryDisk:
     def map_theta(self, version: VersionId) -> Arrays | None:
         kept = self.kept.get(version) if version not in self.unread else None
         return {i: np.frombuffer(raw, np.float32) for i, raw in kept[0].items()} if kept else None
+
+    def map_momentum(self, version: VersionId) -> tuple[Arrays, tuple[str, ...]] | None:
+        kept = self.kept.get(version) if version not in self.unread else None
+        if not kept:
+            return None
+        parts = [digest_of(np.frombuffer(part[i], np.float32)) for i in kept[0] for part in kept]
+        return {i: np.frombuffer(raw, np.float32) for i, raw in kept[1].items()}, tuple(parts)
 
     def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         self._fail()

@@ -22,11 +22,12 @@ from dips.protocol.effects import (
     OpenPull,
     OpenPush,
 )
-from dips.protocol.events import Done
+from dips.protocol.events import Done, Pinned
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
 from dips.protocol.order import MAX_RANKS
 from dips.slave.ports import PushOver, Released, Staged
 from dips.slave.shard import Followed
+from dips.store.version import digest_of
 from tests.loading import follow_load
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, WHO, ShardRig
 
@@ -213,3 +214,21 @@ def test_heal_by_a_new_master_drops_what_the_old_one_opened() -> None:
     slave.welcome(Hold(), term=2)
     assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, 99, LiveTransfers(1, (), ()))) == []
     assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(2, 10.0, False, 0, LiveTransfers(1, (), ()))) == ["x/1#1"]
+
+
+def test_momentum_is_served_from_the_snapshot_with_digests() -> None:
+    """m of a version on the disk, and the digests of θ and m of each layer; of one that is not there nothing."""
+    slave, reader = ShardRig().ready(), PullId("copy.puller", 1, 1)
+    prepared = slave.prepare()
+    slave.order(Commit(prepared, ()))
+    answer = slave.order(OpenPull(reader, prepared, momentum=True))
+    theta, momentum = slave.shard.versions.theta(prepared), slave.shard.versions.momentum(prepared)
+    assert answer == Pinned(tuple(digest_of(part[i]) for i in theta for part in (theta, momentum)))
+    assert {i: a.tobytes() for i, a in slave.flow.pulls[reader].items()} == {
+        i: a.tobytes() for i, a in momentum.items()
+    }
+    assert slave.order(OpenPull(reader, prepared, momentum=True)) == answer, "a master that restarted asks again"
+    slave.order(ClosePull(reader))
+    slave.shard.transfers.on_flow_event(Released(reader, "it is over"))
+    with pytest.raises(StaleVersion, match="no snapshot of it"):
+        slave.order(OpenPull(PullId("copy.puller", 1, 2), VersionId(9, 9), momentum=True))
