@@ -99,7 +99,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class CellSeen:
     """What a cell showed after its first rounds, of each cluster."""
 
     stretches: dict[str, list[Stretch]]
@@ -184,7 +184,7 @@ def _run_dips(directory: Path, cell: Cell, hosts: Mapping[str, End], within_s: f
         return {name: run.stretches(name) for name in cell.clusters}
 
 
-def live(cell: Cell) -> Seen:
+def live(cell: Cell) -> CellSeen:
     """Run a cell once; return what came after its first rounds and before its time was over."""
     within_s = cell.plan("c0").train_s + WITHIN_S
     with tempfile.TemporaryDirectory(prefix="dips-bench-") as made, network(cell.links) as hosts:
@@ -193,7 +193,7 @@ def live(cell: Cell) -> Seen:
             found = Serverless(directory, cell, hosts).run(within_s)
         else:
             found = _run_dips(directory, cell, hosts, within_s)
-    return Seen({name: _counted(cell, stretches) for name, stretches in found.items()})
+    return CellSeen({name: _counted(cell, stretches) for name, stretches in found.items()})
 
 
 def _counted(cell: Cell, stretches: list[Stretch]) -> list[Stretch]:
@@ -217,13 +217,13 @@ class Cells:
         if kept is not None:
             kept.mkdir(parents=True, exist_ok=True)
 
-    def measure(self, what: str, cell: Cell) -> Seen:
+    def measure(self, what: str, cell: Cell) -> CellSeen:
         """Measure a cell until the machine is quiet enough; `what` names it for people."""
         file = None if self._kept is None else self._kept / f"{self._name(cell)}.json"
         if file is not None and file.exists():
             rows = json.loads(file.read_text())
-            return Seen({name: [Stretch(**s) for s in each] for name, each in rows.items()})
-        best: Seen | None = None
+            return CellSeen({name: [Stretch(**s) for s in each] for name, each in rows.items()})
+        best: CellSeen | None = None
         for attempt in range(1, MOST_TRIES + 1):
             self._bench.say(f"{what}, try {attempt} of at most {MOST_TRIES}")
             seen = live(cell)
@@ -247,7 +247,7 @@ class Cells:
 def measure_methods(bench: Bench, cells: Cells) -> None:
     """All methods at each rate of the fourth link: Figures 9 and 11."""
     shares = FOURTH[::3] if bench.quick else FOURTH
-    drawn: dict[str, dict[str, dict[float, Seen]]] = {}
+    drawn: dict[str, dict[str, dict[float, CellSeen]]] = {}
     for setting, speeds in list(SPEEDS.items())[1:] if bench.quick else SPEEDS.items():
         drawn[setting] = {}
         for method in (*METHODS, *DIPS):
@@ -261,7 +261,7 @@ def measure_methods(bench: Bench, cells: Cells) -> None:
 
 
 def _report_setting(
-    bench: Bench, setting: str, by_method: Mapping[str, Mapping[float, Seen]], speeds: Sequence[float]
+    bench: Bench, setting: str, by_method: Mapping[str, Mapping[float, CellSeen]], speeds: Sequence[float]
 ) -> None:
     best = mean(speeds) / min(speeds)  # of synchronous DiLoCo's tokens, if all else cost nothing
     for method, by_share in by_method.items():
@@ -333,7 +333,7 @@ def measure(bench: Bench) -> None:
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
 
-def draw_methods(drawn: Mapping[str, Mapping[str, Mapping[float, Seen]]], directory: Path) -> None:
+def draw_methods(drawn: Mapping[str, Mapping[str, Mapping[float, CellSeen]]], directory: Path) -> None:
     """Draw Figures 9 and 11 for each setting, and Figure 4: when each cluster trained, at the slowest fourth link."""
     from matplotlib.figure import Figure
 
@@ -359,7 +359,7 @@ def draw_methods(drawn: Mapping[str, Mapping[str, Mapping[float, Seen]]], direct
         _draw_timelines(by_method, shares[-1], directory / f"timelines-{setting}.png")
 
 
-def _draw_timelines(by_method: Mapping[str, Mapping[float, Seen]], share: float, file: Path) -> None:
+def _draw_timelines(by_method: Mapping[str, Mapping[float, CellSeen]], share: float, file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.6 * len(by_method)), layout="constrained")

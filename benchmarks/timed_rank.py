@@ -197,7 +197,7 @@ def main(name: str, meeting: Path, plan: TimedPlan) -> None:
             meet(meeting, name, plan.clusters, plan.warm + 1)
 
 
-class Outer(Protocol):
+class TimedOuter(Protocol):
     """The part of OuterLoop by which training is timed."""
 
     version: VersionId
@@ -207,7 +207,7 @@ class Outer(Protocol):
     def step(self, *, tokens: int) -> object: ...
 
 
-def train(outer: Outer | OuterLoop, model: BenchModel, steps: SleptSteps | RealSteps) -> Stretch:
+def train(outer: TimedOuter | OuterLoop, model: BenchModel, steps: SleptSteps | RealSteps) -> Stretch:
     """Train until another version is installed."""
     stretch, base, moved = Stretch(), outer.version, count_moved()
     while outer.version == base and not outer.finished:

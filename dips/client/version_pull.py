@@ -165,7 +165,7 @@ class VersionPuller:
         self._seq += 1
         pull, keys = PullId(self._name, self._inc, self._seq), seal.new_keys()
         self._rate = TransferRate(0, 0, 0.0)
-        grant = await self._await_grant(PullRequested(0, pull, 1, version, (keys.public,), momentum))
+        grant = await self._await_grant(PullRequested(0, pull, 1, version, (keys.public,), momentum=momentum))
         installed = False
         try:
             identity = TransferIdentity(self.run, pull.cluster, pull.inc, pull.seq, 0, keys)

@@ -14,6 +14,7 @@ from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.options import Targets, TunedOption
 from dips.protocol.records import Record
+from dips.protocol.releases import added
 
 # ---- orders to slaves ----------------------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class OpenPull:
     pull: PullId
     version: VersionId
     keys: tuple[str, ...] = ()  # public key of each rank; empty: the lanes are not encrypted
-    momentum: bool = False  # serve m of the version's snapshot, not θ; answered by Pinned
+    momentum: bool = added(2, False)  # serve m of the version's snapshot, not θ; answered by Pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,7 @@ class SlaveAddress:
     lanes: tuple[str, ...]
     layers: tuple[int, ...]
     key: str = ""  # public key of its lanes; empty: they are not encrypted
-    digests: tuple[str, ...] = ()  # in the grant of a pull of m: of θ and of m of each layer
+    digests: tuple[str, ...] = added(2, ())  # in the grant of a pull of m: of θ and of m of each layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,8 @@ class Pull:
     deadline_s: float
     opened: bool = False
     first: int = 0  # number of ranks of the pulls before it: its own take turns after those
-    momentum: bool = False  # of m, not θ
-    digests: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of a pull of m: those of each slave's layers
+    momentum: bool = added(2, False)  # of m, not θ
+    digests: tuple[tuple[str, tuple[str, ...]], ...] = added(2, ())  # of a pull of m: those of each slave's layers
 
 
 @dataclass

@@ -188,8 +188,8 @@ class PullRequested:
     ranks: int
     version: VersionId | None = None  # an older version that the disks keep; None: the head
     keys: tuple[str, ...] = ()  # public, of each rank, as in PushRequested
-    momentum: bool = False  # m of the version's snapshots, not θ; the grant has the digests of both
     wall: float = 0.0  # seconds since 1970, for the audit: the shell fills it in
+    momentum: bool = added(2, False)  # m of the version's snapshots, not θ; the grant has the digests of both
 
 
 @dataclass(frozen=True, slots=True)

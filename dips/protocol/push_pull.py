@@ -509,7 +509,8 @@ def _answer_pull_request(run: RunState, cluster: Cluster, event: events.PullRequ
         grant = run.make_grant(pull.version, pull.deadline_s, pull.first)
         if not pull.momentum:
             return grant
-        return replace(grant, slaves=tuple(replace(a, digests=pull.digests[a.name]) for a in grant.slaves))
+        digests = dict(pull.digests)
+        return replace(grant, slaves=tuple(replace(a, digests=digests[a.name]) for a in grant.slaves))
     if cluster.closed_pull.seq == event.pull.seq:
         return Dropped(cluster.closed_pull.reason)
     if event.pull.seq <= cluster.seq_high:
@@ -565,7 +566,8 @@ def on_pull_opened(run: RunState, fanout: Fanout) -> None:
     cluster = run.cluster_of(fanout.subject)
     if cluster is not None and cluster.pull is not None:
         cluster.pull.opened = True
-        cluster.pull.digests = {name: a.digests for name, a in fanout.answers.items() if isinstance(a, events.Pinned)}
+        pinned = ((name, a) for name, a in fanout.answers.items() if isinstance(a, events.Pinned))
+        cluster.pull.digests = tuple((name, answer.digests) for name, answer in pinned)
 
 
 def on_pull_finished(run: RunState, event: events.PullFinished) -> None:

@@ -40,6 +40,7 @@ from dips.protocol.records import (
 )
 from dips.protocol.run_state import RunState, name_some
 
+ADDED_IN = 2  # protocol: the release before knows neither the question nor a pull of m
 EXIT_REBALANCED = 78  # a restart with the same run file could not serve: its slaves are not those of the ledger
 
 
@@ -119,6 +120,9 @@ def answer_asked(run: RunState, event: RebalanceAsked) -> effects.Result:
     slaves = tuple(sorted({check_name(name, "slave") for name in event.slaves}))
     if event.slave not in slaves:
         raise ConfigError(f"expected one of the new slaves, {', '.join(slaves)}, got {event.slave!r}")
+    if run.protocol < ADDED_IN:
+        why = f"layers move over the lanes from protocol {ADDED_IN} on, this run speaks {run.protocol}"
+        return effects.Refused(0.0, f"{why}: run `dips finalise` before")
     held = run.rebalance
     if held is None and set(slaves) == set(run.slaves):
         return effects.Acknowledged()

@@ -132,11 +132,11 @@ def test_the_first_model_is_not_copied() -> None:
 def test_momentum_is_pulled_with_digests() -> None:
     """By who only reads; the grant says what the slaves have of θ and m of each layer."""
     run = at_version(1)
-    refused = run.ask(ev.PullRequested(0, PullId("a", 1, 99), 1, run.head, (), True))
+    refused = run.ask(ev.PullRequested(0, PullId("a", 1, 99), 1, run.head, momentum=True))
     assert isinstance(refused, Failed) and "only who does not push" in refused.message
     run.ask(ev.ClusterJoined(0, "b.puller", "p", "r", run.manifest.digest, "c"))
     pull = PullId("b.puller", 1, 1)
     assert isinstance(ask(run, "t"), RebalancePlanned)
-    run.ask(ev.PullRequested(0, pull, 1, run.head, (), True))
-    grant = run.ask(ev.PullRequested(0, pull, 1, run.head, (), True))
+    run.ask(ev.PullRequested(0, pull, 1, run.head, momentum=True))
+    grant = run.ask(ev.PullRequested(0, pull, 1, run.head, momentum=True))
     assert isinstance(grant, Grant) and grant.slaves[0].digests == ("θ", "m") * LAYERS
