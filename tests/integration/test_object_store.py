@@ -337,7 +337,7 @@ def test_a_long_ledger_in_a_store_that_fails_loses_nothing(
     store.away = True
     for n in range(versions - 10, versions + 1):
         write_version(term, n)
-    assert term.mirror.view().red and term.mirror.view().lags > 0
+    assert term.mirror.view().red and term.mirror.view().behind_transactions > 0
     store.away = False
     wait_until_green(term)
     state = term.end()
