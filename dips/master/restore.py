@@ -105,10 +105,9 @@ def write_base(store: MirrorStore, run: str, term: int, number: int, content: by
     """Write a base, then remove all files of this and earlier terms that it replaces."""
     name = f"{term:010d}-{number:010d}.base"
     insist(lambda: store.write_file(f"{FOLDER}/{name}", seal(run, content)))
-    for found in _list_files(store):
-        replaced = (int(found[1]), int(found[2])) <= ((term - 1, MOST_NUMBER) if found[3] == "term" else (term, number))
-        if replaced and found[0] != name:
-            _remove(store, found[0])
+    newest = {"term": (term - 1, MOST_NUMBER)}  # that it replaces; of other kinds: those of its own number
+    found = [(m[0], m[3], (int(m[1]), int(m[2]))) for m in _list_files(store)]
+    _remove(store, [file for file, kind, at in found if at <= newest.get(kind, (term, number)) and file != name])
 
 
 def write_transaction(store: MirrorStore, run: str, term: int, number: int, written: MirroredTransaction) -> None:
@@ -143,8 +142,8 @@ def _list_files(store: MirrorStore) -> list[re.Match[str]]:
     return [match for match in map(_NAME.fullmatch, insist(lambda: store.list_names(FOLDER))) if match]
 
 
-def _remove(store: MirrorStore, name: str) -> None:
-    insist(lambda: store.remove_path(f"{FOLDER}/{name}"))
+def _remove(store: MirrorStore, names: Sequence[str]) -> None:
+    insist(lambda: store.remove_files([f"{FOLDER}/{name}" for name in names]))
 
 
 def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) -> MirroredLedger | None:
@@ -196,9 +195,8 @@ def write_lease(store: MirrorStore, run: str, lease: TermLease) -> bool:
 
 def remove_leases_before(store: MirrorStore, lease: TermLease) -> None:
     """Remove the leases of this term that were written before; number 0 stays, so that the term is claimed once."""
-    for found in _list_files(store):
-        if found[3] == "term" and int(found[1]) == lease.term and 0 < int(found[2]) < lease.number:
-            _remove(store, found[0])
+    found = [(m[0], int(m[2])) for m in _list_files(store) if m[3] == "term" and int(m[1]) == lease.term]
+    _remove(store, [file for file, number in found if 0 < number < lease.number])
 
 
 def look_at_lease(store: MirrorStore, run: str) -> SeenLease:

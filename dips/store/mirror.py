@@ -16,9 +16,10 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path, PurePosixPath
@@ -41,6 +42,8 @@ SEEN = "mirror.seen"  # a file in the mirrored directory: the mirror's URL and m
 MOST_MARKER_BYTES = 4096
 MOST_MANIFEST_BYTES = 64 << 20
 FORMAT = 1  # of sealed files
+MOST_PARTS = 10_000  # of an object in S3
+STREAMS = 4  # layers restored at once; each holds some 24 MB, and one connection of an object store has some 100 MB/s
 TRIES, AGAIN_S = 4, 0.1  # of a small request; a store that is busy refuses some
 _SECRET = re.compile("//[^/@]*@")  # user and password, which must not be logged
 T = TypeVar("T")
@@ -130,15 +133,15 @@ class MirrorStore:
         return True
 
     @contextmanager
-    def create_file(self, name: str) -> Iterator[IO[bytes]]:
-        """Yield a file to be written piece by piece; it is durable when the context ends, if the disk is local. Nothing
-        of it is left in an object store if an exception ends the context.
+    def create_file(self, name: str, size: int) -> Iterator[IO[bytes]]:
+        """Yield a file of `size` bytes to be written piece by piece; it is durable when the context ends, if the disk
+        is local. Nothing of it is left in an object store if an exception ends the context.
         """
         with self._translate_errors(name):
             self._require_mirror(marks=True)
             path = self._full_path(name)
             if not self._local:
-                with self._uploaded_file(path) as file:
+                with self._uploaded_file(path, size) as file:
                     yield file
                 return
             make_directory(Path(path).parent)
@@ -149,11 +152,11 @@ class MirrorStore:
             sync_path(Path(path).parent)
 
     @contextmanager
-    def _uploaded_file(self, path: str) -> Iterator[IO[bytes]]:
-        """Yield an object that is uploaded in parts. Its `close` would upload what is left of one that has failed, and
-        the store would keep the parts of an upload that nobody ends.
+    def _uploaded_file(self, path: str, size: int) -> Iterator[IO[bytes]]:
+        """Yield an object that is uploaded in parts, no more than a store takes. Its `close` would upload what is left
+        of one that has failed, and the store would keep the parts of an upload that nobody ends.
         """
-        file = self._fs.open(path, "wb", block_size=PIECE_BYTES)
+        file = self._fs.open(path, "wb", block_size=max(PIECE_BYTES, -(-size // MOST_PARTS)))
         try:
             yield file
             file.close()
@@ -205,6 +208,19 @@ class MirrorStore:
             self._fs.invalidate_cache()
             if self._fs.exists(self._full_path(name)):
                 self._fs.rm(self._full_path(name), recursive=True)
+
+    def remove_files(self, names: Sequence[str]) -> None:
+        """Remove files, in an object store by a request for each thousand; missing ones are fine."""
+        if not names:
+            return
+        paths = [self._full_path(name) for name in names]
+        with self._translate_errors(names[0]):
+            if self._local:
+                for path in paths:
+                    Path(path).unlink(missing_ok=True)
+                return
+            with suppress(FileNotFoundError):
+                self._fs.rm(paths)
 
     def _full_path(self, name: str) -> str:
         return str(PurePosixPath(self._base, name)) if name else self._base
@@ -374,7 +390,10 @@ def copy_out(store: MirrorStore, root: Path, version: VersionId, on_piece: OnPie
             manifest = VersionManifest.from_json(text, str(path / MANIFEST_FILE))
             store.remove_path(folder)
             for record in manifest.layers:
-                with (kept / record.file).open("rb") as source, store.create_file(f"{folder}/{record.file}") as target:
+                with (
+                    (kept / record.file).open("rb") as source,
+                    store.create_file(f"{folder}/{record.file}", record.size) as target,
+                ):
                     copy_layer(source, target, manifest, record, str(path / record.file), on_piece)
     except OSError as error:
         raise FailedMirror(f"{path} cannot be copied: {error}") from error
@@ -410,19 +429,46 @@ def _linked(path: Path) -> Iterator[Path]:
 def bring_back(
     store: MirrorStore, root: Path, run: str, slave: str, version: VersionId, on_piece: OnPiece = lambda _: None
 ) -> None:
-    """Restore a version into a root; it is durable on return.
+    """Restore a version into a root, STREAMS layers at a time; it is durable on return.
 
+    on_piece  called with the bytes of each piece, by one thread at a time
     Raise CorruptSnapshot if the copy is not complete, FailedMirror if the mirror fails, OSError if this disk does.
     """
     text, manifest = read_copy(store, run, slave, version)
     aside, queue = root / f"{ASIDE}{version}", SyncQueue()
+    one_at_a_time, left, failed = threading.Lock(), iter(manifest.layers), list[Exception]()
+
+    def on_moved(nbytes: int) -> None:
+        with one_at_a_time:
+            if failed:
+                raise failed[0]  # nothing is fetched for a restore that has failed
+            on_piece(nbytes)
+
+    def restore_layers() -> None:
+        try:
+            while True:
+                with one_at_a_time:
+                    record = next(left, None)
+                if record is None or failed:
+                    return
+                name = f"{version}/{record.file}"
+                with (aside / record.file).open("wb") as target, store.open_file(name) as source:
+                    copy_layer(source, target, manifest, record, f"{store.url}/{name}", on_moved)
+                with one_at_a_time:
+                    queue.add_file(aside / record.file, record.size)
+        except Exception as error:  # noqa: BLE001 (raised where all have ended)
+            failed.append(error)
+
     try:
         aside.mkdir(exist_ok=True)
-        for record in manifest.layers:
-            name = f"{version}/{record.file}"
-            with (aside / record.file).open("wb") as target, store.open_file(name) as source:
-                copy_layer(source, target, manifest, record, f"{store.url}/{name}", on_piece)
-            queue.add_file(aside / record.file, record.size)
+        # Daemons, which a mount that hangs does not keep from ending with the process.
+        threads = [threading.Thread(target=restore_layers, name="restore", daemon=True) for _ in range(STREAMS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
         queue.sync_files()
         write_manifest(aside, text)
         aside.rename(root / str(version))

@@ -92,7 +92,10 @@ class RenewingChannel:
 
 
 KEEPALIVE_MS = 10_000  # interval of a client's pings, also without calls: a NAT forgets a silent link
-KEEPALIVE_TIMEOUT_MS = 5_000  # a connection is given up when a ping is unanswered for this long
+# A connection is given up when a ping is unanswered for this long. gRPC waits for the answer as long as its option for
+# every ping says, a minute by default; its option for keepalives alone is the kernel's, for bytes not acknowledged: a
+# machine that is stopped, or whose processes hang, acknowledges them.
+KEEPALIVE_TIMEOUT_MS = 5_000
 # servers permit pings twice as often as clients send them; else GOAWAY after 5 s (docs/rationale.md#35)
 MIN_PING_INTERVAL_MS = 5_000
 MAX_RECONNECT_BACKOFF_MS = 2_000  # a master that is back is found within two seconds
@@ -100,23 +103,25 @@ MAX_CONCURRENT_CALLS = 10_000  # of a server; room for a long poll and a heartbe
 
 Reply = TypeVar("Reply", bound=Message)
 
+_KEEPALIVE_OPTIONS = [
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
 _SERVER_OPTIONS = [
+    *_KEEPALIVE_OPTIONS,
     # Calls come in bursts (every cluster heartbeats after a stall): above gRPC's own limit of 1,000 they would be
     # cancelled.
     ("grpc.server.max_pending_requests", MAX_CONCURRENT_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CONCURRENT_CALLS),
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not take half of the calls
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
 ]
 _CHANNEL_OPTIONS = [
+    *_KEEPALIVE_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 3_000),  # how long one attempt to connect may take

@@ -15,7 +15,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from tests.integration.cluster_harness import ROOT, Process
 
 TYPED_S = 90.0  # for what ends by itself
 NETWORK = 16  # bits
+BRIDGES = ("hub", "hub2")  # all machines are on the first, until a test parts them
 CONSOLE = {
     "dips": "dips.cli",
     "dips-master": "dips.master.app",
@@ -76,8 +77,9 @@ class Machines:
         with ExitStack() as stack:
             self._write_tools()
             self._switch = stack.enter_context(_namespace(f"dips-{os.getpid()}-switch"))
-            _run(f"ip -n {self._switch} link add hub type bridge")
-            _run(f"ip -n {self._switch} link set hub up")
+            for bridge in BRIDGES:
+                _run(f"ip -n {self._switch} link add {bridge} type bridge")
+                _run(f"ip -n {self._switch} link set {bridge} up")
             for port, (name, address) in enumerate(self.addresses.items()):
                 (self.directory / name).mkdir()
                 namespace = stack.enter_context(_namespace(self._namespace_of(name)))
@@ -114,6 +116,12 @@ class Machines:
         self.processes.append(process)
         return process
 
+    def plug(self, names: Iterable[str], bridge: str | None) -> None:
+        """Plug machines into this one of BRIDGES: only those on one bridge reach each other. None: they fall silent."""
+        for name in names:
+            port = list(self.addresses).index(name)
+            _run(f"ip -n {self._switch} link set p{port} {f'master {bridge}' if bridge else 'nomaster'}")
+
     def limit(self, name: str, mbit: float) -> None:
         """What a machine sends takes so long from now on."""
         _run(f"tc -n {self._namespace_of(name)} qdisc replace dev w0 root tbf rate {mbit}mbit burst 64kb latency 1s")
@@ -129,6 +137,10 @@ class Machines:
             finally:
                 listener.terminate()
 
+    def words(self, name: str) -> list[str]:
+        """The words before a command that have it run on a machine."""
+        return ["ip", "netns", "exec", self._namespace_of(name)]
+
     def _words(self, name: str, line: str) -> list[str]:
         keys = {
             "PATH": f"{self._tools}:{os.environ['PATH']}",
@@ -137,8 +149,7 @@ class Machines:
             "HOME": str(self.directory / name),
         }
         setting = [f"{key}={value}" for key, value in keys.items()]
-        space = ["ip", "netns", "exec", self._namespace_of(name)]
-        return [*space, "env", "-C", str(self.directory / name), *setting, "bash", "-c", line]
+        return [*self.words(name), "env", "-C", str(self.directory / name), *setting, "bash", "-c", line]
 
     def _namespace_of(self, name: str) -> str:
         return f"dips-{os.getpid()}-{name}"
@@ -147,7 +158,7 @@ class Machines:
         _run(f"ip link add w0 netns {namespace} type veth peer name {port} netns {self._switch}")
         _run(f"ip -n {namespace} addr add {address}/{NETWORK} dev w0")
         _run(f"ip -n {namespace} link set w0 up")
-        _run(f"ip -n {self._switch} link set {port} master hub up")
+        _run(f"ip -n {self._switch} link set {port} master {BRIDGES[0]} up")
 
     def _write_tools(self) -> None:
         self._tools.mkdir()

@@ -1,7 +1,8 @@
-"""A slave's mirror in an object store that speaks S3: moto's server on this machine, over HTTP, with s3fs as in a run.
+"""Mirrors in an object store that speaks S3: moto's server on this machine, over HTTP, with s3fs as in a run.
 
-In front of it stands what a real one does to its users: it fails requests by 503, takes no object above its limit, and
-is away for a while. The client's own retries are off, so each failure is one of the mirror's.
+In front of it stands what a real one does to its users: it fails requests by 503, takes no object above its limit and
+no more parts of one, takes its time, and is away for a while. The client's own retries are off, so each failure is one
+of the mirror's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,16 +23,25 @@ import numpy as np
 import pytest
 import structlog
 import xxhash
+import yaml
 
-from dips.ids import VersionId
+from dips.config import RunFile, load_run
+from dips.errors import ConfigError, FailedMirror
+from dips.ids import PushId, VersionId
+from dips.master import genesis, ledger_mirror, restore
+from dips.master.ledger import Ledger
 from dips.protocol.events import MirrorReport, MirrorReported
 from dips.protocol.manifest import Manifest
+from dips.protocol.records import RoundReserved
 from dips.slave import snapshot_mirror
 from dips.slave.snapshot_mirror import SnapshotMirror, list_copies
 from dips.slave.snapshots import Snapshots
-from dips.store.mirror import MirrorStore, copy_out
+from dips.store import mirror as mirror_files
+from dips.store.mirror import MirrorStore, bring_back, copy_out
 from dips.store.tensorfile import PIECE_BYTES
 from dips.view.judging import Severity, judge_slave
+from tests.unit.master.test_ledger import committed
+from tests.unit.master.test_ledger_mirror import TENSORS, Term, like
 from tests.unit.protocol.scripted_run import ScriptedRun
 
 s3fs = pytest.importorskip("s3fs", reason="NO S3: pip install s3fs 'moto[server,s3]'; mirrors at s3:// are not tried")
@@ -56,7 +67,8 @@ class RealStore:
 
     def __init__(self, application: Callable[[Environ, Start], Iterable[bytes]]) -> None:
         self._application, self._rng, self._lock = application, Random(7), threading.Lock()
-        self.share, self.away = 0.0, False
+        self.share, self.away, self.every = 0.0, False, 0  # each `every`-th request fails, too
+        self.most_object, self.most_parts, self.read_s = MOST_OBJECT, 10_000, 0.0
         self.counts: Counter[str] = Counter()
         self._uploaded: Counter[str] = Counter()  # bytes by upload
 
@@ -66,12 +78,15 @@ class RealStore:
         with self._lock:
             self.counts["requests"] += 1
             self.counts["bytes in"] += nbytes
-            failing = self.away or self._rng.random() < self.share
+            nth = bool(self.every) and self.counts["requests"] % self.every == 0
+            failing = self.away or nth or self._rng.random() < self.share
             self.counts["failed"] += failing
+            self.counts["deletes"] += method == "POST" and "delete" in environ["QUERY_STRING"]
             self.counts["aborts failed"] += failing and method == "DELETE" and "uploadId" in words
             upload = words.get("uploadId", [""])[0] or f"{environ['PATH_INFO']} {self.counts['requests']}"
             self._uploaded[upload] += nbytes if method == "PUT" and not failing else 0
-            large = method == "PUT" and self._uploaded[upload] > MOST_OBJECT
+            large = method == "PUT" and self._uploaded[upload] > self.most_object
+            large |= int(words.get("partNumber", ["0"])[0]) > self.most_parts
             self.counts["too large"] += large
         if failing or large:
             environ["wsgi.input"].read(nbytes)
@@ -79,6 +94,8 @@ class RealStore:
             body = b"" if method == "HEAD" else body
             start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
             return [body]
+        if method == "GET" and environ["PATH_INFO"].endswith(".safetensors"):
+            time.sleep(self.read_s)
         parts = list(self._application(environ, start))
         with self._lock:
             self.counts["bytes out"] += sum(map(len, parts))
@@ -214,9 +231,9 @@ def test_a_mirror_in_an_object_store_that_fails_loses_nothing(store: RealStore, 
     print(store.describe())
 
 
-def test_what_a_store_does_not_take_is_said(store: RealStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_store_does_not_take_is_said(store: RealStore, tmp_path: Path) -> None:
     """An object above the limit is refused: the mirror says which one, and counts as failing."""
-    monkeypatch.setattr("tests.integration.test_object_store.MOST_OBJECT", PIECE_BYTES)
+    store.most_object = PIECE_BYTES
     snapshots, mirror = opened(tmp_path / "s"), MirrorStore(f"s3://{BUCKET}/mirror", "r", "s")
     snapshots.write_snapshot(version(1), arrays(1), arrays(2))
     with pytest.raises(snapshot_mirror.FailedMirror, match=r"v1@r1/00000\.safetensors: .*limit of this store"):
@@ -224,3 +241,131 @@ def test_what_a_store_does_not_take_is_said(store: RealStore, tmp_path: Path, mo
     assert list_copies(mirror, "r", "s", LOG).whole == ()
     assert not s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
     snapshots.close()
+
+
+def test_an_object_of_any_size_has_no_more_parts_than_a_store_takes(
+    store: RealStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 takes 10,000: pieces of 8 MiB end at 83.9 GB. Here it takes two, and a file has four pieces."""
+    monkeypatch.setattr(mirror_files, "MOST_PARTS", 2)
+    store.most_parts, store.most_object = 2, 4 * PIECE_BYTES
+    mirror, content = MirrorStore(f"s3://{BUCKET}/mirror", "r", "s"), np.random.default_rng(1).bytes(4 * PIECE_BYTES)
+    with mirror.create_file("large", len(content)) as file:
+        for begin in range(0, len(content), PIECE_BYTES):
+            file.write(content[begin : begin + PIECE_BYTES])
+    assert mirror.read_file("large", len(content)) == content and not store.counts["too large"]
+
+
+def test_a_restore_reads_several_layers_at_once(
+    store: RealStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a store that answers slowly it takes a fraction of the time, and brings the same bytes; each is counted."""
+    manifest = Manifest.from_shapes([(f"l{i}.w", (1000,)) for i in range(3 * mirror_files.STREAMS)])
+    layers = range(len(manifest.layers))
+    theta = {i: np.full(1000, i, np.float32) for i in layers}
+    snapshots = Snapshots(tmp_path / "s", "r", "s", None, LOG)
+    snapshots.bind_layers(manifest, layers, [""] * len(layers), sinc=1)
+    snapshots.write_snapshot(version(1), theta, theta)
+    mirror = MirrorStore(f"s3://{BUCKET}/mirror", "r", "s")
+    copy_out(mirror, tmp_path / "s", version(1))
+    store.read_s, took_s = 0.2, list[float]()
+    for streams in (1, mirror_files.STREAMS):
+        monkeypatch.setattr(mirror_files, "STREAMS", streams)
+        root, moved = tmp_path / f"by{streams}", list[int]()
+        root.mkdir()
+        begun = time.monotonic()
+        bring_back(mirror, root, "r", "s", version(1), moved.append)
+        took_s.append(time.monotonic() - begun)
+        assert sum(moved) == 2 * 4000 * len(layers)
+        for file in (tmp_path / "s" / str(version(1))).iterdir():
+            assert (root / str(version(1)) / file.name).read_bytes() == file.read_bytes()
+    print(f"one layer at a time {took_s[0]:.1f} s, several {took_s[1]:.1f} s")
+    assert took_s[0] > 2 * took_s[1]
+    snapshots.close()
+
+
+# ---- the ledger's ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="config")
+def mirrored_config(store: RealStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    """A run whose ledger's mirror is in the store."""
+    monkeypatch.setattr(mirror_files, "AGAIN_S", 0.01)
+    monkeypatch.setattr(ledger_mirror, "BACKOFF_S", (0.02, 0.1))
+    slave = {"name": "s0", "master": "127.0.0.1:1", "directory": "s0", "initial_model": "m/initial"}
+    master = {"directory": "m", "mirror": f"s3://{BUCKET}/mirror"}
+    (tmp_path / "dips.yaml").write_text(
+        yaml.safe_dump({"shared": {"run": "r"}, "master": master, "slaves": [slave], "tls": False})
+    )
+    config = load_run(tmp_path / "dips.yaml")
+    genesis.make_run(config, TENSORS)
+    return config
+
+
+def write_version(term: Term, n: int) -> None:
+    row = committed(VersionId(n, n), VersionId(n - 1, n - 1), PushId("west", 1, n), PushId("east", 1, n))
+    term.write([RoundReserved(n, 1.0), row])
+
+
+def wait_until_green(term: Term) -> None:
+    end = time.monotonic() + WITHIN_S
+    while term.mirror.view().red:
+        assert time.monotonic() < end, f"not within {WITHIN_S:g} s: {term.mirror.view()}"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("share", "every", "versions"), [(FAILING, 0, 1000), (0.0, 3, 250)], ids=["one in twenty", "each third"]
+)
+def test_a_long_ledger_in_a_store_that_fails_loses_nothing(
+    config: RunFile, store: RealStore, share: float, every: int, versions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests fail all the time, and for a while all of them: the mirror is red then, and green after; a lost ledger
+    comes back with every version.
+    """
+    monkeypatch.setattr(ledger_mirror, "LOGS_TO_A_BASE", 100)  # as many bases as of a run of days
+    store.share, store.every = share, every
+    store.counts.clear()
+    term = Term(config)
+    wait_until_green(term)
+    begun = time.monotonic()
+    for n in range(1, versions - 10):
+        write_version(term, n)
+    took_s = time.monotonic() - begun
+    store.away = True
+    for n in range(versions - 10, versions + 1):
+        write_version(term, n)
+    assert term.mirror.view().red and term.mirror.view().behind_transactions > 0
+    store.away = False
+    wait_until_green(term)
+    state = term.end()
+    print(f"{versions} versions in {took_s:.0f} s: {store.describe()}")
+    shutil.rmtree(config.master.directory)
+    store.every = 0  # a restore needs more requests in a row than two; there the client's own retries help, off here
+    for _ in range(100):
+        try:
+            restore.restore_if_lost(config, LOG)
+            break
+        except (FailedMirror, ConfigError):
+            continue
+    with closing(Ledger.open(genesis.ledger_path(config), readonly=True)) as ledger:
+        back = ledger.read_state()
+    assert back.versions[-1].version == VersionId(versions, versions) and like(back, state)
+
+
+def test_a_new_base_removes_what_it_replaces_by_one_request(config: RunFile, store: RealStore) -> None:
+    """It is not written meanwhile: a request for each of a thousand transactions took a minute and more."""
+    term = Term(config)
+    for n in range(1, 6):
+        write_version(term, n)
+    mirror = restore.mirror_of(config)
+    assert mirror is not None
+    before = len(mirror.list_names(restore.FOLDER))
+    store.counts.clear()
+    restore.write_base(mirror, "r", term.term, *term.take_base())
+    assert store.counts["deletes"] == 1 and store.counts["requests"] < before
+    kinds = {name.rpartition(".")[2] for name in mirror.list_names(restore.FOLDER)}
+    assert kinds == {"base"}
+    term.end()

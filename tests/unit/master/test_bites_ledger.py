@@ -139,7 +139,7 @@ def test_a_file_that_is_mirrored_piece_by_piece_has_its_name_on_the_disk(
     (tmp_path / "mirror").mkdir()
     store = MirrorStore(str(tmp_path / "mirror"), "r", "master")
     disk = DiskCalls(tmp_path / "mirror", monkeypatch)
-    with store.create_file("initial/v0@r0/00000.safetensors") as file:
+    with store.create_file("initial/v0@r0/00000.safetensors", len(b"content")) as file:
         file.write(b"content")
     folder = "r/master/initial/v0@r0"
     assert disk.calls[-2:] == [f"fsync {folder}/00000.safetensors", f"fsync {folder}"]
