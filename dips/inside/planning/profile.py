@@ -66,7 +66,7 @@ class DeviceKind:
 
 
 @dataclass(frozen=True)
-class LinkRate:
+class LinkSpeed:
     """One way between two sites or nodes. `shared`: all transfers together have this rate, not each pair of nodes."""
 
     gbit: float
@@ -92,7 +92,7 @@ class ClusterProfile:
 
     nodes: tuple[ClusterNode, ...]
     kinds: Mapping[str, DeviceKind]
-    links: Mapping[str, Mapping[str, LinkRate]] = field(default_factory=dict)
+    links: Mapping[str, Mapping[str, LinkSpeed]] = field(default_factory=dict)
     measured: Mapping[str, Mapping[str, MeasuredLayer]] = field(default_factory=dict)
 
     @cached_property
@@ -103,7 +103,7 @@ class ClusterProfile:
     def kind_of(self, device: str) -> DeviceKind:
         return self.kinds[self.places[device].kind]
 
-    def find_link(self, sender: ClusterNode, receiver: ClusterNode) -> LinkRate | None:
+    def find_link(self, sender: ClusterNode, receiver: ClusterNode) -> LinkSpeed | None:
         """Return the rate from one node to another, by their names or by their sites."""
         for a in (sender.name, sender.site):
             for b in (receiver.name, receiver.site):
@@ -335,7 +335,7 @@ def parse_model(raw: Mapping[str, Any], name: str) -> ModelProfile:
 def build(cls: type[Made], raw: Any, where: str, key: str = "") -> Made:
     """Build a dataclass from a file's keys, by its type hints; unknown and missing keys are refused by name."""
     hints = get_type_hints(cls)
-    if cls is LinkRate and isinstance(raw, int | float):
+    if cls is LinkSpeed and isinstance(raw, int | float):
         raw = {"gbit": raw}
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: {key or 'file'}: expected a mapping of keys, got {raw!r}")

@@ -145,14 +145,15 @@ class ScheduleMachine:
 
     def _end_passes(self, v: int, op: Op) -> None:
         """After the last computation of a pass over ministage v: reshard, reduce, step."""
-        if self._count[op][v] == self._total:
-            self._wanted = None
-        if op is Op.F and self._count[Op.F][v] == self._total and not self.seat.keep and v < self.seat.ministages - 1:
-            self._reshard.append(v)
-        if op in (Op.W, Op.B) and self._count[op][v] == self._total:
+        if self._count[op][v] < self._total:
+            return
+        self._wanted = None
+        last = op in (Op.W, Op.B)
+        if last:
             self._reduce.append(v)
-            if self.seat.sharded and not self.seat.keep:
-                self._reshard.append(v)
+        # The last ministage's backward follows its forward at once.
+        if self.seat.sharded and not self.seat.keep and (last or (op is Op.F and v < self.seat.ministages - 1)):
+            self._reshard.append(v)
 
     # ---- actions -----------------------------------------------------------------------------------------------------
 

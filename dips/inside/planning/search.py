@@ -104,6 +104,7 @@ class Planner:
         self._seconds = cache(self._add_seconds)
         self._kind_seconds: dict[tuple[str, int], list[PassSeconds]] = {}
         self._rings = cache(profile.ring)
+        self._route = cache(profile.route)
         self._cuts: dict[tuple[object, ...], Cuts | None] = {}
 
     # ---- seconds and bytes -------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Planner:
             schedule=choice.schedule,
             stages=tuple(stages),
             border_bytes=tuple(choice.samples * self.layers[c - 1].border_bytes for c in choice.cuts[1:-1]),
-            route=self.profile.route,
+            route=self._route,
             ministages=v,
             keep=v == 1,
             offload=choice.offload,

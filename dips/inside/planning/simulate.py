@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from math import inf
 
 from dips.errors import ConfigError
@@ -114,7 +114,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActionSpan:
     """An action of a device, or a transfer, from its begin to its end, in seconds of the step."""
 
     device: str
@@ -133,7 +133,7 @@ class Prediction:
     bytes_moved: dict[str, float]  # by category: pipeline, gather, reduce, copy
     peak_bytes: dict[str, float]
     orders: dict[str, list[ScheduledAction]]  # F, I, W, B and collectives in the order of their begin, by device
-    spans: list[Span] = field(default_factory=list)
+    spans: list[ActionSpan] = field(default_factory=list)
 
 
 class StalledPipeline(ConfigError):
@@ -179,7 +179,7 @@ class _Play:
         self._pipeline = pipeline
         self._heap = Heap()
         self._free: dict[Hashable, float] = defaultdict(float)  # when a card or line is free
-        self._spans: list[Span] | None = [] if spans else None
+        self._spans: list[ActionSpan] | None = [] if spans else None
         self._moved: dict[str, float] = defaultdict(float)
         self._came: dict[ScheduledAction, list[_Desk]] = defaultdict(list)  # to a collective
         self._routes: dict[tuple[str, str], Route] = {}
@@ -280,7 +280,7 @@ class _Play:
         desk.busy[engine] = False
         self._last_s = max(self._last_s, now)
         if self._spans is not None and now > begin_s:
-            self._spans.append(Span(desk.device.name, engine, str(action), begin_s, now))
+            self._spans.append(ActionSpan(desk.device.name, engine, str(action), begin_s, now))
         freed = {
             Op.W: size.activations, Op.B: size.activations, Op.RESHARD: size.whole, Op.OFFLOAD: size.boundary,
             Op.FETCH: -size.boundary, Op.REDUCE: size.gradients,
@@ -389,9 +389,44 @@ def bound_step(pipeline: Pipeline) -> float:
             # After the last W nothing below waits; after the last I the stages below still have theirs, and a W.
             after = max(0.0, tail[s] + (min(e.seconds[0].w for e in stages[0].devices) if s else 0.0) - _own_w(d))
             best = max(best, max(head[s], start) + work + after)
-        collectives = sum(stage.gather_s) + sum(stage.reduce_s)
-        best = max(best, collectives)
-    return best
+        best = max(best, sum(stage.gather_s) + sum(stage.reduce_s))
+    return max([best, *_load_things(pipeline).values()])
+
+
+def _load_things(pipeline: Pipeline) -> dict[Hashable, float]:
+    """Seconds for which each card or line is busy at least: what passes it whoever of the next stage it is for."""
+    loads: dict[Hashable, float] = defaultdict(float)
+    stages, p = pipeline.stages, len(pipeline.stages)
+    for stage in stages:
+        for thing in stage.collective_uses:
+            loads[thing] += sum(stage.gather_s) + sum(stage.reduce_s)
+    for part, nbytes in enumerate(pipeline.border_bytes):
+        near, far = stages[part % p].devices, stages[(part + 1) % p].devices
+        for senders, receivers in ((near, far), (far, near)):  # activations one way, gradients the other
+            for a in senders:
+                for thing, byte_s in _common_uses(pipeline.route, a.name, tuple(b.name for b in receivers)):
+                    loads[thing] += len(a.microbatches) * nbytes * byte_s
+            for b in receivers:
+                for thing, byte_s in _common_uses(pipeline.route, b.name, tuple(a.name for a in senders), True):
+                    loads[thing] += len(b.microbatches) * nbytes * byte_s
+    return loads
+
+
+@lru_cache(maxsize=65536)
+def _common_uses(
+    route: Callable[[str, str], Route], device: str, others: tuple[str, ...], towards: bool = False
+) -> tuple[tuple[Hashable, float], ...]:
+    """Return what all ways from a device to some others pass, or with `towards` all ways from them to it."""
+    found: set[tuple[Hashable, float]] | None = None
+    for other in others:
+        if other == device:
+            return ()
+        uses = set((route(other, device) if towards else route(device, other)).uses)
+        found = uses if found is None else found & uses
+        if not found:
+            return ()
+    wanted = "in" if towards else "out"
+    return tuple(use for use in found or () if isinstance(use[0], tuple) and use[0][0] == wanted)
 
 
 def _own_w(device: PipelineDevice) -> float:

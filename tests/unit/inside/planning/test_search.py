@@ -32,7 +32,7 @@ from dips.inside.planning.search import (
     parameter_costs,
     share_microbatches,
 )
-from dips.inside.planning.simulate import simulate
+from dips.inside.planning.simulate import bound_step, simulate
 
 INVENTORIES = Path(__file__).parents[4] / "configs" / "inventories"
 
@@ -203,6 +203,19 @@ def test_the_search_is_near_exhaustive_search(speeds: tuple[float, ...], gbit: f
     best = exhaust(planner, (ScheduleName.COMPACT_ZB, ScheduleName.BREADTH_FIRST))
     found = min(plan.step_s for plan in planner.search().ranked if plan.choice is not None)
     assert found <= 1.03 * best
+
+
+def test_no_pipeline_beats_its_bound() -> None:
+    """Every schedule, with ministages on single devices and on groups, gets to its end, and not before its bound."""
+    schedules = set()
+    for gbit, devices in ((0.1, 1), (10.0, 2)):
+        planner = Planner(small_cluster((100, 50, 25), gbit, devices), small_model(7))
+        for choice in list(planner.list_choices(list_groupings(planner.profile, planner.speed_of)))[::3]:
+            pipeline = planner.make_pipeline(choice)
+            assert bound_step(pipeline) <= simulate(pipeline, spans=False).seconds * (1 + 1e-9), choice
+            schedules.add((choice.schedule, choice.ministages > 1, len(choice.groups[0]) > 1))
+    assert {(ScheduleName.BREADTH_FIRST, True, True), (ScheduleName.BREADTH_FIRST, True, False)} <= schedules
+    assert {(ScheduleName.ONE_F_ONE_B, False, True), (ScheduleName.ZB_H1, False, True)} <= schedules
 
 
 def test_what_does_not_fit_names_device_and_bytes() -> None:
