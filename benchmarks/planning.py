@@ -2,6 +2,7 @@
 
     python -m benchmarks planning --part schedules     # tuned compact_zb against the optimum that CP-SAT proves
     python -m benchmarks planning --part search        # against exhaustive search; Zorse's clusters with each model
+    python -m benchmarks planning --part dryrun        # frozen orders repeated by real ranks on shaped links
     python -m benchmarks planning --part papers        # EDiT's Table 6, SpanTrain's settings, Zorse's tables beside
     ours python -m benchmarks planning --part handover      # torch's runtime plays the exported CSV; Megatron reads
     the layout
@@ -14,13 +15,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -37,7 +41,15 @@ from dips.inside.planning.search import (
     hide_sync,
     parameter_costs,
 )
-from dips.inside.planning.simulate import PassSeconds, Pipeline, make_chain, simulate, tune_depths
+from dips.inside.planning.simulate import (
+    PassSeconds,
+    Pipeline,
+    Prediction,
+    Route,
+    make_chain,
+    simulate,
+    tune_depths,
+)
 
 INVENTORIES = Path(__file__).parents[1] / "configs" / "inventories"
 INSTANCES, PROVE_S = 300, 6.0
@@ -355,6 +367,14 @@ def spantrain_planner(
     return Planner(profile, replace(parse_model(read_inventory("gpt-2"), "gpt-2"), batch=batch))
 
 
+def _with_servers(profile: ClusterProfile, count: int) -> ClusterProfile:
+    """Return SpanTrain's machines with so many servers at the edge, and as many devices at the end (§4.5)."""
+    cloud = [node for node in profile.nodes if node.site == "cloud"]
+    edge, end = (next(node for node in profile.nodes if node.site == site) for site in ("edge", "end"))
+    more = [replace(node, name=f"{node.site}-{i}") for node in (edge, end) for i in range(count)]
+    return replace(profile, nodes=(*cloud, *more))
+
+
 def best_pipeline(planner: Planner, accept: Callable[[PipelineChoice], bool] = lambda _: True) -> RankedPlan:
     """Return the fastest pipeline of a search, tuned. Raises ConfigError if none fits."""
     ranked = [plan for plan in planner.search(accept).ranked if plan.choice is not None]
@@ -408,6 +428,12 @@ def _compare_spantrain(bench: Bench) -> None:
     big = best_pipeline(spantrain_planner(1, batch=256)).rate
     bench.row("SpanTrain batch 256 over 128", 100 * (big / ours.rate - 1), "%", against="paper 6.8–16.2")
 
+    for servers in (1, 3) if bench.quick else (1, 3, 6):
+        few = spantrain_planner(1)
+        few = Planner(_with_servers(few.profile, servers), few.model)
+        over = few.shard_fully(few.devices, equal=True).step_s / best_pipeline(few).step_s
+        bench.row(f"SpanTrain Fig. 13, {servers} servers: over FSDP", over, "×", against="paper's mean 2.79")
+
     def whole_sites(choice: PipelineChoice) -> bool:
         """No second level: a first-level group is one stage."""
         return all(len({d.split("-")[0] for d in group}) == 1 for group in choice.groups) and len(choice.groups) <= 3
@@ -422,7 +448,8 @@ def _compare_spantrain(bench: Bench) -> None:
 def _compare_zorse(bench: Bench) -> None:
     """Table 5 beside ours, no bar: efficiency is a constant of ours."""
     published = {
-        ("a", "llama-7b"): 4370.56, ("a", "llama-13b"): 4917.87, ("a", "llama-33b"): 5281.64, ("a", "llama-65b"): 5239.13,
+        ("a", "llama-7b"): 4370.56, ("a", "llama-13b"): 4917.87,
+        ("a", "llama-33b"): 5281.64, ("a", "llama-65b"): 5239.13,
         ("b", "llama-7b"): 3412.88, ("b", "llama-13b"): 2965.64, ("b", "llama-33b"): 2658.29,
         ("c", "llama-7b"): 3936.94, ("c", "llama-13b"): 3357.97, ("c", "llama-33b"): 1548.60,
     }  # fmt: skip
@@ -444,6 +471,89 @@ def _compare_zorse(bench: Bench) -> None:
         )
         bench.say(f"{cluster}, {model}: {best.name}")
     bench.note(f"Zorse: {DeviceKind(1, 1).efficiency:.0%} of peak FLOP/s on every device, vendors' links")
+
+
+# ---- dry run ---------------------------------------------------------------------------------------------------------
+
+PLANS, RANKS, LINK_MBIT = 20, 5, 200.0
+NEAR, PROPER, RANKED = (
+    0.10,
+    0.9,
+    0.95,
+)  # of the simulator's seconds; share of the plans that must be so near; Spearman's
+
+
+def measure_dryrun(bench: Bench) -> None:
+    """Frozen orders repeated by gloo ranks in namespaces: real bytes on shaped links, computations as sleeps."""
+    from benchmarks.line_program import open_programs
+    from benchmarks.namespaces import missing, network
+
+    if reason := missing():
+        raise SystemExit(f"planning --part dryrun: {reason}")
+    rng = random.Random(17)
+    predicted, took = list[float](), list[float]()
+    with (
+        TemporaryDirectory() as directory,
+        network({f"r{i}": LINK_MBIT for i in range(RANKS)}, "10.231.9") as hosts,
+        open_programs() as start,
+    ):
+        ends = list(hosts.values())
+        with ThreadPoolExecutor(RANKS) as pool:  # each answers when all have come
+            ranks = list(
+                pool.map(
+                    lambda i: start(ends[i], "planning_rank", str(i), str(RANKS), f"{directory}/store"), range(RANKS)
+                )
+            )
+        for number in range(6 if bench.quick else PLANS):
+            pipeline = _draw_plan(rng)
+            played = simulate(pipeline, spans=False)
+            for i, rank in enumerate(ranks):
+                rank.send_request(*_request(pipeline, played, number, i))
+            predicted.append(played.seconds)
+            took.append(max(rank.read_answer() for rank in ranks))
+            bench.say(f"{pipeline.schedule}: {took[-1]:.2f} s for {played.seconds:.2f}")
+    near = sum(abs(t / p - 1) <= NEAR for t, p in zip(took, predicted, strict=True))
+    bench.row("plans within 10 % of the simulator", near, "", against="all", of=float(len(took)), least=PROPER)
+    bench.row("rank correlation", correlate_ranks(predicted, took), "", against="perfect", of=1.0, least=RANKED)
+    bench.note(f"load of the machine {os.getloadavg()[0]:.1f}: sleeps and gloo's threads wait behind others")
+
+
+def _draw_plan(rng: random.Random) -> Pipeline:
+    """3 to 5 stages of one rank on one link each, computations of 0.1 to 0.4 s, transfers of up to twice that."""
+    p, m = rng.randint(3, RANKS), rng.randint(3, 6)
+    seconds = []
+    for _ in range(p):
+        f = round(rng.uniform(0.1, 0.3), 2)
+        seconds.append(PassSeconds(f, round(f * rng.uniform(1.0, 1.3), 2), f))
+    byte_s = 8 / (LINK_MBIT * 1e6) * 1514 / 1448  # a packet has headers
+    nbytes = tuple(float(int(rng.uniform(0.05, 0.5) / byte_s)) for _ in range(p - 1))
+    schedule = rng.choice(list(ScheduleName))
+    chain = make_chain(schedule, seconds, [0.0] * (p - 1), m)
+    return replace(
+        chain,
+        border_bytes=nbytes,
+        route=lambda a, b: Route(0.0, ((("out", a), byte_s), (("in", b), byte_s))),
+    )
+
+
+def _request(pipeline: Pipeline, played: Prediction, number: int, rank: int) -> tuple[Any, ...]:
+    """The words of a play for one rank."""
+    p = len(pipeline.stages)
+    if rank >= p:
+        return number, None, p, [], {}, [0, 0]
+    device = pipeline.stages[rank].devices[0]
+    own = device.seconds[0]
+    order = [(str(a.op), a.microbatch) for a in played.orders[device.name] if a.microbatch is not None]
+    borders = [0, *map(int, pipeline.border_bytes), 0]
+    return number, rank, p, order, {"F": own.f, "I": own.i, "W": own.w, "B": own.i + own.w}, borders[rank : rank + 2]
+
+
+def correlate_ranks(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's correlation."""
+    orders = [sorted(range(len(row)), key=row.__getitem__) for row in (a, b)]
+    places = [{index: place for place, index in enumerate(order)} for order in orders]
+    n = len(a)
+    return 1 - 6 * sum((places[0][i] - places[1][i]) ** 2 for i in range(n)) / (n * (n * n - 1))
 
 
 # ---- hand-over -------------------------------------------------------------------------------------------------------
@@ -470,6 +580,7 @@ PARTS: Mapping[str, Callable[[Bench], None]] = {
     "schedules": measure_schedules,
     "search": measure_search,
     "papers": measure_papers,
+    "dryrun": measure_dryrun,
     "handover": measure_handover,
 }
 
