@@ -77,8 +77,7 @@ def _play_rank(rank: int, ranks: int, directory: str, cuts: Sequence[int], micro
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{directory}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     layers, parts = _make_layers(cuts[-1]), len(cuts) - 1
     own = {part: nn.Sequential(*layers[cuts[part] : cuts[part + 1]]) for part in range(rank, parts, ranks)}
     stages = [PipelineStage(module, part, parts, torch.device("cpu")) for part, module in own.items()]
@@ -86,7 +85,7 @@ def _play_rank(rank: int, ranks: int, directory: str, cuts: Sequence[int], micro
     schedule._load_csv(f"{directory}/schedule.csv")
     torch.manual_seed(1)
     inputs, target = torch.randn(2 * microbatches, WIDTH).double(), torch.randn(2 * microbatches, WIDTH).double()
-    last = {"target": target, "losses": []} if parts - 1 in own else {}
+    last: dict[str, Any] = {"target": target, "losses": []} if parts - 1 in own else {}
     schedule.step(*((inputs,) if 0 in own else ()), **last)
     alone = _make_layers(cuts[-1])
     _sum_of_squares(nn.Sequential(*alone)(inputs), target).backward()

@@ -30,7 +30,7 @@ def main(rank: int, ranks: int, store: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "w0"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
     )
     print_answer("ready")
     for request in read_requests():

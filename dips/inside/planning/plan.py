@@ -2,7 +2,7 @@
 read.
 
 plan.yaml holds what was chosen and not the order of actions: playing the choice on the same profile gives the same
-order (`Planner.finish`), action for action. `for_torchtitan` and `for_megatron` write what these run themselves.
+order (`Planner.finish`), action for action. `hand_over` writes what frameworks run themselves.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ _RUNS: dict[Framework, Callable[[PipelineChoice], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What a framework is started with, and the schedule that it reads, if any."""
+    """The flags that a framework is started with, and the schedule that it reads, if any."""
 
     flags: tuple[str, ...]
     csv: str = ""
@@ -320,7 +320,7 @@ def hand_over(plan: ClusterPlan, target: Framework, csv_name: str = "schedule.cs
 
 
 def schedule_csv(orders: Sequence[Sequence[ScheduledAction]]) -> str:
-    """Return the computations of each rank as a line, as torch's pipelining runtime reads them (`compute_only`)."""
+    """Return the computations of each rank as a line, as torch's pipelining runtime reads them."""
     lines = []
     for order in orders:
         microbatches = sorted({a.microbatch for a in order if a.op in COMPUTING and a.microbatch is not None})

@@ -262,7 +262,7 @@ class ModelProfile:
 
     @property
     def flops(self) -> float:
-        """Of a step: a forward, a backward of twice that, and with `recompute` another forward."""
+        """Those of a step: a forward, a backward of twice that, and with `recompute` another forward."""
         return self.batch * (4 if self.recompute else 3) * sum(layer.flops for layer in self.chain)
 
 
