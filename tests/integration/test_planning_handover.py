@@ -17,7 +17,7 @@ def test_torchs_runtime_plays_the_csv(speeds: tuple[float, ...], batch: int) -> 
     assert worst < 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what Megatron-core imports
+@pytest.mark.filterwarnings("ignore")  # Megatron-core warns of all that is not installed
 @pytest.mark.parametrize(("speeds", "batch"), [((100, 50), 8), ((100, 60, 30), 6)])
 def test_megatron_reads_the_layout(speeds: tuple[float, ...], batch: int) -> None:
     """The same blocks for each stage as in the plan."""
