@@ -94,6 +94,14 @@ class SearchResult:
     simulated: int
 
 
+class DoesNotFit(ConfigError):
+    """A device has too little memory for its part of a pipeline."""
+
+    def __init__(self, text: str, missing_bytes: float) -> None:
+        super().__init__(text)
+        self.missing_bytes = missing_bytes
+
+
 class Planner:
     """One model on one profile."""
 
@@ -239,10 +247,11 @@ class Planner:
         else:
             needed = each * min(share, len(choice.groups) - s)
         if needed > room:
-            raise ConfigError(
+            raise DoesNotFit(
                 f"{device} of stage {s}: {(needed - room) / GB:.1f} GB missing: expected at "
                 f"most {self.capacity(device) / GB:.1f} GB, {USABLE:.0%} of its memory; needs "
-                f"{(fixed + needed) / GB:.1f} GB"
+                f"{(fixed + needed) / GB:.1f} GB",
+                needed - room,
             )
         if choice.schedule is not ScheduleName.COMPACT_ZB or not each:
             return 1 << 30
@@ -324,14 +333,14 @@ class Planner:
         """
         groupings = list_groupings(self.profile, self.speed_of)
         bounds: list[tuple[float, PipelineChoice, Pipeline]] = []
-        refusals: list[str] = []
+        refusals: list[ConfigError] = []
         for choice in self.list_choices(groupings):
             if not accept(choice):
                 continue
             try:
                 pipeline = self.make_pipeline(choice)
             except ConfigError as error:
-                refusals.append(str(error))
+                refusals.append(error)
                 continue
             bounds.append((bound_step(pipeline), choice, pipeline))
         bounds.sort(key=lambda row: row[0])
@@ -346,15 +355,13 @@ class Planner:
         others = self.list_others()
         ranked += [plan for plan in others if not plan.missing]
         if not ranked:
-            nearest = min(
-                refusals, key=_missing_gb, default="no grouping has a layer and a micro-batch for each device"
-            )
+            nearest = _find_nearest(refusals) or "no grouping has a layer and a micro-batch for each device"
             raise ConfigError(f"the model fits nowhere on these devices; nearest: {nearest}")
         ranked.sort(key=lambda plan: -plan.rate)
         refused = [plan for plan in others if plan.missing]
         if refusals:
-            nearest = min(refusals, key=_missing_gb)
-            refused.append(RankedPlan(f"{len(refusals)} pipelines", inf, 0, missing=f"nearest: {nearest}"))
+            missing = f"nearest: {_find_nearest(refusals)}"
+            refused.append(RankedPlan(f"{len(refusals)} pipelines", inf, 0, missing=missing))
         return SearchResult(ranked, refused, len(groupings), len(bounds), beam.simulated)
 
     def finish(self, choice: PipelineChoice) -> tuple[PipelineChoice, Prediction]:
@@ -371,7 +378,7 @@ class Planner:
         """Return what else could run: FSDP2, HSDP, unequal shares, EDiT, and clusters under the outer loop."""
         every = self.devices
         made = [self.shard_fully(every, equal=True), self.shard_fully(every, equal=False)]
-        nodes = [g for g in _by_node(self.profile) if len(g) > 0]
+        nodes = _by_node(self.profile)
         if len(nodes) > 1 and len({len(g) for g in nodes}) == 1:
             made += [self.shard_in_nodes(nodes), *self.average_nodes(nodes)]
         sites = _by_site(self.profile)
@@ -472,7 +479,7 @@ class Planner:
         ]
 
     def train_apart(self, sites: Sequence[tuple[str, ...]], inner_steps: int) -> list[RankedPlan]:
-        """Clusters of a Di-PS run, one a site: each trains its share of the batch, pushes and pulls every H steps."""
+        """Clusters of a Di-PS run, one a site by FSDP2: each trains its share of the batch and pushes every H steps."""
         speeds = [sum(map(self.speed_of, site)) for site in sites]
         shares = [len(s) for s in share_microbatches([1 / v for v in speeds], self.model.batch)]
         link = min((1 / self.profile.route(a[0], b[0]).byte_s for a in sites for b in sites if a is not b), default=inf)
@@ -583,13 +590,13 @@ class _Beam:
 # ---- small rules -----------------------------------------------------------------------------------------------------
 
 
-def share_microbatches(seconds: Sequence[float], total: int) -> list[tuple[int, ...]]:
+def share_microbatches(seconds: Sequence[float], total: int) -> tuple[tuple[int, ...], ...]:
     """Deal micro-batches by `deal_microbatches`, and remember how."""
     return deal_microbatches(tuple(seconds), total)
 
 
 @lru_cache(maxsize=4096)
-def deal_microbatches(seconds: tuple[float, ...], total: int) -> list[tuple[int, ...]]:
+def deal_microbatches(seconds: tuple[float, ...], total: int) -> tuple[tuple[int, ...], ...]:
     """Deal micro-batches to devices, each to the one that would be done with it first (Zorse §4.2).
 
     seconds  of one micro-batch on each device
@@ -607,7 +614,7 @@ def deal_microbatches(seconds: tuple[float, ...], total: int) -> list[tuple[int,
         if not own and total >= len(seconds):
             own.append(made[max(range(len(made)), key=lambda i: len(made[i]))].pop())
             made[number] = own
-    return [tuple(sorted(own)) for own in made]
+    return tuple(tuple(sorted(own)) for own in made)
 
 
 def balance_chain(costs: Sequence[Sequence[float]]) -> Cuts:
@@ -657,13 +664,9 @@ def replace_batch(planner: Planner, batch: int) -> Planner:
     return Planner(planner.profile, replace(planner.model, batch=batch))
 
 
-def _missing_gb(text: str) -> float:
-    """Order refusals: those for memory by their bytes, the rest last. (A figure that this module wrote.)"""
-    before = text.partition(" GB missing")[0].rpartition(" ")[2]
-    try:
-        return float(before)
-    except ValueError:
-        return inf
+def _find_nearest(refusals: Sequence[ConfigError]) -> ConfigError | None:
+    """Return the refusal for which the fewest bytes are missing; one for another reason if there is no such."""
+    return min(refusals, key=lambda e: e.missing_bytes if isinstance(e, DoesNotFit) else inf, default=None)
 
 
 def _by_node(profile: ClusterProfile) -> list[tuple[str, ...]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import inf
 
@@ -488,8 +488,6 @@ def tune_depths(pipeline: Pipeline, most_plays: int = 400) -> tuple[Pipeline, Pr
 
 def with_depths(pipeline: Pipeline, depths: Sequence[int]) -> Pipeline:
     """Return the pipeline with these depths of warm-up, one for each stage."""
-    from dataclasses import replace
-
     return replace(pipeline, stages=tuple(replace(s, depth=d) for s, d in zip(pipeline.stages, depths, strict=True)))
 
 
