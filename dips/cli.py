@@ -23,6 +23,7 @@ from dips.commands import (
     operator,
     plan,
     plot,
+    profile,
     rebalance,
     recover,
     seed,
@@ -52,6 +53,8 @@ First look:
 A run:
   dips plan memory --parameters N                           compute what it will need
   dips plan site sites.yaml                                 compute where its servers should stand
+  dips profile --factory mymodel:build                      measure devices and layers, under torchrun
+  dips plan cluster profile.yaml model.yaml                 compute what to run inside one cluster of unequal devices
   dips study study.yaml                                     find the outer step that suits its model
   dips new DIRECTORY                                        write its files
   dips init --config dips.yaml ...                          make it
@@ -125,6 +128,7 @@ for word in (
     status.status,
     history.history,
     plot.plot,
+    profile.profile,
     trace.trace,
     verify.verify,
     export.export,

@@ -1,4 +1,6 @@
-"""The command `dips plan memory`: computes the memory, disk and traffic that a run will need, and what they cost."""
+"""The command `dips plan memory`, and the group of `dips plan`: computes the memory, disk and traffic that a run will
+need, and what they cost.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from rich.table import Table
 
 from dips.codecs import Codec
 from dips.commands.options import AS_JSON
+from dips.commands.plan_cluster import cluster_command
 from dips.commands.plan_site import site_command
 from dips.commands.planning import (
     SNAPSHOT_BYTES,
@@ -108,6 +111,7 @@ def memory_command(
 
 
 words.command("site")(site_command)
+words.command("cluster")(cluster_command)
 Shares = list[tuple[str, int, int]]  # name, layers and parameters of each slave
 
 

@@ -71,7 +71,7 @@ MAY: dict[str, set[str]] = {
     "dips.client.ipc": LOW | {"dips.config", "dips.files", "dips.protocol"},
     "dips.client.parallel": LOW | BELOW_LIBRARY,
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
-    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.local", "dips.study", "dips.view"},
+    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.inside", "dips.local", "dips.study", "dips.view"},
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
@@ -90,6 +90,9 @@ MAY: dict[str, set[str]] = {
     | {"dips.demo.data", "dips.demo.model"},
     "dips.data": LOW,
     "dips.local": BELOW_ROLES | ROLES | {"dips.commands"},
+    # Parts for the inside of a cluster, of which the parameter server knows nothing.
+    "dips.inside": set(),
+    "dips.inside.planning": LOW | {"dips.sim.heap"},
     "dips.templates": {"dips.client"},  # what `dips new` writes
     "dips.demo": {"dips"},
 }
@@ -103,6 +106,7 @@ OTHERS: dict[str, set[str]] = {
     "dips.protocol": set(),
     "dips.outer": {"numpy", "numba"},
     "dips.quantisers": {"numpy"},
+    "dips.inside.planning": {"numpy"},
 }
 NEVER: dict[str, set[str]] = {
     "dips.master": {"torch", "numba", "zmq"},

@@ -1,0 +1,368 @@
+"""The command `dips profile`: measures devices, links and the layers of a model, and writes profile.yaml.
+
+Requirements on who starts it: torchrun, with a rank for each device, `--no-python` before `dips`. All ranks call the
+same collectives in the same order; rank 0 writes.
+
+Known limits: a layer is each element of a ModuleList, and each other top-level module with parameters that the
+forward calls; the factory's model takes token ids, i64[samples, tokens]. Memory of a device is the whole device's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+
+from dips.errors import ConfigError
+from dips.files import write_aside
+
+if TYPE_CHECKING:
+    import torch
+
+PROBE_INTS = 5  # of a message that is all latency (SpanTrain §3.2.1)
+PAYLOAD_MB = 32
+ROUNDS = 5  # of which the median counts, after one to warm up
+SAMPLES = (1, 2, 4)  # micro-batches through which a line is fitted
+GB, GBIT_BYTES = 1e9, 1.25e8
+
+
+def profile(
+    factory: Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="The function that makes the model.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path("profile.yaml"),
+    model: Annotated[Path, typer.Option(help="The model file to write.")] = Path("model.yaml"),
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step, for the model file.")] = 256,
+    site: Annotated[str, typer.Option(help="Where this node is; nodes of one site have one rate.")] = "site",
+) -> None:
+    """Measure links and layers under torchrun, and write the two files that `dips plan cluster` reads.
+
+    Each kind of pair of devices (in one node or not, by site and kind) is measured once, disjoint pairs at the same
+    time: latency by messages of five integers, rate by large ones. Each layer is timed on one device of each kind
+    with 1, 2 and 4 samples: forward, backward of the input, backward of the weights. The files may be edited, and
+    lines of other machines be added by hand.
+
+    Exit codes: 0 written; 78 not under torchrun, or the model is not one that can be measured.
+
+    \b
+    Example:
+      torchrun --nproc-per-node 8 --no-python dips profile --factory mymodel:build --tokens 4096
+      torchrun --nnodes 2 ... --no-python dips profile --factory mymodel:build --site west
+    """
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            "dips profile: expected torchrun, got no RANK: torchrun --nproc-per-node N --no-python dips profile ..."
+        )
+    import torch
+    import torch.distributed as dist
+
+    from dips.client.parallel.factory import make_module
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        made = make_module(factory, device=str(device))
+        own = {
+            "node": f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', '0')}",
+            "site": site,
+            **describe_device(device),
+        }
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        links = measure_pairs(everyone, device)
+        first = next(i for i, other in enumerate(everyone) if other["kind"] == own["kind"])
+        layers = measure_layers(made, device, tokens) if dist.get_rank() == first else {}
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, layers)
+        if dist.get_rank() == 0:
+            machines, needs = make_files(everyone, links, found, Path(factory.partition(":")[0]).name, tokens, batch)
+            for path, content in ((output, machines), (model, needs)):
+                with write_aside(path) as aside:
+                    aside.write_text(yaml.safe_dump(content, sort_keys=False))
+                print(f"wrote {path}")
+    finally:
+        dist.destroy_process_group()
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Return kind, memory in GB and TFLOPS of 16-bit products that this device reaches in a large matrix product."""
+    import torch
+
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        kind, memory = properties.name.replace(" ", "-"), properties.total_memory / GB
+    else:
+        kind, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB
+    n = 4096 if device.type == "cuda" else 512
+    a = torch.randn(n, n, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    seconds = time_work(lambda: a @ a, device)
+    return {"kind": kind, "memory_gb": round(memory, 2), "tflops": round(2 * n**3 / seconds / 1e12, 4)}
+
+
+def time_work(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of a work, the device's queue emptied before and after."""
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    took = []
+    for run in range(ROUNDS + 1):
+        wait()
+        begun = time.perf_counter()
+        work()
+        wait()
+        if run:
+            took.append(time.perf_counter() - begun)
+    return statistics.median(took)
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+Pair = tuple[int, int]
+
+
+def deal_pairs(places: Sequence[dict[str, Any]]) -> list[list[Pair]]:
+    """Return rounds of disjoint pairs of ranks that together have each kind of pair once, both ways counted as one."""
+    wanted: dict[tuple[Any, ...], Pair] = {}
+    for a in range(len(places)):
+        for b in range(a + 1, len(places)):
+            wanted.setdefault(_kind_of_pair(places[a], places[b]), (a, b))
+    rounds: list[list[Pair]] = []
+    for pair in wanted.values():
+        for made in rounds:
+            if not any(set(pair) & set(other) for other in made):
+                made.append(pair)
+                break
+        else:
+            rounds.append([pair])
+    return rounds
+
+
+def _kind_of_pair(a: dict[str, Any], b: dict[str, Any]) -> tuple[Any, ...]:
+    if a["node"] == b["node"]:
+        return ("inside", a["kind"])
+    return ("between", *sorted([(a["site"], a["kind"]), (b["site"], b["kind"])]))
+
+
+def measure_pairs(places: Sequence[dict[str, Any]], device: torch.device) -> dict[Pair, tuple[float, float]]:
+    """Return latency in seconds and bytes a second of each pair that `deal_pairs` names; called by all ranks."""
+    import torch.distributed as dist
+
+    rank, found = dist.get_rank(), {}
+    for made in deal_pairs(places):
+        for pair in made:
+            if rank in pair:
+                found[pair] = _measure_pair(pair, rank, device)
+        dist.barrier()
+    everyone: list[Any] = [None] * len(places)
+    dist.all_gather_object(everyone, found)
+    return {pair: figures for rank, own in enumerate(everyone) for pair, figures in own.items() if rank == pair[0]}
+
+
+def _measure_pair(pair: Pair, rank: int, device: torch.device) -> tuple[float, float]:
+    """Time there and back; half of it is one way."""
+    import torch
+    import torch.distributed as dist
+
+    other = pair[0] if rank == pair[1] else pair[1]
+
+    def there_and_back(message: torch.Tensor) -> None:
+        if rank == pair[0]:
+            dist.send(message, other)
+            dist.recv(message, other)
+        else:
+            dist.recv(message, other)
+            dist.send(message, other)
+
+    small = torch.zeros(PROBE_INTS, dtype=torch.int32, device=device)
+    large = torch.zeros(PAYLOAD_MB << 18, dtype=torch.float32, device=device)
+    latency = time_work(lambda: there_and_back(small), device) / 2
+    seconds = time_work(lambda: there_and_back(large), device) / 2
+    return latency, large.numel() * 4 / max(seconds - latency, 1e-9)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def find_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the layers: each element of a ModuleList, and each other top-level module with parameters."""
+    import torch
+
+    for name, child in model.named_children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
+            yield from ((f"{name}.{key}", element) for key, element in child.named_children())
+        elif any(True for _ in child.parameters()):
+            yield name, child
+
+
+def measure_layers(model: torch.nn.Module, device: torch.device, tokens: int) -> dict[str, dict[str, Any]]:
+    """Return each layer's lines and bytes, in the order of the forward. Raises ConfigError if it takes no token ids."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    names = {id(module): name for name, module in find_layers(model)}
+    rows: dict[str, dict[str, Any]] = {}
+    for samples in SAMPLES:
+        calls: list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+        hooks = [
+            module.register_forward_pre_hook(
+                lambda m, args, kwargs, calls=calls: calls.append((m, args, kwargs)), with_kwargs=True
+            )
+            for _, module in find_layers(model)
+        ]
+        try:
+            with torch.no_grad():
+                model(torch.zeros(samples, tokens, dtype=torch.long, device=device))
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise ConfigError(
+                f"--factory: expected a model of token ids, i64[samples, {tokens}], got {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for module, args, kwargs in calls:
+            row = rows.setdefault(
+                names[id(module)], {"seconds": [], "parameters": sum(p.numel() for p in module.parameters())}
+            )
+            if len(row["seconds"]) < len(
+                SAMPLES[: SAMPLES.index(samples) + 1]
+            ):  # a layer that is called twice counts once
+                row["seconds"].append(_time_layer(module, args, kwargs, device))
+            if samples == SAMPLES[0]:
+                with FlopCounterMode(display=False) as counter, torch.no_grad():
+                    module(*args, **kwargs)
+                row["flops"] = float(counter.get_total_flops())
+                row["activation_bytes"], row["border_bytes"] = _count_bytes(module, args, kwargs)
+    if not rows:
+        raise ConfigError(
+            "--factory: expected a model with layers (a ModuleList, or modules with parameters), got none"
+        )
+    return rows
+
+
+def _ready_inputs(args: tuple[Any, ...]) -> list[Any]:
+    import torch
+
+    return [a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+
+
+def _first_tensor(output: Any) -> torch.Tensor:
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    found = next((o for o in output if isinstance(o, torch.Tensor)), None)
+    if found is None:
+        raise ConfigError(f"--factory: expected layers that return tensors, got {type(output).__name__}")
+    return found
+
+
+def _time_layer(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[float, float, float]:
+    """Seconds of F, I and W. W is what a backward to inputs and weights takes beyond one to the inputs."""
+    import torch
+
+    inputs = _ready_inputs(args)
+    forward = time_work(lambda: module(*inputs, **kwargs), device)
+    output = _first_tensor(module(*inputs, **kwargs))
+    gradient = torch.ones_like(output)
+    wanted = [a for a in inputs if isinstance(a, torch.Tensor) and a.requires_grad]
+    weights = [p for p in module.parameters() if p.requires_grad]
+
+    def back(to: Sequence[torch.Tensor]) -> float:
+        if not to or not output.requires_grad:
+            return 0.0
+        return time_work(
+            lambda: torch.autograd.grad(output, to, gradient, retain_graph=True, allow_unused=True), device
+        )
+
+    to_inputs = back(wanted)
+    return forward, to_inputs, max(0.0, back([*wanted, *weights]) - to_inputs)
+
+
+def _count_bytes(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float]:
+    """Bytes that autograd saves in a forward, parameters left out, and those of the output."""
+    import torch
+
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = _first_tensor(module(*_ready_inputs(args), **kwargs))
+    return float(sum(saved.values())), float(output.numel() * output.element_size())
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def fit_line(samples: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """Return slope and intercept of the least squares' line, neither below 0."""
+    x, y = statistics.fmean(samples), statistics.fmean(seconds)
+    slope = max(
+        0.0, sum((a - x) * (b - y) for a, b in zip(samples, seconds, strict=True)) / sum((a - x) ** 2 for a in samples)
+    )
+    return [float(f"{slope:.4g}"), float(f"{max(0.0, y - slope * x):.4g}")]
+
+
+def make_files(
+    places: Sequence[dict[str, Any]], links: dict[Pair, tuple[float, float]], rows: Sequence[dict[str, dict[str, Any]]],
+    name: str, tokens: int, batch: int,
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Return the contents of profile.yaml and model.yaml from what all ranks measured."""
+    nodes: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    between: dict[str, dict[str, Any]] = {}
+    for place in places:
+        node = nodes.setdefault(
+            place["node"], {"name": place["node"], "kind": place["kind"], "devices": 0, "site": place["site"]}
+        )
+        node["devices"] += 1
+        # The matrix product's rate was measured: nothing of it is lost again.
+        kinds.setdefault(place["kind"], {"memory_gb": place["memory_gb"], "tflops": place["tflops"], "efficiency": 1.0})
+    for (a, b), (latency, rate) in links.items():
+        one, other = places[a], places[b]
+        gbit, micros = float(f"{rate / GBIT_BYTES:.4g}"), float(f"{latency * 1e6:.4g}")
+        if one["node"] == other["node"]:
+            kinds[one["kind"]] |= {"inside_gbit": gbit, "inside_us": micros}
+        else:
+            for near, far in ((one["site"], other["site"]), (other["site"], one["site"])):
+                known = between.setdefault(near, {}).get(far)
+                if known is None or known["gbit"] > gbit:  # of the kinds at two sites the slowest pair counts
+                    between[near][far] = {"gbit": gbit, "latency_us": micros}
+    measured = {
+        place["kind"]: {
+            layer: {
+                op: fit_line(SAMPLES, [s[k] for s in row["seconds"]])
+                for k, op in enumerate(("forward", "input", "weight"))
+            }
+            for layer, row in found.items()
+        }
+        for place, found in zip(places, rows, strict=True)
+        if found
+    }
+    layers = [
+        {"name": layer, **{key: row[key] for key in ("parameters", "flops", "activation_bytes", "border_bytes")}}
+        for layer, row in next(found for found in rows if found).items()
+    ]
+    machines = {"nodes": list(nodes.values()), "kinds": kinds, "links": between, "measured": measured}
+    return machines, {"name": name, "batch": batch, "sequence": tokens, "recompute": False, "layers": layers}

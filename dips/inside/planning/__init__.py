@@ -1,0 +1,3 @@
+"""Deciding what runs on which devices: profile, groups, schedules, simulation, search and hand-over; no torch, clock or
+file.
+"""

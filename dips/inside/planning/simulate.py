@@ -1,0 +1,516 @@
+"""Plays a pipeline's machines on the simulation's heap: seconds, idle shares, bytes and peaks of memory.
+
+Each device has a compute, a network and a copy engine. A transfer
+queues at everything that it passes (the sender's card, a shared line, the receiver's card), holds each for its bytes at
+that thing's own rate, and arrives a latency after the last of them is done with it; so links are first come, first
+served, shared by whoever shares a card, and a busy receiver does not hold up what its sender has for others. A
+collective begins when all devices of its stage have come to it. Nothing is random.
+
+Known limits: rates do not change; compute is not slowed by transfers beside it; a collective is one ring at the rate of
+its slowest hop.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from math import inf
+
+from dips.errors import ConfigError
+from dips.inside.planning.schedules import (
+    COMPUTING,
+    SCHEDULES,
+    CompactZeroBubble,
+    Engine,
+    Op,
+    ScheduledAction,
+    ScheduleMachine,
+    ScheduleName,
+    Seat,
+)
+from dips.sim.heap import Heap
+
+# ---- what is played --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of a transfer: seconds until the first byte arrives, and seconds per byte of each thing it passes."""
+
+    latency_s: float
+    uses: tuple[tuple[Hashable, float], ...]
+
+    @property
+    def byte_s(self) -> float:
+        """Seconds per byte of the slowest thing on the way."""
+        return max((cost for _, cost in self.uses), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PassSeconds:
+    """Seconds of one micro-batch on one ministage: forward, backward of the input, backward of the weights."""
+
+    f: float
+    i: float
+    w: float
+
+    @property
+    def total_s(self) -> float:
+        return self.f + self.i + self.w
+
+
+@dataclass(frozen=True, slots=True)
+class PartBytes:
+    """Bytes of one ministage on one device."""
+
+    whole: float = 0.0  # gathered parameters
+    gradients: float = 0.0  # whole gradients, while backwards go on
+    states: float = 0.0  # this device's share of parameters and gradients, and of the optimizer's state
+    activations: float = 0.0  # of a micro-batch, from F to W
+    boundary: float = 0.0  # of these, what `offload` may take to host memory
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineDevice:
+    """One device of a stage: its micro-batches, and seconds and bytes of each ministage."""
+
+    name: str
+    microbatches: tuple[int, ...]
+    seconds: tuple[PassSeconds, ...]
+    step_s: tuple[float, ...] = ()  # of the optimizer; none: nothing
+    sizes: tuple[PartBytes, ...] = ()
+    copy_byte_s: float = 0.0  # between device and host memory
+    workspace_bytes: float = 0.0  # what any action needs while it runs
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """Devices with the same layers, and the collectives among them."""
+
+    devices: tuple[PipelineDevice, ...]
+    gather_s: tuple[float, ...] = ()  # of each ministage; none: parameters are not sharded
+    reduce_s: tuple[float, ...] = ()
+    collective_uses: tuple[Hashable, ...] = ()  # cards that a collective occupies while it runs
+    depth: int = 1 << 30
+    most_held: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages, what goes over their borders, and the ways there."""
+
+    schedule: ScheduleName
+    stages: tuple[PipelineStage, ...]
+    border_bytes: tuple[float, ...]  # of a micro-batch, after each part but the last
+    route: Callable[[str, str], Route]
+    ministages: int = 1
+    keep: bool = True
+    offload: bool = False
+
+
+# ---- what comes of it ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpan:
+    """An action of a device, or a transfer, from its begin to its end, in seconds of the step."""
+
+    device: str
+    engine: Engine
+    action: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class Prediction:
+    """One step of a pipeline."""
+
+    seconds: float
+    idle: dict[str, float]  # share of the step in which a device computes nothing
+    bytes_moved: dict[str, float]  # by category: pipeline, gather, reduce, copy
+    peak_bytes: dict[str, float]
+    orders: dict[str, list[ScheduledAction]]  # F, I, W, B and collectives in the order of their begin, by device
+    spans: list[ActionSpan] = field(default_factory=list)
+
+
+class StalledPipeline(ConfigError):
+    """A schedule in which every device waits for another."""
+
+
+def simulate(pipeline: Pipeline, spans: bool = True) -> Prediction:
+    """Play one step. Raises StalledPipeline if the schedule does not get to its end, ConfigError for an empty share."""
+    return _Play(pipeline, spans).play_step()
+
+
+class _Memory:
+    """Bytes on one device, and the most there were."""
+
+    __slots__ = ("now", "peak")
+
+    def __init__(self, start: float) -> None:
+        self.now = self.peak = start
+
+    def add(self, nbytes: float) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+class _Desk:
+    """One device under way."""
+
+    __slots__ = ("busy", "busy_s", "device", "machine", "memory", "order", "resident", "stage")
+
+    def __init__(self, stage: int, device: PipelineDevice, machine: ScheduleMachine, start: float) -> None:
+        self.stage, self.device, self.machine = stage, device, machine
+        self.busy = dict.fromkeys(Engine, False)
+        self.busy_s = 0.0
+        self.order: list[ScheduledAction] = []
+        self.memory = _Memory(start)
+        self.resident: dict[int, bool] = defaultdict(bool)  # ministages whose whole gradients are held
+
+
+class _Play:
+    """A pipeline under way."""
+
+    def __init__(self, pipeline: Pipeline, spans: bool) -> None:
+        self._pipeline = pipeline
+        self._heap = Heap()
+        self._free: dict[Hashable, float] = defaultdict(float)  # when a card or line is free
+        self._spans: list[ActionSpan] | None = [] if spans else None
+        self._moved: dict[str, float] = defaultdict(float)
+        self._came: dict[ScheduledAction, list[_Desk]] = defaultdict(list)  # to a collective
+        self._routes: dict[tuple[str, str], Route] = {}
+        self._desks = [
+            [self._seat_device(s, stage, device) for device in stage.devices] for s, stage in enumerate(pipeline.stages)
+        ]
+        self._owners = [
+            {m: desk for desk in desks for m in desk.device.microbatches} for desks in self._desks
+        ]  # by stage and micro-batch
+        self._last_s = 0.0
+
+    def _seat_device(self, s: int, stage: PipelineStage, device: PipelineDevice) -> _Desk:
+        p = self._pipeline
+        seat = Seat(
+            s, len(p.stages), device.microbatches, p.ministages, stage.depth, stage.most_held,
+            bool(stage.gather_s), p.keep, p.offload,
+        )  # fmt: skip
+        sizes = device.sizes
+        states = sum(size.states for size in sizes)
+        if p.offload and p.ministages > 2:  # two ministages at a time; the rest is in host memory
+            states = 2 * max((size.states for size in sizes), default=0.0)
+        whole = 0.0 if stage.gather_s else sum(size.whole for size in sizes)
+        return _Desk(s, device, SCHEDULES[p.schedule](seat), states + whole + device.workspace_bytes)
+
+    def play_step(self) -> Prediction:
+        desks = [desk for row in self._desks for desk in row]
+        for desk in desks:
+            self._wake(desk)
+        while (timer := self._heap.next_event()) is not None:
+            timer.action()
+        stuck = [desk.device.name for desk in desks if desk.machine.steps_left]
+        if stuck:
+            raise StalledPipeline(
+                f"schedule {self._pipeline.schedule}: {', '.join(stuck[:3])} wait for each other: give stages equal "
+                "shares of the micro-batches, or take breadth_first or compact_zb"
+            )
+        total = self._last_s
+        return Prediction(
+            seconds=total,
+            idle={d.device.name: 1 - d.busy_s / total if total else 0.0 for d in desks},
+            bytes_moved=dict(self._moved),
+            peak_bytes={d.device.name: d.memory.peak for d in desks},
+            orders={d.device.name: d.order for d in desks},
+            spans=self._spans or [],
+        )
+
+    # ---- engines -----------------------------------------------------------------------------------------------------
+
+    def _wake(self, desk: _Desk) -> None:
+        for engine in Engine:
+            while not desk.busy[engine]:
+                action = desk.machine.next_action(engine)
+                if action is None:
+                    break
+                self._begin(desk, engine, action)
+
+    def _begin(self, desk: _Desk, engine: Engine, action: ScheduledAction) -> None:
+        v = desk.machine.ministage_of(action)
+        size = desk.device.sizes[v] if desk.device.sizes else PartBytes()
+        desk.busy[engine] = True
+        if engine is not Engine.COPY:
+            desk.order.append(action)
+        if engine is Engine.NETWORK:
+            self._come_to(desk, action, v)
+            return
+        if action.op in COMPUTING:
+            self._hold(desk, action, v, size)
+        seconds = self._seconds_of(desk, action, v, size)
+        if engine is Engine.COMPUTE:
+            desk.busy_s += seconds
+        else:
+            self._moved["copy"] += size.boundary
+        self._end_after(desk, engine, action, seconds)
+
+    def _seconds_of(self, desk: _Desk, action: ScheduledAction, v: int, size: PartBytes) -> float:
+        device, op = desk.device, action.op
+        if op in COMPUTING:
+            took = device.seconds[v]
+            return {Op.F: took.f, Op.I: took.i, Op.W: took.w, Op.B: took.i + took.w}[op]
+        if op is Op.STEP:
+            return device.step_s[v] if device.step_s else 0.0
+        return size.boundary * device.copy_byte_s if op in (Op.FETCH, Op.OFFLOAD) else 0.0
+
+    def _hold(self, desk: _Desk, action: ScheduledAction, v: int, size: PartBytes) -> None:
+        if action.op is Op.F:
+            desk.memory.add(size.activations)
+        elif not desk.resident[v]:
+            desk.resident[v] = True
+            desk.memory.add(size.gradients)
+
+    def _end_after(self, desk: _Desk, engine: Engine, action: ScheduledAction, seconds: float) -> None:
+        begin = self._heap.now
+        self._heap.call_later(seconds, str(action.op), partial(self._end, desk, engine, action, begin))
+
+    def _end(self, desk: _Desk, engine: Engine, action: ScheduledAction, begin_s: float) -> None:
+        now, v = self._heap.now, desk.machine.ministage_of(action)
+        size = desk.device.sizes[v] if desk.device.sizes else PartBytes()
+        desk.busy[engine] = False
+        self._last_s = max(self._last_s, now)
+        if self._spans is not None and now > begin_s:
+            self._spans.append(ActionSpan(desk.device.name, engine, str(action), begin_s, now))
+        freed = {
+            Op.W: size.activations, Op.B: size.activations, Op.RESHARD: size.whole, Op.OFFLOAD: size.boundary,
+            Op.FETCH: -size.boundary, Op.REDUCE: size.gradients,
+        }.get(action.op, 0.0)  # fmt: skip
+        desk.memory.add(-freed)
+        desk.machine.take_done(action)
+        if action.op in (Op.F, Op.I, Op.B) and action.microbatch is not None:
+            self._send(desk, action, v)
+        self._wake(desk)
+
+    # ---- transfers ---------------------------------------------------------------------------------------------------
+
+    def _send(self, desk: _Desk, action: ScheduledAction, v: int) -> None:
+        """Send what the next part of the model needs, and tell its machine when it is there."""
+        forward = action.op is Op.F
+        part, last = action.part + (1 if forward else -1), len(self._pipeline.stages) * self._pipeline.ministages - 1
+        m = action.microbatch
+        if part < 0 or part > last or m is None:
+            return
+        v, s = divmod(part, len(self._pipeline.stages))
+        to = self._owners[s][m]
+        nbytes = self._pipeline.border_bytes[min(part, action.part)]
+        op = Op.F if forward else Op.I
+        if to is desk:
+            desk.machine.take_arrival(op, v, m)
+            return
+        delay_s = self._occupy(self._route(desk.device.name, to.device.name), nbytes)
+        self._moved["pipeline"] += nbytes
+        self._heap.call_later(delay_s, "arrival", partial(self._arrive, to, op, v, m))
+
+    def _route(self, sender: str, receiver: str) -> Route:
+        made = self._routes.get((sender, receiver))
+        if made is None:
+            made = self._routes[sender, receiver] = self._pipeline.route(sender, receiver)
+        return made
+
+    def _occupy(self, route: Route, nbytes: float) -> float:
+        """Reserve everything on the way for these bytes; return the seconds until they have arrived."""
+        now = there = self._heap.now
+        for thing, byte_s in route.uses:
+            free = self._free[thing]
+            self._free[thing] = free = (free if free > now else now) + nbytes * byte_s
+            there = max(there, free)
+        return there - now + route.latency_s
+
+    def _arrive(self, desk: _Desk, op: Op, v: int, m: int) -> None:
+        desk.machine.take_arrival(op, v, m)
+        self._wake(desk)
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
+
+    def _come_to(self, desk: _Desk, action: ScheduledAction, v: int) -> None:
+        """Begin a collective when the last device of the stage has come to it."""
+        stage = self._pipeline.stages[desk.stage]
+        came = self._came[action]
+        came.append(desk)
+        if len(came) < len(stage.devices):
+            return
+        del self._came[action]
+        size = desk.device.sizes[v] if desk.device.sizes else PartBytes()
+        seconds, category, nbytes = (
+            (stage.gather_s[v] if stage.gather_s else 0.0, "gather", size.whole)
+            if action.op is Op.UNSHARD
+            else (stage.reduce_s[v] if stage.reduce_s else 0.0, "reduce", size.gradients)
+        )
+        begin = max(self._heap.now, max((self._free[thing] for thing in stage.collective_uses), default=0.0))
+        for thing in stage.collective_uses:
+            self._free[thing] = begin + seconds
+        n = len(stage.devices)
+        self._moved[category] += nbytes * (n - 1)
+        for one in came:
+            if action.op is Op.UNSHARD:
+                one.memory.add(one.device.sizes[v].whole if one.device.sizes else 0.0)
+            self._end_after(one, Engine.NETWORK, action, begin - self._heap.now + seconds)
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def bound_step(pipeline: Pipeline) -> float:
+    """Return seconds that no order of this pipeline can beat; what is above the best so far need not be simulated.
+
+    SpanTrain eq. 1, mended: `B` there is the number of micro-batches, not their size, and the sum that fills a stage
+    counts once. Each device's own work comes after its first input (the forwards and transfers before it) and ahead
+    of what its last backward still causes below it. Zorse eq. 1 is the same bound summed over ministages, with the
+    first gather as its start-up.
+    """
+    stages, p = pipeline.stages, len(pipeline.stages)
+    head = [0.0]
+    for s in range(p - 1):
+        head.append(
+            head[-1] + min(d.seconds[0].f for d in stages[s].devices) + _least_transfer(pipeline, s, forward=True)
+        )
+    tail = [0.0]
+    for s in range(1, p):
+        tail.append(
+            tail[-1]
+            + min(d.seconds[0].i for d in stages[s - 1].devices)
+            + _least_transfer(pipeline, s - 1, forward=False)
+        )
+    best = 0.0
+    for s, stage in enumerate(stages):
+        start = stage.gather_s[0] if stage.gather_s else 0.0
+        for d in stage.devices:
+            work = len(d.microbatches) * sum(took.total_s for took in d.seconds) + sum(d.step_s)
+            # After the last W nothing below waits; after the last I the stages below still have theirs, and a W.
+            after = max(0.0, tail[s] + (min(e.seconds[0].w for e in stages[0].devices) if s else 0.0) - _own_w(d))
+            best = max(best, max(head[s], start) + work + after)
+        best = max(best, sum(stage.gather_s) + sum(stage.reduce_s))
+    return max([best, *_load_things(pipeline).values()])
+
+
+def _load_things(pipeline: Pipeline) -> dict[Hashable, float]:
+    """Seconds for which each card or line is busy at least: what passes it whoever of the next stage it is for."""
+    loads: dict[Hashable, float] = defaultdict(float)
+    stages, p = pipeline.stages, len(pipeline.stages)
+    for stage in stages:
+        for thing in stage.collective_uses:
+            loads[thing] += sum(stage.gather_s) + sum(stage.reduce_s)
+    for part, nbytes in enumerate(pipeline.border_bytes):
+        near, far = stages[part % p].devices, stages[(part + 1) % p].devices
+        for senders, receivers in ((near, far), (far, near)):  # activations one way, gradients the other
+            for a in senders:
+                for thing, byte_s in _common_uses(pipeline.route, a.name, tuple(b.name for b in receivers)):
+                    loads[thing] += len(a.microbatches) * nbytes * byte_s
+            for b in receivers:
+                for thing, byte_s in _common_uses(pipeline.route, b.name, tuple(a.name for a in senders), True):
+                    loads[thing] += len(b.microbatches) * nbytes * byte_s
+    return loads
+
+
+@lru_cache(maxsize=65536)
+def _common_uses(
+    route: Callable[[str, str], Route], device: str, others: tuple[str, ...], towards: bool = False
+) -> tuple[tuple[Hashable, float], ...]:
+    """Return what all ways from a device to some others pass, or with `towards` all ways from them to it."""
+    found: set[tuple[Hashable, float]] | None = None
+    for other in others:
+        if other == device:
+            return ()
+        uses = set((route(other, device) if towards else route(device, other)).uses)
+        found = uses if found is None else found & uses
+        if not found:
+            return ()
+    wanted = "in" if towards else "out"
+    return tuple(use for use in found or () if isinstance(use[0], tuple) and use[0][0] == wanted)
+
+
+def _own_w(device: PipelineDevice) -> float:
+    """The W and steps that a device may still have to do after its last I."""
+    return len(device.microbatches) * sum(took.w for took in device.seconds) + sum(device.step_s)
+
+
+def _least_transfer(pipeline: Pipeline, s: int, forward: bool) -> float:
+    """Seconds of the fastest way over the border after stage s."""
+    near, far = pipeline.stages[s].devices, pipeline.stages[s + 1].devices
+    nbytes = pipeline.border_bytes[s]
+    return min(
+        (
+            (route := pipeline.route(*((a.name, b.name) if forward else (b.name, a.name)))).latency_s
+            + nbytes * route.byte_s
+            for a in near[:1]
+            for b in far[:1]
+        ),
+        default=inf,
+    )
+
+
+# ---- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def tune_depths(pipeline: Pipeline, most_plays: int = 400) -> tuple[Pipeline, Prediction]:
+    """Find the depth of warm-up of each stage of a `compact_zb` pipeline: a grid of base and slope, then one by one.
+
+    Returns the pipeline with its depths, and its prediction; at most about `most_plays` simulations.
+    """
+    p, total = len(pipeline.stages), max(len(d.microbatches) for s in pipeline.stages for d in s.devices)
+    assert SCHEDULES[pipeline.schedule] is CompactZeroBubble
+    tried: dict[tuple[int, ...], float] = {}
+
+    def seconds_of(depths: tuple[int, ...]) -> float:
+        if depths not in tried:
+            tried[depths] = inf if len(tried) >= most_plays else simulate(with_depths(pipeline, depths), False).seconds
+        return tried[depths]
+
+    limits = [min(total, stage.most_held) for stage in pipeline.stages]
+    bases = sorted({*range(1, min(total, 12) + 1), total})
+    grid = [
+        tuple(max(1, min(limits[s], base + slope * (p - 1 - s))) for s in range(p))
+        for base in bases
+        for slope in range(4)
+    ]
+    best = min(dict.fromkeys([tuple(limits), *grid]), key=seconds_of)
+    improved = True
+    while improved:
+        improved = False
+        for s in range(p):
+            for change in (-2, -1, 1, 2):
+                moved = (*best[:s], max(1, min(limits[s], best[s] + change)), *best[s + 1 :])
+                if seconds_of(moved) < tried[best] - 1e-12:
+                    best, improved = moved, True
+    made = with_depths(pipeline, best)
+    return made, simulate(made)
+
+
+def with_depths(pipeline: Pipeline, depths: Sequence[int]) -> Pipeline:
+    """Return the pipeline with these depths of warm-up, one for each stage."""
+    return replace(pipeline, stages=tuple(replace(s, depth=d) for s, d in zip(pipeline.stages, depths, strict=True)))
+
+
+def make_chain(
+    schedule: ScheduleName,
+    seconds: Sequence[PassSeconds],
+    link_s: Sequence[float],
+    microbatches: int,
+    latency_s: float = 0.0,
+    most_held: Sequence[int] | None = None,
+) -> Pipeline:
+    """Return a pipeline of one device a stage, with this time of a micro-batch on each link, the same both ways."""
+    names = [f"g{s}" for s in range(len(seconds))]
+    costs: Mapping[tuple[str, str], float] = {
+        way: cost for s, cost in enumerate(link_s) for way in ((names[s], names[s + 1]), (names[s + 1], names[s]))
+    }
+    held = most_held or [1 << 30] * len(seconds)
+    return Pipeline(
+        schedule=schedule,
+        stages=tuple(
+            PipelineStage((PipelineDevice(name, tuple(range(microbatches)), (took,)),), most_held=most)
+            for name, took, most in zip(names, seconds, held, strict=True)
+        ),
+        border_bytes=(1.0,) * (len(seconds) - 1),
+        route=lambda a, b: Route(latency_s, (((a, b), costs[a, b]),)),
+    )

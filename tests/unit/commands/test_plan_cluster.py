@@ -1,0 +1,131 @@
+"""`dips plan cluster`: its table, files and sentences, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dips.cli import cli
+from dips.errors import ConfigError
+from dips.inside.planning.plan import Framework, explain_plan, hand_over, make_plan, plan_data, read_choice
+from dips.inside.planning.profile import parse_model, parse_profile
+from dips.inside.planning.search import Planner
+
+ROOT = Path(__file__).parents[3]
+MACHINES: dict[str, Any] = {
+    "nodes": [{"name": "fast", "kind": "big", "site": "east"}, {"name": "slow", "kind": "small", "site": "west"}],
+    "kinds": {"big": {"memory_gb": 40, "tflops": 100}, "small": {"memory_gb": 16, "tflops": 50}},
+    "links": {"east": {"west": 1}, "west": {"east": 1}},
+}
+DECODER: dict[str, Any] = {
+    "name": "tiny",
+    "batch": 8,
+    "sequence": 512,
+    "transformer": {"blocks": 6, "hidden": 512, "ffn": 2048, "vocab": 8192},
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """The two files that the command reads."""
+    (tmp_path / "profile.yaml").write_text(yaml.safe_dump(MACHINES))
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(DECODER))
+    return [str(tmp_path / "profile.yaml"), str(tmp_path / "model.yaml")]
+
+
+def test_the_plan_is_shown_and_written(files: list[str], tmp_path: Path) -> None:
+    """A row for each stage, three other plans with what they lose, reasons; the file is what --json prints, and can
+    be read back.
+    """
+    out, trace, picture = tmp_path / "plan.yaml", tmp_path / "step.json", tmp_path / "step.png"
+    words = ["plan", "cluster", *files]
+    shown = CliRunner().invoke(cli, [*words, "--explain", "-o", str(out), "--timeline", str(trace)])
+    assert shown.exit_code == 0, shown.output
+    words_shown = " ".join(shown.output.split())
+    for said in ("tiny: ", "estimated: big, small", "instead", "half the rate", "Memory is tightest on"):
+        assert said in words_shown, said
+    data = yaml.safe_load(out.read_text())
+    assert json.loads(CliRunner().invoke(cli, [*words, "--json", "--timeline", str(picture)]).output) == data
+    assert picture.read_bytes()[1:4] == b"PNG"
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"fast.0", "slow.0"}
+    assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(data["step_s"] * 1e6, rel=1e-3)
+    profile, model = parse_profile(MACHINES, "p"), parse_model(DECODER, "m")
+    choice, again = Planner(profile, model).finish(read_choice(data, profile, "plan.yaml"))
+    assert again.seconds == pytest.approx(data["step_s"], rel=1e-5)
+    assert [list(group) for group in choice.groups] == [stage["devices"] for stage in data["pipeline"]["stages"]]
+    layers = [layer for stage in data["pipeline"]["stages"] for part in stage["layers"] for layer in range(*part)]
+    assert sorted(layers) == list(range(8))
+
+
+def test_it_works_where_there_is_no_torch(files: list[str]) -> None:
+    """With torch, networkx and matplotlib blocked, the command plans; none of its modules is loaded by `import
+    dips.cli`.
+    """
+    script = (
+        "import sys\n"
+        "for name in ('torch', 'networkx', 'matplotlib'): sys.modules[name] = None\n"
+        "import dips.cli\n"
+        "assert not [m for m in sys.modules if m.startswith('dips.inside')]\n"
+        f"sys.argv = ['dips', 'plan', 'cluster', *{files!r}, '--json']\n"
+        "dips.cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"] == "tiny"
+
+
+def test_what_learns_otherwise_is_never_the_plan() -> None:
+    """On slow lines A-EDiT is faster; it is shown with what it is, and a pipeline is taken."""
+    plan = make_plan(parse_profile(MACHINES, "p"), parse_model(DECODER, "m"))
+    assert plan.best.exact
+    faster = [other for other in plan.others if other.rate > plan.best.rate]
+    assert faster and not any(other.exact for other in faster)
+    assert "it learns otherwise" in " ".join(explain_plan(plan))
+
+
+@pytest.mark.parametrize(
+    ("machines", "model", "words", "said"),
+    [
+        ({"links": {"east": {"west": 1}}}, {}, [], "links.west.east: one-way"),
+        ({"speed": 3}, {}, [], "speed: unknown key"),
+        ({}, {"parameter_bytes": 9000.0, "state_bytes": 9000.0}, [], "GB missing"),
+        ({}, {}, ["--for", "deepspeed"], "--for: expected torchtitan or megatron, got deepspeed"),
+        ({"nodes": MACHINES["nodes"][:1], "links": {}}, {}, ["--for", "megatron"], "it can run none of the plans"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_a_sentence(
+    files: list[str], machines: dict[str, Any], model: dict[str, Any], words: list[str], said: str
+) -> None:
+    """The reason, with file and key."""
+    Path(files[0]).write_text(yaml.safe_dump(MACHINES | machines))
+    Path(files[1]).write_text(yaml.safe_dump(DECODER | model))
+    refused = CliRunner().invoke(cli, ["plan", "cluster", *files, *words]).exception
+    assert isinstance(refused, ConfigError)  # exit 78
+    assert said in str(refused)
+
+
+def test_a_plan_is_handed_over() -> None:
+    """torchtitan gets a line of actions for each rank and module names for each stage; Megatron a layout of all
+    layers.
+    """
+    profile, model = parse_profile(MACHINES, "p"), parse_model(DECODER, "m")
+    titan = make_plan(profile, model, Framework.TORCHTITAN)
+    handed = hand_over(titan, Framework.TORCHTITAN)
+    assert len(handed.csv.splitlines()) == len(titan.stages) == 2
+    assert "--parallelism.pipeline_parallel_degree=2" in handed.flags
+    named = next(flag for flag in handed.flags if "module_fqns" in flag)
+    assert all(f"'layers.{i}'" in named for i in range(6))
+    assert named.endswith("'norm', 'output']]")
+    megatron = make_plan(profile, model, Framework.MEGATRON)
+    layout = next(flag for flag in hand_over(megatron, Framework.MEGATRON).flags if "layout" in flag).partition("=")[2]
+    assert layout.replace("|", "") == "Etttttt" + "L"
+    assert [len(part) for part in layout.split("|")] == [s.layers[0][1] - s.layers[0][0] for s in megatron.stages]
+    assert plan_data(megatron)["pipeline"]["schedule"] == "1f1b"

@@ -1,0 +1,174 @@
+"""Schedules as pure machines: golden orders of the papers' figures, and what must hold for all of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dips.errors import ConfigError
+from dips.inside.planning.schedules import SCHEDULES, SPLITTING, Op, ScheduleMachine, ScheduleName, Seat
+from dips.inside.planning.simulate import (
+    PartBytes,
+    PassSeconds,
+    Pipeline,
+    PipelineDevice,
+    PipelineStage,
+    Prediction,
+    Route,
+    StalledPipeline,
+    bound_step,
+    make_chain,
+    simulate,
+    tune_depths,
+    with_depths,
+)
+
+ONE = PassSeconds(1, 1, 1)
+NAMES = list(ScheduleName)
+
+
+def order(prediction: Prediction, device: str) -> str:
+    """The computations of a device, without the part: F0 F1 I0."""
+    return " ".join(f"{a.op}{a.microbatch}" for a in prediction.orders[device] if a.microbatch is not None)
+
+
+def test_spantrain_figure_6() -> None:
+    """Four groups, six micro-batches, slow links: FG1 begins with all six forwards, where the original waits for I0
+    and W0; FG2 does I4 and I5 right after W2, ahead of its other W; downstream there is less idle time.
+
+    The figure has no scale: these times are ones that give the order that its text tells of FG1 and FG2.
+    """
+    took = [ONE, PassSeconds(1, 1.5, 1), PassSeconds(1, 2, 1.5), ONE]
+    compact = simulate(make_chain(ScheduleName.COMPACT_ZB, took, [2, 1.5, 1], 6, latency_s=0.5))
+    assert order(compact, "g0").startswith("F0 F1 F2 F3 F4 F5 I0")
+    assert order(compact, "g1") == "F0 F1 F2 F3 F4 F5 I0 W0 I1 W1 I2 I3 W2 I4 I5 W3 W4 W5"
+    original = simulate(make_chain(ScheduleName.ZB_H1, took, [2, 1.5, 1], 6, latency_s=0.5))
+    assert order(original, "g0").startswith("F0 F1 F2 F3 I0 W0 F4")
+    assert compact.seconds < original.seconds
+    assert all(compact.idle[d] < original.idle[d] for d in compact.idle)
+
+
+def test_spantrain_figure_6_fg3() -> None:
+    """FG3 fills the gap before F5 with W0, and goes on with I3 ahead of W1 and W2."""
+    took = [PassSeconds(1, 1, 1.5), PassSeconds(1, 1, 1.5), PassSeconds(1, 2, 1.5), PassSeconds(1, 1, 0.5)]
+    compact = simulate(make_chain(ScheduleName.COMPACT_ZB, took, [3, 1.5, 1.5], 6, latency_s=0.5))
+    assert order(compact, "g2") == "F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 I4 W1 W2 I5 W3 W4 W5"
+
+
+def zorse_figure_4() -> Pipeline:
+    """20 layers on three groups of 4 ministages with 2, 2 and 1 layers, three micro-batches."""
+
+    def stage(name: str, layers: int) -> PipelineStage:
+        took = PassSeconds(layers * 1.0, layers * 1.0, layers * 1.0)
+        sizes = (PartBytes(whole=layers, gradients=layers, states=layers / 2, activations=1, boundary=1),) * 4
+        devices = (
+            PipelineDevice(f"{name}0", (0, 2), (took,) * 4, (), sizes),
+            PipelineDevice(f"{name}1", (1,), (took,) * 4, (), sizes),
+        )
+        return PipelineStage(devices, (0.5,) * 4, (0.5,) * 4)
+
+    return Pipeline(
+        ScheduleName.BREADTH_FIRST, (stage("a", 2), stage("b", 2), stage("c", 1)), (1.0,) * 11,
+        lambda a, b: Route(0.0, (((a, b), 0.25),)), ministages=4, keep=False,
+    )  # fmt: skip
+
+
+def test_zorse_figure_4() -> None:
+    """A ministage's micro-batches all pass before the next ministage's; backward in reverse; two ministages are
+    gathered at most.
+    """
+    played = simulate(zorse_figure_4())
+    assert len(played.idle) == 6
+    assert " ".join(str(a) for a in played.orders["a1"]) == (
+        "0UNSHARD 0F1 3UNSHARD 0RESHARD 6UNSHARD 3F1 3RESHARD 9UNSHARD 6F1 6RESHARD 6UNSHARD 9F1 "
+        "9B1 9RESHARD 9REDUCE_GRAD 9STEP 3UNSHARD 6B1 6RESHARD 6REDUCE_GRAD 6STEP 0UNSHARD "
+        "3B1 3RESHARD 3REDUCE_GRAD 3STEP 0B1 0RESHARD 0REDUCE_GRAD 0STEP"
+    )
+    order_of = [(a.op, a.part, a.microbatch) for a in played.orders["a0"] if a.microbatch is not None]
+    forwards = [(Op.F, part, m) for part in (0, 3, 6, 9) for m in (0, 2)]
+    backwards = [(Op.B, part, m) for part in (9, 6, 3, 0) for m in (0, 2)]
+    assert order_of == forwards + backwards
+    gathered = most = 0
+    for action in played.orders["a0"]:
+        gathered += (action.op is Op.UNSHARD) - (action.op is Op.RESHARD)
+        most = max(most, gathered)
+    assert most == 2
+
+
+def test_ministages_step_while_the_next_one_computes() -> None:
+    """The optimizer of a ministage runs as soon as its gradients are reduced (Zorse §4.1.2)."""
+    actions = [str(a) for a in simulate(zorse_figure_4()).orders["a0"]]
+    assert actions.index("9STEP") < actions.index("0B0")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_schedule_does_everything_once_in_order(name: ScheduleName, seed: int) -> None:
+    """F before I before W for each micro-batch on each device, none twice, none left out; no step beats the bound."""
+    rng = random.Random(seed)
+    p, m = rng.randint(2, 4), rng.randint(3, 8)
+    took = [PassSeconds(f, f + rng.randint(0, 1), f) for f in (rng.randint(1, 4) for _ in range(p))]
+    chain = make_chain(name, took, [rng.choice([0, 1, 2, 6]) for _ in range(p - 1)], m, latency_s=0.5)
+    played = simulate(chain)
+    last = [Op.F, Op.I, Op.W] if name in SPLITTING else [Op.F, Op.B]
+    for actions in played.orders.values():
+        for microbatch in range(m):
+            assert [a.op for a in actions if a.microbatch == microbatch] == last
+    assert bound_step(chain) <= played.seconds
+
+
+@pytest.mark.parametrize("held", [1, 2, 3])
+def test_a_memory_limit_is_kept(held: int) -> None:
+    """`compact_zb` holds the activations of no more micro-batches than its limit, and gets to its end."""
+    sizes = (PartBytes(activations=1.0),)
+    stages = tuple(
+        PipelineStage((PipelineDevice(f"g{s}", tuple(range(6)), (ONE,), (), sizes),), most_held=held) for s in range(3)
+    )
+    chain = Pipeline(ScheduleName.COMPACT_ZB, stages, (1.0, 1.0), lambda a, b: Route(0.0, (((a, b), 2.0),)))
+    assert max(simulate(chain).peak_bytes.values()) <= held
+
+
+def test_tuned_depths_are_never_slower_than_the_papers_letter() -> None:
+    """The letter (every forward first) is among the depths that are tried; on a fast chain a bound is better."""
+    chain = make_chain(ScheduleName.COMPACT_ZB, [ONE, PassSeconds(4, 4, 4), PassSeconds(2, 3, 2)], [0, 4], 6)
+    tuned, prediction = tune_depths(chain)
+    assert prediction.seconds <= simulate(chain).seconds
+    assert simulate(with_depths(chain, [s.depth for s in tuned.stages])).seconds == prediction.seconds
+
+
+def test_fewer_microbatches_than_devices_are_refused() -> None:
+    """A device without a micro-batch would never come to its stage's collectives."""
+    with pytest.raises(ConfigError, match="stage 1: expected a micro-batch for each device"):
+        SCHEDULES[ScheduleName.GPIPE](Seat(1, 2, ()))
+
+
+def test_a_schedule_that_waits_for_itself_is_refused() -> None:
+    """No machine of the product does; a machine that never begins is told by name."""
+
+    class Asleep(ScheduleMachine):
+        def choose_computation(self) -> None:
+            return None
+
+    before = SCHEDULES[ScheduleName.GPIPE]
+    SCHEDULES[ScheduleName.GPIPE] = Asleep
+    try:
+        with pytest.raises(StalledPipeline, match="g0, g1 wait for each other"):
+            simulate(make_chain(ScheduleName.GPIPE, [ONE, ONE], [1], 2))
+    finally:
+        SCHEDULES[ScheduleName.GPIPE] = before
+
+
+def test_offloaded_activations_come_back_in_time() -> None:
+    """With `offload` a device keeps those of few micro-batches; without, those of all; the copies count as bytes."""
+    sizes = (PartBytes(activations=1.0, boundary=1.0),)
+    device = PipelineDevice("g0", tuple(range(8)), (ONE,), (), sizes, copy_byte_s=0.01)
+    peaks = {}
+    for offload in (False, True):
+        chain = Pipeline(
+            ScheduleName.BREADTH_FIRST, (PipelineStage((device,)),), (), lambda a, b: Route(0, ()), offload=offload
+        )
+        played = simulate(chain)
+        peaks[offload] = played.peak_bytes["g0"]
+    assert peaks == {False: 8.0, True: 4.0}
+    assert played.bytes_moved["copy"] == 12.0

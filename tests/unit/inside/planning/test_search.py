@@ -1,0 +1,287 @@
+"""Groupings, shares, cuts, and the search over them: against dumb twins and against exhaustive search."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import yaml
+
+from dips.errors import ConfigError
+from dips.inside.planning.group import (
+    cut_evenly,
+    cut_greedily,
+    cut_lightest,
+    link_by_speed,
+    link_on_average,
+    list_groupings,
+)
+from dips.inside.planning.profile import ClusterProfile, ModelProfile, parse_model, parse_profile
+from dips.inside.planning.schedules import ScheduleName
+from dips.inside.planning.search import (
+    PipelineChoice,
+    Planner,
+    balance_chain,
+    deal_microbatches,
+    parameter_costs,
+    share_microbatches,
+)
+from dips.inside.planning.simulate import bound_step, simulate
+
+INVENTORIES = Path(__file__).parents[4] / "configs" / "inventories"
+
+
+def inventory(name: str) -> ClusterProfile:
+    return parse_profile(yaml.safe_load((INVENTORIES / f"{name}.yaml").read_text()), name)
+
+
+def small_model(layers: int = 8, batch: int = 8, **changes: Any) -> ModelProfile:
+    layer = {
+        "name": "block",
+        "parameters": 10_000_000,
+        "flops": 1e12,
+        "activation_bytes": 4e6,
+        "border_bytes": 1e6,
+        "repeat": layers,
+    }
+    return parse_model({"name": "small", "batch": batch, "layers": [layer], "recompute": False, **changes}, "model")
+
+
+def small_cluster(speeds: tuple[float, ...] = (100, 50, 25), gbit: float = 1.0, devices: int = 1) -> ClusterProfile:
+    raw = {
+        "nodes": [{"name": f"n{i}", "kind": f"k{i}", "devices": devices} for i in range(len(speeds))],
+        "kinds": {f"k{i}": {"memory_gb": 16, "tflops": speed, "inside_gbit": 100} for i, speed in enumerate(speeds)},
+        "links": {"site": {"site": gbit}},
+    }
+    return parse_profile(raw, "profile")
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_lightest_cut_is_networkxs(seed: int) -> None:
+    """Stoer and Wagner's algorithm here and in networkx find cuts of one weight, on random graphs of 2 to 9 nodes."""
+    rng = random.Random(seed)
+    n = rng.randint(2, 9)
+    weights = np.zeros((n, n))
+    for a, b in itertools.combinations(range(n), 2):
+        weights[a, b] = weights[b, a] = rng.randint(1, 20)
+    cut, side = cut_lightest(weights)
+    graph = nx.Graph([(a, b, {"weight": weights[a, b]}) for a, b in itertools.combinations(range(n), 2)])
+    assert cut == nx.stoer_wagner(graph)[0]
+    rest = [i for i in range(n) if i not in side]
+    assert 0 < len(side) < n
+    assert weights[np.ix_(side, rest)].sum() == cut
+
+
+def test_linkage_merges_the_nearest_first() -> None:
+    """Two pairs that are near each other, one device far away: finest, the pairs, both pairs, all."""
+    far = np.full((5, 5), 100.0)
+    for group, distance in (((0, 1, 2, 3), 10.0), ((0, 1), 1.0), ((2, 3), 1.0)):
+        for a, b in itertools.permutations(group, 2):
+            far[a, b] = distance
+    levels = [sorted(map(sorted, level)) for level in link_on_average(far)]
+    assert levels == [[[0], [1], [2], [3], [4]], [[0, 1], [2, 3], [4]], [[0, 1, 2, 3], [4]], [[0, 1, 2, 3, 4]]]
+
+
+def test_spantrain_figure_5() -> None:
+    """Twelve devices make three groups by the network; by speed FG1 splits in three, FG2 into its devices, FG3 into
+    one pair and two alone.
+    """
+    speeds = {"fg1": (8, 8, 4, 4, 2), "fg2": (9, 5, 3), "fg3": (6, 6, 4, 2)}
+    raw = {
+        "nodes": [
+            {"name": f"{g}-{i}", "kind": f"s{s}", "site": g} for g, row in speeds.items() for i, s in enumerate(row)
+        ],
+        "kinds": {f"s{s}": {"memory_gb": 16, "tflops": s} for s in range(2, 10)},
+        "links": {a: {b: 10 if a == b else 0.1 for b in speeds} for a in speeds},
+    }
+    profile = parse_profile(raw, "figure 5")
+    found = {g.groups for g in list_groupings(profile, lambda d: profile.kind_of(d).tflops)}
+    first = tuple(tuple(f"{g}-{i}.0" for i in range(len(row))) for g, row in speeds.items())
+    assert first in found
+    second = [sorted(map(len, level)) for level in link_by_speed(first[0], lambda d: profile.kind_of(d).tflops)]
+    assert second[-1] == [1, 2, 2]
+    assert any(sorted(map(len, groups)) == [1, 1, 1, 1, 1, 1, 2, 2, 2] for groups in found)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("zorse-a", [2, 2, 8, 8]), ("zorse-b", [8, 16, 16, 24])])
+def test_zorses_groups_are_candidates(name: str, sizes: list[int]) -> None:
+    """Those of §6.2: by node on A, by kind on B."""
+    profile = inventory(name)
+    found = [sorted(map(len, g.groups)) for g in list_groupings(profile, lambda d: profile.kind_of(d).tflops)]
+    assert sizes in found
+
+
+def test_zorses_seven_groups_on_c_are_candidates() -> None:
+    """All A10Gs, V100s in two halves, T4s of each region in two halves (§6.2)."""
+    profile = inventory("zorse-c")
+    found = [g for g in list_groupings(profile, lambda d: profile.kind_of(d).tflops) if len(g.groups) == 7]
+    assert [8, 8, 16, 24, 24, 24, 24] in [sorted(map(len, g.groups)) for g in found]
+    assert all(
+        len({profile.places[d].kind for d in group}) == 1 for g in found if "pieces" in g.found_by for group in g.groups
+    )
+
+
+def test_greedy_cuts_make_every_number_of_parts() -> None:
+    """2 … most parts, each a partition; the first takes the lightest."""
+    weights = np.array([[0, 9, 1, 1], [9, 0, 1, 1], [1, 1, 0, 5], [1, 1, 5, 0]], float)
+    cuts = cut_greedily(weights, 4)
+    assert [len(cut) for cut in cuts] == [2, 3, 4]
+    assert sorted(map(sorted, cuts[0])) == [[0, 1], [2, 3]]
+    assert sorted(map(sorted, cuts[1])) == [[0, 1], [2], [3]]
+
+
+def test_a_group_is_cut_into_runs() -> None:
+    """Nearly equal, in order, none empty."""
+    assert cut_evenly(["a", "b", "c", "d", "e"], 2) == [["a", "b"], ["c", "d", "e"]]
+    assert cut_evenly(["a"], 4) == [["a"]]
+
+
+# ---- shares and cuts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_make_the_last_device_as_early_as_can_be(seed: int) -> None:
+    """Dealt to who would be done first; no other shares end earlier, by trying all."""
+    rng = random.Random(seed)
+    seconds, total = [rng.randint(1, 5) for _ in range(3)], rng.randint(3, 9)
+    dealt = share_microbatches(seconds, total)
+    assert sorted(m for own in dealt for m in own) == list(range(total))
+    assert all(dealt)
+    every = (c for c in itertools.product(range(1, total + 1), repeat=3) if sum(c) == total)
+    best = min(max(n * s for n, s in zip(counts, seconds, strict=True)) for counts in every)
+    assert max(len(own) * s for own, s in zip(dealt, seconds, strict=True)) == best
+
+
+def test_a_slow_device_still_gets_one() -> None:
+    """A hundred times slower, and as many micro-batches as devices: one each."""
+    assert [len(own) for own in deal_microbatches((1.0, 100.0), 2)] == [1, 1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cuts_balance_a_chain(seed: int) -> None:
+    """The slowest run is as fast as in the best of all cuts."""
+    rng = random.Random(seed)
+    rows = [[0.0, *itertools.accumulate(rng.randint(1, 9) for _ in range(7))] for _ in range(3)]
+    cuts = balance_chain(rows)
+
+    def slowest(edges: tuple[int, ...]) -> float:
+        return max(row[b] - row[a] for row, a, b in zip(rows, edges, edges[1:], strict=False))
+
+    assert slowest(cuts) == min(slowest((0, *inner, 7)) for inner in itertools.combinations(range(1, 7), 2))
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def exhaust(planner: Planner, schedules: tuple[ScheduleName, ...]) -> float:
+    """The best of every order, cut and micro-batch of pipelines with a device for each stage."""
+    best = float("inf")
+    layers = len(planner.layers)
+    for order in itertools.permutations(planner.devices):
+        for inner in itertools.combinations(range(1, layers), len(order) - 1):
+            for samples, schedule in itertools.product((1, 2, 4, 8), schedules):
+                choice = PipelineChoice(schedule, tuple((d,) for d in order), (0, *inner, layers), samples)
+                best = min(best, simulate(planner.make_pipeline(choice), spans=False).seconds)
+    return best
+
+
+@pytest.mark.parametrize(("speeds", "gbit"), [((60, 60, 20), 0.1)])
+def test_the_search_is_near_exhaustive_search(speeds: tuple[float, ...], gbit: float) -> None:
+    """Within 3 % of every order × cut × micro-batch of three unequal devices and six layers; `planning --part search`
+    has more.
+    """
+    planner = Planner(small_cluster(speeds, gbit), small_model(6))
+    best = exhaust(planner, (ScheduleName.COMPACT_ZB, ScheduleName.BREADTH_FIRST))
+    found = min(plan.step_s for plan in planner.search().ranked if plan.choice is not None)
+    assert found <= 1.03 * best
+
+
+def test_no_pipeline_beats_its_bound() -> None:
+    """Every schedule, with ministages on single devices and on groups, gets to its end, and not before its bound."""
+    schedules = set()
+    for gbit, devices in ((0.1, 1), (10.0, 2)):
+        planner = Planner(small_cluster((100, 50, 25), gbit, devices), small_model(7))
+        for choice in list(planner.list_choices(list_groupings(planner.profile, planner.speed_of)))[::3]:
+            pipeline = planner.make_pipeline(choice)
+            assert bound_step(pipeline) <= simulate(pipeline, spans=False).seconds * (1 + 1e-9), choice
+            schedules.add((choice.schedule, choice.ministages > 1, len(choice.groups[0]) > 1))
+    assert {(ScheduleName.BREADTH_FIRST, True, True), (ScheduleName.BREADTH_FIRST, True, False)} <= schedules
+    assert {(ScheduleName.ONE_F_ONE_B, False, True), (ScheduleName.ZB_H1, False, True)} <= schedules
+
+
+def test_what_does_not_fit_names_device_and_bytes() -> None:
+    """A model of 30 GB of states on devices of 16 GB fits on no two of them."""
+    model = replace(
+        small_model(), layers=tuple(replace(layer, parameters=4e9, repeat=2) for layer in small_model().layers)
+    )
+    with pytest.raises(
+        ConfigError, match=r"fits nowhere on these devices; nearest: n\d\.0 of stage \d: [\d.]+ GB missing"
+    ):
+        Planner(small_cluster((100, 50)), model).search()
+
+
+def test_more_memory_than_there_is_is_never_used() -> None:
+    """The simulation's peak of each device stays below the sum by which the plan was accepted."""
+    planner = Planner(
+        inventory("zorse-a"),
+        replace(parse_model(yaml.safe_load((INVENTORIES / "llama-13b.yaml").read_text()), "m"), batch=32),
+    )
+    groups = planner.order_groups((("h100-0.0", "h100-0.1"), tuple(f"a100-0.{i}" for i in range(8))))
+    for ministages in (1, 2, 4):
+        for offload in (False, True):
+            cuts = planner.cut_layers(groups, ministages, 1)
+            assert cuts is not None
+            choice = PipelineChoice(ScheduleName.BREADTH_FIRST, groups, cuts, 1, ministages, offload)
+            try:
+                pipeline = planner.make_pipeline(choice)
+            except ConfigError:
+                continue
+            for device, peak in simulate(pipeline, spans=False).peak_bytes.items():
+                assert peak <= planner.capacity(device)
+
+
+def test_fewer_layers_than_stages_and_fewer_microbatches_than_devices() -> None:
+    """No cut for the former, a sentence for the latter."""
+    planner = Planner(small_cluster((100, 50, 25), devices=4), small_model(2, batch=2))
+    groups = tuple(tuple(f"n{i}.{k}" for k in range(4)) for i in range(3))
+    assert planner.cut_layers(groups, 1, 1) is None
+    with pytest.raises(ConfigError, match="stage 0: expected a micro-batch for each of 4 devices, got 2"):
+        planner.make_pipeline(PipelineChoice(ScheduleName.COMPACT_ZB, groups[:2], (0, 1, 2), 1))
+
+
+def test_zorse_table_2() -> None:
+    """L 24, P 10, four ministages, eight devices, 16 micro-batches; and the simulated gathers of `breadth_first`."""
+    rows = parameter_costs(24, 10, 4, 8, 16)
+    assert (rows["Zorse"].materialised, rows["Zorse"].gathers) == (120, 48)
+    assert (rows["PP + ZeRO-2"].materialised, rows["PP + ZeRO-2"].gathers) == (240, 48)
+    assert rows["PP + ZeRO-2"].corrections
+    assert (rows["PP + ZeRO-3"].materialised, rows["PP + ZeRO-3"].sharded, rows["PP + ZeRO-3"].gathers) == (
+        20,
+        27.5,
+        768,
+    )
+
+
+def test_the_others_are_on_the_same_scale() -> None:
+    """FSDP2 with equal and unequal shares, HSDP, EDiT and clusters have samples a second; unequal shares win on
+    unequal devices.
+    """
+    found = {plan.name.split(",")[0] if "FSDP2" not in plan.name else plan.name: plan for plan in Planner(
+        inventory("spantrain-1"), small_model(8, batch=180)).list_others()}  # fmt: skip
+    assert {"FSDP2 over 22 devices", "FSDP2 over 22 devices, unequal shares", "3 clusters"} <= found.keys()
+    equal = {plan.name: plan for plan in Planner(inventory("edit"), small_model(8, batch=512)).list_others()}
+    assert {"FSDP2 over 64 devices", "HSDP 8 × 8", "EDiT, τ 128", "A-EDiT, τ 128"} <= equal.keys()
+    assert equal["EDiT, τ 128"].step_s < equal["HSDP 8 × 8"].step_s
+    inside = {
+        plan.name: plan for plan in Planner(small_cluster((100, 25), gbit=1000), small_model(8, batch=40)).list_others()
+    }
+    assert inside["FSDP2 over 2 devices, unequal shares"].rate > 1.4 * inside["FSDP2 over 2 devices"].rate
