@@ -88,6 +88,11 @@ MAY: dict[str, set[str]] = {
     | {"dips.protocol", "dips.outer", "dips.sim", "dips.slave.ports", "dips.wire.chunks"}
     | {"dips.config.reading", "dips.config.section", "dips.client.parallel.factory"}
     | {"dips.demo.data", "dips.demo.model"},
+    # Training inside one cluster: the parameter servers know nothing of it.
+    "dips.inside": LOW,
+    "dips.inside.mesh": LOW | {"dips.config", "dips.protocol", "dips.client.parallel", "dips.client.rank"},
+    "dips.inside.planning": LOW,
+    "dips.inside.pipeline": LOW | {"dips.client.parallel", "dips.client.rank", "dips.inside.planning"},
     "dips.data": LOW,
     "dips.local": BELOW_ROLES | ROLES | {"dips.commands"},
     "dips.templates": {"dips.client"},  # what `dips new` writes
@@ -103,7 +108,9 @@ OTHERS: dict[str, set[str]] = {
     "dips.protocol": set(),
     "dips.outer": {"numpy", "numba"},
     "dips.quantisers": {"numpy"},
+    "dips.inside.planning": {"numpy", "networkx"},
 }
+INSIDE_DOORS = {"dips.commands.plan", "dips.commands.profile"}  # who else may import dips.inside, inside a function
 NEVER: dict[str, set[str]] = {
     "dips.master": {"torch", "numba", "zmq"},
     "dips.slave": {"torch"},
@@ -174,6 +181,16 @@ def test_foreign_packages(path: Path) -> None:
     if room in OTHERS:
         assert foreign <= OTHERS[room]
     assert not foreign & NEVER.get(room, set())
+
+
+def test_only_two_commands_know_what_is_inside_a_cluster() -> None:
+    """No other module imports dips/inside, and these two not at the head of the file: without it all else works."""
+    for path in MODULES:
+        name, found = name_of(path), {n for n in imports(path) if within(n, {"dips.inside"})}
+        if found and not within(name, {"dips.inside"}):
+            assert name in INSIDE_DOORS, f"{name} imports {', '.join(sorted(found))}"
+            at_head = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+            assert not [node for node in at_head if within(node.module or "", {"dips.inside"})], name
 
 
 def test_the_simulation_has_no_import_cycle() -> None:
