@@ -108,9 +108,19 @@ def replicas_agree(side: Side, mesh: DeviceMesh) -> bool:
 
 
 def layer_by_layer(mesh: DeviceMesh) -> dict[str, Any]:
-    """Each interval, with a warm-up and without, one replica flagged and all: bit for bit the sync between steps."""
+    """With a warm-up and without, one replica flagged and all: bit for bit the sync between steps."""
+    return compare_sides(mesh, (1, 0), (2, 1))
+
+
+def long_intervals(mesh: DeviceMesh) -> dict[str, Any]:
+    """Likewise with more steps between two syncs."""
+    return compare_sides(mesh, (3, 2), (8, 0))
+
+
+def compare_sides(mesh: DeviceMesh, *cases: tuple[int, int]) -> dict[str, Any]:
+    """Train both ways, with these intervals and steps of warm-up."""
     found: dict[str, Any] = {}
-    for every, warm in ((1, 0), (2, 1), (8, 0)):
+    for every, warm in cases:
         lazy, whole = (Side(mesh, steps=every, warmup_steps=warm) for _ in range(2))
         worst, pended, left_out, rolled_back = True, 0, list[Any](), True
         for number in range(warm + every * (WARM + 5)):
@@ -125,7 +135,8 @@ def layer_by_layer(mesh: DeviceMesh) -> dict[str, Any]:
                 if len(whom) == mesh.size(0):
                     held = [local(p) for shard in whole.loop._sync.shards for p in shard.group.reads.values()]
                     rolled_back &= alike(anchor, held)
-            worst &= losses[0] == losses[1] and replicas_agree(whole, mesh) == bool(whole.loop.is_synced())
+            worst &= losses[0] == losses[1]
+            worst &= mesh.size(0) == 1 or replicas_agree(whole, mesh) == whole.loop.is_synced()
         lazy.loop.sync()
         whole.loop.sync()
         found[f"{every}/{warm}"] = {
@@ -172,7 +183,8 @@ def not_finite(mesh: DeviceMesh) -> dict[str, Any]:
     finite = all(bool(torch.isfinite(shard).all()) for shard in side.shards())
     losses = [side.step(number) for number in (2, 3)]
     return {
-        "finite": finite and all(loss == loss for loss in losses), "agree": replicas_agree(side, mesh) or side.loop._sync.pending,
+        "finite": finite and all(loss == loss for loss in losses),
+        "agree": replicas_agree(side, mesh) or side.loop._sync.pending,
         "report": [report.not_finite, report.left_out], "reset": (states == 0) == mine, "last": last,
     }  # fmt: skip
 

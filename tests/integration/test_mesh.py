@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.integration import train_constant as script
 from tests.integration.test_adapters import under_torchrun
+from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, harness, reference
 
 pytestmark = pytest.mark.torchrun
 WORDS = ("layer_by_layer", "synchronous", "not_finite", "timed", "saved", "refused", "a_rank_dies")
-MANY = ("layer_by_layer", "synchronous", "not_finite")
+MANY = ("layer_by_layer", "long_intervals", "synchronous", "not_finite")
 
 
 def run(
@@ -31,7 +36,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def check_layer_by_layer(found: list[dict[str, Any]], replicas: int) -> None:
     for rank, of in enumerate(found):
-        for case, got in of["layer_by_layer"].items():
+        for case, got in {**of["layer_by_layer"], **of.get("long_intervals", {})}.items():
             if case == "held":
                 assert got[0] <= got[1], f"rank {rank}: more than two layers on the device"
                 continue
@@ -84,7 +89,7 @@ REFUSED = {
     "HSDP": "expected the shard dim alone",
     "DDP": "DistributedDataParallel averages gradients",
     "plain": "expected a parameter sharded by FSDP2",
-    "compiled": "compiled graph of a LayoutBlock",
+    "compiled": "compiled graph of a FSDPLayoutBlock",
     "clip": "a norm with per_layer: true",
     "gates": "penalty.gates: expected edit or none, got dips",
     "merge": "outer.merge: rda is not made for a mesh",
@@ -111,10 +116,12 @@ def test_a_rank_that_dies_in_a_sync_leaves_the_last_one_whole(four: list[dict[st
 
 @pytest.mark.slow
 @pytest.mark.timeout(330)
-@pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), (2, 2), (3, 6)], ids=["1 × 2", "2 × 1", "3 × 2"])
+@pytest.mark.parametrize(
+    ("replicas", "ranks"), [(1, 2), (2, 2), (2, 4), (3, 6)], ids=["1 × 2", "2 × 1", "2 × 2", "3 × 2"]
+)
 def test_other_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, ranks: int) -> None:
     """Likewise with one replica, with replicas of one rank, and with three replicas."""
-    found = run(tmp_path, replicas, ranks, *MANY[: 2 if replicas == 1 else 3], monkeypatch=monkeypatch)
+    found = run(tmp_path, replicas, ranks, *MANY[: 3 if replicas == 1 else 4], monkeypatch=monkeypatch)
     check_layer_by_layer(found, replicas)
     assert all(max(of["synchronous"].values()) < 1e-6 for of in found)
 
@@ -127,3 +134,38 @@ def test_a_checkpoint_of_two_replicas_is_loaded_into_three(tmp_path: Path, monke
     for of in run(tmp_path, 3, 6, "saved", monkeypatch=monkeypatch):
         assert of["saved"]["agree"] and of["saved"]["after"]
         assert (of["saved"]["syncs"], of["saved"]["steps"], of["saved"]["last"]) == (3, 5, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+def test_a_mesh_is_a_cluster_like_any_other(tmp_path: Path) -> None:
+    """2 × 2 and a plain cluster through master and slaves, the reference's number on every rank after every round. No
+    push between two syncs. A rank killed in a sync: the job is started again, pulls, and its pushes count.
+    """
+    tensors = {
+        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
+    }
+    outer = {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}}
+    shared = {"stop": {"versions": 8}, "outer": outer, "penalty": {"gates": []}}
+    (tmp_path / "fast.out.die").touch()
+    with harness.Run(tmp_path, tensors, shared=shared) as run:
+        run.start_master()
+        run.start_slaves()
+        mesh = [*harness.TORCHRUN, "4", str(HERE / "train_mesh.py"), "fast", "64", "2", str(tmp_path / "fast.out")]
+        plain = [sys.executable, str(HERE / "train_constant.py"), "slow", "24", "2", str(tmp_path / "slow.out")]
+        clusters = [run.start_cluster("fast", mesh, steps=3, max_restarts=2), run.start_cluster("slow", plain, steps=1)]
+        for cluster in clusters:
+            run.wait(cluster, 250)
+        with run.ledger() as ledger:
+            rounds = [each for each in reversed(ledger.read_history(100)) if each.version is not None]
+    assert not (tmp_path / "fast.out.die").exists(), "a rank died in a sync"
+    numel = sum(t.size for t in tensors.values())
+    expected = reference([(each.version, each.folds) for each in rounds if each.version is not None], numel)
+    folds = [fold for each in rounds for fold in each.folds if fold.push.cluster == "fast"]
+    assert {fold.push.inc for fold in folds} == {1, 2}, "pushes of both incarnations counted"
+    for rank in range(4):
+        seen = json.loads((tmp_path / f"fast.out.{rank}").read_text())
+        assert all(steps == 0 for _, _, steps in seen), "a push between two syncs"
+        assert len(seen) > 2
+        for version, number, _ in seen:
+            assert number is None or number == pytest.approx(expected[version], abs=2e-6), (rank, version)

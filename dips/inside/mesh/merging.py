@@ -81,9 +81,9 @@ class ReplicaMerges:
             )
         if self._merge.blocks_only:
             raise ConfigError(f"outer.merge: {outer.merge} is not made for a mesh: expected mean, edit or edit-paper")
-        if set(gates) - {GateName.EDIT}:
+        if others := [gate for gate in gates if gate != GateName.EDIT]:
             raise ConfigError(
-                f"penalty.gates: expected edit or none, got {', '.join(map(str, gates))}: the others judge a whole "
+                f"penalty.gates: expected edit or none, got {', '.join(others)}: the others judge a whole "
                 "model, and here each layer is judged when its turn comes"
             )
         self.has_momentum = outer.has_momentum
