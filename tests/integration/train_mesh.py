@@ -2,7 +2,7 @@
 
     train_mesh.py CLUSTER TOKENS CLUSTERS OUT
 
-The mean of the two is what train_constant.py would set. After each step that ends with another version every rank writes
+The mean of the two is what train_constant.py would set. After each step that ends with another version each rank writes
 (version, number, steps since the last sync) to OUT.RANK. If OUT.die exists, rank 3 removes it and dies in a sync.
 """
 
@@ -44,7 +44,8 @@ def main(cluster: str, tokens: int, clusters: int, out: Path) -> None:
     loop = MeshLoop(model, mesh, optimizer, rules, steps=STEPS)
     seen = []
     with OuterLoop(model, may_push=loop.is_synced) as outer:
-        out.with_name(f"{out.name}.ready.{rank}").touch()
+        again = not out.with_name(f"{out.name}.die").exists()  # the other cluster waits until this one has come back
+        out.with_name(f"{'again' if again else out.name}.ready.{rank}").touch()
         while len(list(out.parent.glob("*.ready.0"))) < clusters:
             time.sleep(0.05)
         while True:
