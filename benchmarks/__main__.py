@@ -41,6 +41,7 @@ APART = (
     "fragments",
     "endtoend",
     "ledger_start",
+    "mesh",
     "scale",
 )  # only by name: with them `make bench` would take more than its 20 minutes
 LIMIT_S = 400.0  # for one of them,
