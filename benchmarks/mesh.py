@@ -60,10 +60,10 @@ def measure_delay(bench: Bench) -> None:
         against="0.2 of a blocking one", of=MOST_ADDED * whole, least=1.0, less=True,
     )  # fmt: skip
     held = max(of["held"] / of["layer"] for of in found)
-    bench.row("outer state on the device, in arrays of the largest layer", held, "", against="two layers", of=5.0, least=1.0, less=True)  # fmt: skip
-    bench.note(
-        f"{LAYERS} layers of {WIDTH}², 2 × 2, {MBIT:.3g} Mbit/s between two namespaces, forward of {FORWARD_S:g} s"
-    )
+    name = "outer state on the device, in arrays of the largest layer"
+    bench.row(name, held, "", against="two layers", of=5.0, least=1.0, less=True)
+    link = f"{MBIT:.3g} Mbit/s between two namespaces"
+    bench.note(f"{LAYERS} layers of {WIDTH}², 2 × 2, {link}, forward of {FORWARD_S:g} s")
     bench.note("two layers: two sums, and of one of them last parameters, momentum and next momentum")
     if find_spec("torchft") is None:
         bench.note("torchft is not installed: its DiLoCo was not measured beside it")
@@ -120,15 +120,14 @@ CASES: Sequence[Case] = (  # name, how, kind of lag, closed form, least, paper
 def measure_stragglers(bench: Bench) -> None:
     """Throughput over Baseline's, with the largest lags of Table 6."""
     scale = QUICK_SCALE if bench.quick else SCALE
-    here = End("", "127.0.0.1")
+    runs = [(method, kind) for _, how, kind, *_ in CASES for method in ("baseline", how)]
+    plan = {"part": "stragglers", "runs": runs, "scale": scale}
+    found = run_ranks(lambda _, words: list(words), End("", "127.0.0.1"), REPLICAS, plan)
+    rates = {
+        run: sum(of[i]["steps"] for of in found) / max(of[i]["seconds"] for of in found) for i, run in enumerate(runs)
+    }
     for name, how, kind, form, least, paper in CASES:
-        rates = {}
-        for method in ("baseline", how):
-            bench.say(f"{name}: {method}")
-            plan = {"part": "stragglers", "how": method, "kind": kind, "scale": scale}
-            found = run_ranks(lambda _, words: list(words), here, REPLICAS, plan)
-            rates[method] = sum(of["steps"] for of in found) / max(of["seconds"] for of in found)
-        ratio, expected = rates[how] / rates["baseline"], form(kind) / form_baseline(kind)
+        ratio, expected = rates[how, kind] / rates["baseline", kind], form(kind) / form_baseline(kind)
         bench.row(f"{name}, over Baseline", ratio, "", against=f"at least (paper {paper})", of=least, least=1.0)
         off = abs(ratio / expected - 1.0)
         form_name = f"{name}: off the closed form {expected:.3g}"
@@ -141,7 +140,7 @@ def measure_stragglers(bench: Bench) -> None:
 
 def run_ranks(
     place: Callable[[int, Sequence[str]], list[str]], at: End, ranks: int, plan: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """Start the ranks of mesh_rank.py, each by the command that `place` makes; return what each found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -108,16 +108,22 @@ def delay(plan: dict[str, Any]) -> dict[str, Any]:
     return {**found, "held": loop._sync.most_held_bytes, "layer": 4 * layer}
 
 
-def stragglers(plan: dict[str, Any]) -> dict[str, Any]:
-    """One interval of this replica: its steps, and the seconds from the begin for all to the end of its sync."""
+def stragglers(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each run's steps of this replica, and its seconds."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("sync", "shard"))
-    rank, scale, kind = dist.get_rank(), plan["scale"], plan["kind"]
-    if plan["how"] == "baseline":
-        return train_in_step(rank, scale, kind)
+    rank, scale = dist.get_rank(), plan["scale"]
+    return [
+        train_in_step(rank, scale, kind) if how == "baseline" else train_interval(mesh, scale, how, kind)
+        for how, kind in plan["runs"]
+    ]
+
+
+def train_interval(mesh: DeviceMesh, scale: float, how: str, kind: str) -> dict[str, Any]:
+    """One interval, from the begin for all to the end of its sync."""
     model, optimizer = make_model(mesh, 2, 8)
-    by_time = {"seconds": SECONDS / scale} if plan["how"] == "a-edit" else {"steps": STEPS}
-    loop = MeshLoop(model, mesh, optimizer, RULES, **by_time)
-    late = lags(kind, 4 * STEPS, rank)
+    by_steps, by_time = (STEPS, None) if how == "edit" else (None, SECONDS / scale)
+    loop = MeshLoop(model, mesh, optimizer, RULES, steps=by_steps, seconds=by_time)
+    late = lags(kind, 4 * STEPS, dist.get_rank())
     dist.barrier()
     loop._began_s = begun = time.monotonic()
     steps = 0
@@ -129,7 +135,9 @@ def stragglers(plan: dict[str, Any]) -> dict[str, Any]:
     loop.sync()
     if kind == "repeat":
         time.sleep(REPEATED_S / scale)
-    return {"steps": steps, "seconds": time.monotonic() - begun}
+    took = time.monotonic() - begun
+    loop.close()
+    return {"steps": steps, "seconds": took}
 
 
 def train_in_step(rank: int, scale: float, kind: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dips.config import Shared
 from dips.inside.mesh import MeshLoop
 
 STEPS = 2  # τ
-APART = 0.125  # of each replica from the mean
+APART = 0.75  # of each replica from the mean; nearer, OuterLoop would take the first step for one that undid a pull
 PLAIN = {"lr": 1.0, "momentum": 0.0, "step": "sgd", "weights": "uniform"}
 
 

@@ -248,7 +248,7 @@ class MeshSync:
     def _gather(self, mine: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Begin to gather one number of each rank; the squares are to be read after the work is done."""
         gathered = mine.new_empty(dist.get_world_size())
-        return gathered, dist.all_gather_into_tensor(gathered, mine, group=self._everyone, async_op=True)
+        return gathered, dist.all_gather(list(gathered.split(1)), mine, group=self._everyone, async_op=True)
 
     def _by_replica(self, gathered: torch.Tensor, work: Any) -> list[float]:
         """Return each replica's sum over its shards, added in the same order on every rank."""
