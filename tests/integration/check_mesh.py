@@ -57,7 +57,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
-class Side:
+class MeshSide:
     """A model on the mesh, its optimizer and its loop."""
 
     def __init__(self, mesh: DeviceMesh, ruled: Shared = EDITED, lr: float | None = None, **options: Any) -> None:
@@ -99,7 +99,7 @@ def spoil(model: nn.Module) -> None:
         local(p).fill_(float("nan"))
 
 
-def replicas_agree(side: Side, mesh: DeviceMesh) -> bool:
+def replicas_agree(side: MeshSide, mesh: DeviceMesh) -> bool:
     """Whether all ranks of a sync group hold the same bits."""
     mine = torch.cat([shard.flatten() for shard in side.shards()])
     of_all = [torch.empty_like(mine) for _ in range(mesh.size(0))]
@@ -121,7 +121,7 @@ def compare_sides(mesh: DeviceMesh, *cases: tuple[int, int]) -> dict[str, Any]:
     """Train both ways, with these intervals and steps of warm-up."""
     found: dict[str, Any] = {}
     for every, warm in cases:
-        lazy, whole = (Side(mesh, steps=every, warmup_steps=warm) for _ in range(2))
+        lazy, whole = (MeshSide(mesh, steps=every, warmup_steps=warm) for _ in range(2))
         worst, pended, left_out, rolled_back = True, 0, list[Any](), True
         for number in range(warm + every * (WARM + 5)):
             sync, ends = divmod(number - warm + 1, every)
@@ -156,7 +156,7 @@ def synchronous(mesh: DeviceMesh) -> dict[str, Any]:
     """τ = 1 and SGD: the model that all ranks' gradients, averaged, would have trained; after a warm-up, too."""
     world, found = dist.get_world_size(), {}
     for name, options in {"outer": {"steps": 1}, "warm-up": {"steps": 8, "warmup_steps": 6}}.items():
-        side, plain = Side(mesh, rules(PLAIN), lr=0.1, **options), seeded()
+        side, plain = MeshSide(mesh, rules(PLAIN), lr=0.1, **options), seeded()
         for number in range(6):
             side.step(number)
             plain.zero_grad()
@@ -173,7 +173,7 @@ def synchronous(mesh: DeviceMesh) -> dict[str, Any]:
 
 def not_finite(mesh: DeviceMesh) -> dict[str, Any]:
     """A NaN on one replica is left out in its layer, replaced by the sync, and its optimizer begins anew."""
-    side, last = Side(mesh, steps=2), mesh.size(0) - 1
+    side, last = MeshSide(mesh, steps=2), mesh.size(0) - 1
     mine = mesh.get_local_rank("sync") == last
     side.step(0)
     side.step(1, spoil if mine else lambda _: None)
@@ -191,7 +191,7 @@ def not_finite(mesh: DeviceMesh) -> dict[str, Any]:
 
 def timed(mesh: DeviceMesh) -> dict[str, Any]:
     """A-EDiT: replicas of unequal speed meet after a time, in unequal numbers of steps, and hold one model."""
-    side = Side(mesh, rules({**EDIT, "merge": "edit"}, "edit"), seconds=0.8)
+    side = MeshSide(mesh, rules({**EDIT, "merge": "edit"}, "edit"), seconds=0.8)
     pause, number = 0.02 * (1 + 4 * mesh.get_local_rank("sync")), 0
     while side.loop.last_sync is None:
         time.sleep(pause)
@@ -205,7 +205,7 @@ def timed(mesh: DeviceMesh) -> dict[str, Any]:
 def saved(mesh: DeviceMesh) -> dict[str, Any]:
     """A checkpoint by torch.distributed.checkpoint, loaded in place into new objects: training goes on as it would."""
     path = Path(os.environ["CHECK_MESH_CHECKPOINT"])
-    side = Side(mesh, steps=2)
+    side = MeshSide(mesh, steps=2)
     if not path.exists():
         between = ""
         for number in range(5):
@@ -220,7 +220,7 @@ def saved(mesh: DeviceMesh) -> dict[str, Any]:
         found = {"between": between}
     else:
         found = {}
-    again = Side(mesh, steps=2)
+    again = MeshSide(mesh, steps=2)
     state = {"model": again.model.state_dict(), "loop": again.loop.state_dict()}
     dcp.load(state, checkpoint_id=path)
     again.model.load_state_dict(state["model"])
@@ -267,7 +267,7 @@ def refused(mesh: DeviceMesh) -> dict[str, Any]:
             found[name] = ""
         except DipsError as error:
             found[name] = f"{type(error).__name__}: {error}"
-    side = Side(mesh, steps=2)
+    side = MeshSide(mesh, steps=2)
     side.step(0)
     try:  # one replica thinks that it is due, the others ask for it
         side.step(1) if mesh.get_local_rank("sync") else side.loop.sync()
@@ -279,7 +279,7 @@ def refused(mesh: DeviceMesh) -> dict[str, Any]:
 
 def a_rank_dies(mesh: DeviceMesh) -> dict[str, Any]:
     """The last rank is gone when a sync has begun: the others hold what all had after the sync before."""
-    side = Side(mesh, steps=1)
+    side = MeshSide(mesh, steps=1)
     side.step(0)
     side.loop.sync()
     synced = side.shards()
