@@ -59,7 +59,7 @@ ON_SHARD_DIM = 'call fully_shard(module, mesh=mesh["shard"]) on its blocks and o
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync found; the same on all ranks."""
+    """The findings of a sync; the same on all ranks."""
 
     number: int  # of the sync, from 1
     inner_steps: tuple[int, ...]  # since the last sync, by replica
