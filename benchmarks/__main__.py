@@ -41,6 +41,7 @@ APART = (
     "fragments",
     "endtoend",
     "ledger_start",
+    "mesh",
     "planning",
     "scale",
 )  # only by name: with them `make bench` would take more than its 20 minutes

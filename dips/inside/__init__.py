@@ -1,1 +1,1 @@
-"""Training inside one cluster, or several: what to run on unequal machines, and meshes without a parameter server."""
+"""Training inside one cluster, for which no parameter server is needed (docs/guides/inside.md)."""

@@ -136,17 +136,18 @@ def _move_layers(verdict: Verdict, past: Past) -> tuple[LayerStatistics, ...]:
     """
     norms = layer_norms(verdict.evidence)
     layers = past.row.layers if len(past.row.layers) == len(norms) else (LayerStatistics(),) * len(norms)
-    flagged, patience = verdict.flagged, past.options.gate_patience
-    moved = []
-    for place, (norm, layer) in enumerate(zip(norms, layers, strict=True)):
-        if place not in flagged:
-            mu, sigma = _move_average(norm, layer.mu, layer.sigma, layer.n + 1, past.options.alpha)
-            moved.append(LayerStatistics(layer.n + 1, mu, sigma) if norm > 0.0 else replace(layer, left_out_in_a_row=0))
-        elif layer.left_out_in_a_row + 1 >= patience:
-            moved.append(LayerStatistics())
-        else:
-            moved.append(replace(layer, left_out_in_a_row=layer.left_out_in_a_row + 1))
-    return tuple(moved)
+    each = enumerate(zip(norms, layers, strict=True))
+    return tuple(move_layer(layer, norm, place in verdict.flagged, past.options) for place, (norm, layer) in each)
+
+
+def move_layer(layer: LayerStatistics, norm: float, flagged: bool, options: PenaltyOptions) -> LayerStatistics:
+    """Update one layer's statistics by a norm of `norm_per_step`; a norm of 0 does not enter them."""
+    if not flagged:
+        mu, sigma = _move_average(norm, layer.mu, layer.sigma, layer.n + 1, options.alpha)
+        return LayerStatistics(layer.n + 1, mu, sigma) if norm > 0.0 else replace(layer, left_out_in_a_row=0)
+    if layer.left_out_in_a_row + 1 >= options.gate_patience:
+        return LayerStatistics()
+    return replace(layer, left_out_in_a_row=layer.left_out_in_a_row + 1)
 
 
 def move_loss(row: PenaltyRow, verdict: Verdict, past: Past) -> PenaltyRow:

@@ -88,11 +88,13 @@ MAY: dict[str, set[str]] = {
     | {"dips.protocol", "dips.outer", "dips.sim", "dips.slave.ports", "dips.wire.chunks"}
     | {"dips.config.reading", "dips.config.section", "dips.client.parallel.factory"}
     | {"dips.demo.data", "dips.demo.model"},
+    # Training inside one cluster: the parameter servers know nothing of it.
+    "dips.inside": LOW,
+    "dips.inside.mesh": LOW | {"dips.config", "dips.protocol", "dips.client.parallel", "dips.client.rank"},
+    "dips.inside.planning": LOW | {"dips.sim.heap"},
+    "dips.inside.pipeline": LOW | {"dips.client.parallel", "dips.client.rank", "dips.inside.planning"},
     "dips.data": LOW,
     "dips.local": BELOW_ROLES | ROLES | {"dips.commands"},
-    # Parts for the inside of a cluster, of which the parameter server knows nothing.
-    "dips.inside": set(),
-    "dips.inside.planning": LOW | {"dips.sim.heap"},
     "dips.templates": {"dips.client"},  # what `dips new` writes
     "dips.demo": {"dips"},
 }
@@ -108,6 +110,7 @@ OTHERS: dict[str, set[str]] = {
     "dips.quantisers": {"numpy"},
     "dips.inside.planning": {"numpy"},
 }
+INSIDE_DOORS = {"dips.commands.plan_cluster"}  # who else may import dips.inside, inside a function
 NEVER: dict[str, set[str]] = {
     "dips.master": {"torch", "numba", "zmq"},
     "dips.slave": {"torch"},
@@ -178,6 +181,16 @@ def test_foreign_packages(path: Path) -> None:
     if room in OTHERS:
         assert foreign <= OTHERS[room]
     assert not foreign & NEVER.get(room, set())
+
+
+def test_only_two_commands_know_what_is_inside_a_cluster() -> None:
+    """No other module imports dips/inside, and these two not at the head of the file: without it all else works."""
+    for path in MODULES:
+        name, found = name_of(path), {n for n in imports(path) if within(n, {"dips.inside"})}
+        if found and not within(name, {"dips.inside"}):
+            assert name in INSIDE_DOORS, f"{name} imports {', '.join(sorted(found))}"
+            at_head = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+            assert not [node for node in at_head if within(node.module or "", {"dips.inside"})], name
 
 
 def test_the_simulation_has_no_import_cycle() -> None:

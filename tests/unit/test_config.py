@@ -55,6 +55,7 @@ PRESETS: dict[str, tuple[object, ...]] = {  # lr, momentum, clip's norm and whet
     "edit": (0.8, 0.85, 10.0, True, "edit-paper", "nesterov", ("edit",)),
     "a-edit": (0.8, 0.85, 10.0, True, "edit", "nesterov", ("edit",)),
     "default": (0.7, 0.8, None, False, "mean", "share", ("dips", "replay")),
+    "post-local-sgd": (1.0, 0.0, None, False, "mean", "sgd", ()),
 }
 
 

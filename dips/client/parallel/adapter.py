@@ -142,7 +142,7 @@ def check_sharded(group: ReadGroup) -> None:
     """Raise LocalProtocolError if the group's shards are already gathered: values installed now would not be read."""
     if group.state is None:
         return
-    for sharded in _fsdp_param_groups(group.state):
+    for sharded in fsdp_param_groups(group.state):
         if sharded._all_gather_result is not None or not sharded.is_sharded:
             raise LocalProtocolError(
                 f"{sorted(group.reads)[0]}: gathered by FSDP before the forward of its module (by `unshard`?), and "
@@ -184,11 +184,11 @@ def _is_known_state(state: Any) -> bool:
     here.
     """
     return hasattr(state, "_states_to_forward_prefetch") and all(
-        hasattr(group, "_all_gather_result") and hasattr(group, "is_sharded") for group in _fsdp_param_groups(state)
+        hasattr(group, "_all_gather_result") and hasattr(group, "is_sharded") for group in fsdp_param_groups(state)
     )
 
 
-def _fsdp_param_groups(state: Any) -> list[Any]:
+def fsdp_param_groups(state: Any) -> list[Any]:
     """Return the groups of parameters that are gathered together; in older torch a state has one group or none."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

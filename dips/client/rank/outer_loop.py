@@ -58,6 +58,11 @@ OWN_STATES = (
     "OuterLoop: state_dict has tensors of each rank's own (a lossy codec, or parameters of 16 bits): save that of "
     "every rank, or by torch.distributed.checkpoint; with rank 0's alone a resume pulls instead\n"
 )
+NOT_SYNCED = "replicas differ until their next synchronisation (may_push said so): synchronise them before"
+NOT_SYNCED_BESIDE = (
+    "may_push: expected overlap: none in the cluster file: a version that is merged while training goes on would come "
+    "between two synchronisations of the replicas"
+)
 LOAD_ORDER = "load model and optimizer after OuterLoop is made, which pulls, then call load_state_dict"
 
 _open: WeakSet[OuterLoop] = WeakSet()  # loops of this process that are not closed: one for each agent
@@ -72,6 +77,7 @@ class OuterLoop:
         config: str | os.PathLike[str] | None = None,
         *,
         optimizer: Any = None,
+        may_push: Callable[[], bool] | None = None,
     ) -> None:
         """Join the run and pull its newest version into `model`; returns when every rank holds it.
 
@@ -82,6 +88,9 @@ class OuterLoop:
         config     the cluster file; None: the file the agent was started with
         optimizer  the inner optimizer, if it keeps fp32 masters: pushes read them, and a pull updates them. Or a
                    function that makes them from the parameters, called after every pull. Not needed otherwise
+        may_push   for ranks that differ between synchronisations of their own (`MeshLoop.is_synced`): called by all
+                   ranks before the agent is asked whether a push is due; while it returns False none is. Needs
+                   `overlap: none`
         Without an agent, or with DIPS_ALONE=1, the script trains alone: calls are legal, nothing is pulled or pushed.
         A former OuterLoop of this process that was not closed is closed: its progress since the last push is lost.
         Errors     the same on every rank. ConfigError: a wrong file, a model of a kind or dtype that is not
@@ -96,6 +105,9 @@ class OuterLoop:
         self.resumed = False  # whether training goes on from what `load_state_dict` was given, not from a pull instead
         self._collectives = JobCollectives(self._config.collective_s)
         self._agent_client = joining.find_agent(self._config, self._collectives, alone)
+        self._may_push = may_push
+        if may_push is not None and self._config.overlap != "none":
+            raise ConfigError(NOT_SYNCED_BESIDE)
         layout = lay_out(model, self._collectives, optimizer, grouping=self._config.shared.grouping)
         if layout.adapter.loses_bits and self._collectives.rank == 0:
             joining.warn_of_coarse(layout.adapter.loses_bits)
@@ -243,7 +255,7 @@ class OuterLoop:
         self._step_reports.report_step(known, loss)
         self._step_checks.on_step(self._optimizers.steps)
         self._log.count_step(known, loss)
-        if self._state.steps_until_poll <= 0:
+        if self._state.steps_until_poll <= 0 and (self._may_push is None or self._may_push()):
             self._poll_outer_step(demanded=False)
 
     def remark(self, text: str) -> None:
@@ -271,6 +283,7 @@ class OuterLoop:
         Collective.
         """
         self._check_usable()
+        self._check_synced("push")
         self._settle_steps()
         if not self._state.finished:
             self._outer_steps.settle_transfers()
@@ -281,6 +294,7 @@ class OuterLoop:
         training since the last push is lost. Collective.
         """
         self._check_usable()
+        self._check_synced("pull")
         self._collectives.barrier("OuterLoop.pull")
         if not self._state.finished:
             self._outer_steps.pull_newest()
@@ -311,6 +325,7 @@ class OuterLoop:
         while not self._state.finished and not self._closed:
             self._check_usable()
             self._collectives.barrier("OuterLoop.ranges")
+            self._check_synced("ranges")  # at their end it pushes
             self._settle_steps()
             number = self._data_ranges.next_range()
             self._tell_news()
@@ -356,6 +371,11 @@ class OuterLoop:
         self._step_reports.report_pipeline_losses()
         self._outer_steps.poll_outer_step(demanded)
         self._tell_news()
+
+    def _check_synced(self, call: str) -> None:
+        """Raise LocalProtocolError if a transfer now would mix what ranks hold."""
+        if self._may_push is not None and not self._may_push():
+            raise LocalProtocolError(f"OuterLoop.{call}: {NOT_SYNCED}")
 
     def _settle_steps(self) -> None:
         """Report all inner steps until now to the agent. Collective."""

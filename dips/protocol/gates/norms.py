@@ -220,8 +220,13 @@ def judge_layers(push: PushEvidence, past: Past) -> Opinion:
 
 
 def layer_norms(push: PushEvidence) -> list[float]:
-    """Return ‖d‖₂ / √(inner steps) of each layer; the division makes clusters of different paces comparable."""
-    return [sqrt(sq / max(1, push.inner_steps)) for sq in push.layer_sq]
+    """Return the norm of each layer, as it is scored."""
+    return [norm_per_step(sq, push.inner_steps) for sq in push.layer_sq]
+
+
+def norm_per_step(square: float, inner_steps: int) -> float:
+    """Return ‖d‖₂ / √(inner steps); the division makes clusters of different paces comparable."""
+    return sqrt(square / max(1, inner_steps))
 
 
 def score_layer(norm: float, layer: LayerStatistics, options: PenaltyOptions) -> float:
