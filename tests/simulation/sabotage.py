@@ -49,7 +49,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "a repeated order repeats its answer, not its work", (1, 4, 8), 3, slave.refold_on_retry
     ),
     "reuse-round-after-restart": Sabotage(
-        "terms and rounds come from the ledger", (1, 5), 0, master.reuse_round_after_restart
+        "terms and rounds come from the ledger", (1, 5), 1, master.reuse_round_after_restart
     ),
     "unpin-at-send": Sabotage("a pin ends when its last byte is gone", (1, 11), 0, slave.unpin_at_send),
     "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 13, slave.free_at_move),
