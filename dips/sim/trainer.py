@@ -14,10 +14,9 @@ from dips.data.steps import Part, samples_of
 from dips.errors import Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.heap import ChangeSignal, Fiber, Gate, Heap, Story, Wait, sleep
-from dips.sim.network import make_keys, pieces_of
 from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.scenario import SimFeed, Site
-from dips.sim.streams import HeldVersion, Meter, Pulled, SimTransfer
+from dips.sim.streams import HeldVersion, Meter, Pulled, SimTransfer, make_keys, pieces_of
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
 from dips.wire.chunks import LayerLayout, Piece, encode_body, put_body, split_chunks
