@@ -19,6 +19,7 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar, TypeVarTuple
 
+from dips.errors import StaleTerm
 from dips.sim.heap import Heap, Timer
 
 LATE_SHARE = 0.1  # arrivals that find the process waiting for a core
@@ -111,15 +112,20 @@ class SimLoop(asyncio.BaseEventLoop):
             raise self._error
 
     def _run_ready(self) -> None:
-        ready, arrived, self._turning = self._ready, self._arrived, True
-        with self.running():
+        ready, arrived, before = self._ready, self._arrived, events._get_running_loop()
+        self._turning = True
+        events._set_running_loop(self)
+        try:
             while ready or arrived:
-                ready.extend(arrived)
-                arrived.clear()
+                if arrived:
+                    ready.extend(arrived)
+                    arrived.clear()
                 handle = ready.popleft()
                 if not handle._cancelled:
                     handle._run()
-        self._turning = False
+        finally:
+            events._set_running_loop(before)
+            self._turning = False
 
     # ---- for asyncio -----------------------------------------------------------------------------------------------
 
@@ -212,3 +218,22 @@ def _set_result(done: asyncio.Future[Any], result: Any) -> None:
 def _set_exception(done: asyncio.Future[Any], error: Exception) -> None:
     if not done.done():
         done.set_exception(error)
+
+
+class SimLog:
+    """The log and timeline of a simulated process: nothing is kept, and a bug that it reports ends the simulation."""
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+
+    def record_mark(self, kind: str, **fields: Any) -> None: ...
+    def debug(self, event: str, **fields: Any) -> None: ...
+    def info(self, event: str, **fields: Any) -> None: ...
+    def warning(self, event: str, **fields: Any) -> None: ...
+
+    def error(self, event: str, exc_info: BaseException | None = None, **fields: Any) -> None:
+        """End the simulation if there is an exception: but for disks and successors, the process handles all others."""
+        if exc_info is not None and not isinstance(exc_info, OSError | StaleTerm):
+            self._fail(exc_info)
+
+    critical = error

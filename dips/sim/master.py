@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from random import Random
 from typing import Any, Protocol, cast
 
 from google.protobuf.message import Message
 
 from dips.client.agent.agent import CALLS
-from dips.errors import DipsError, StaleTerm
+from dips.errors import DipsError
 from dips.master.core import Action, MasterCore, PollOptions, WriteRecords
 from dips.master.runtime import ClusterServicer, MasterOutside, OperatorServicer, Runtime, SlaveServicer
 from dips.protocol import events
@@ -34,7 +33,7 @@ from dips.protocol.options import Options
 from dips.protocol.records import LedgerState, Record, VersionCommitted
 from dips.sim.disk import LedgerDisk, SimLedger
 from dips.sim.heap import Chance, Heap, Timer, Trace
-from dips.sim.loop import SimLoop
+from dips.sim.loop import SimLog, SimLoop
 from dips.sim.network import Network
 from dips.tasks import start_task
 from dips.wire.generated import slave_pb2
@@ -55,7 +54,7 @@ class SimCalls:
     async def ask(self, request: Message, *, needs_listener: bool = False) -> slave_pb2.Answer:
         """Return the reply, however many messages it takes; raise the slave's error."""
         order = from_proto(request, Order)
-        while (answer := await self._send_order(order)) is None:
+        while (answer := await self._network.ask_host(self._loop, "master", self._slave, order, RESEND_S)) is None:
             pass
         if isinstance(answer, Failed):
             raise answer.error(answer.message)
@@ -63,18 +62,6 @@ class SimCalls:
 
     async def close(self) -> None:
         """Do nothing: whoever waits is cancelled."""
-
-    def _send_order(self, order: Order) -> asyncio.Future[Any]:
-        """Send the order; the result is the answer, None if there is none for RESEND_S."""
-        answered = self._loop.create_future()
-
-        def on_answer(answer: Any) -> None:
-            if not answered.done():
-                answered.set_result(answer)
-
-        on_end = partial(self._loop.deliver, on_answer)
-        self._network.call_host("master", self._slave, order, RESEND_S, on_end)
-        return answered
 
 
 # ---- master ---------------------------------------------------------------------------------------------------------
@@ -315,24 +302,6 @@ class MasterProcess:
             self.machine.disk.mirror_records(records)
             for record in records:
                 self.world.monitor.record_written(record)
-
-
-class SimLog:
-    """The log and timeline of a simulated master: nothing is kept, and a bug that it reports ends the simulation."""
-
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        self._fail = fail
-
-    def record_mark(self, kind: str, **fields: Any) -> None: ...
-    def debug(self, event: str, **fields: Any) -> None: ...
-    def info(self, event: str, **fields: Any) -> None: ...
-    def warning(self, event: str, **fields: Any) -> None: ...
-    def error(self, event: str, **fields: Any) -> None: ...
-
-    def critical(self, event: str, *, exc_info: BaseException, **fields: Any) -> None:
-        """Note a failure: a disk or a successor may cause one, everything else is a bug."""
-        if not isinstance(exc_info, OSError | StaleTerm):
-            self._fail(exc_info)
 
 
 def _list_methods(runtime: Runtime, wall: Callable[[], float]) -> dict[type, Serve]:

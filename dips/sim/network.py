@@ -7,11 +7,14 @@ that runs on the host at that moment, so it may outlive its sender and reach a s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from dips.sim.heap import Chance, Heap, Timer
+from dips.sim.loop import SimLoop
 
 Answer = Callable[[Any], None]
 
@@ -109,6 +112,19 @@ class Network:
             self._send_message(receiver, sender, "answer", lambda: call.end_call(answer))
 
         self._send_message(sender, receiver, "question", deliver_message)
+
+    def ask_host(
+        self, loop: SimLoop, sender: str, receiver: str, message: Any, deadline_s: float
+    ) -> asyncio.Future[Any]:
+        """Send a question of a process; the result is the answer, None if there is none before the deadline."""
+        answered = loop.create_future()
+
+        def on_answer(answer: Any) -> None:
+            if not answered.done():
+                answered.set_result(answer)
+
+        self.call_host(sender, receiver, message, deadline_s, partial(loop.deliver, on_answer))
+        return answered
 
     def _send_message(self, sender: str, receiver: str, what: str, arrive: Callable[[], None]) -> None:
         draw, weather = self._rng.random, self.weather

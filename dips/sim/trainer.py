@@ -11,7 +11,7 @@ import numpy as np
 from dips.client.ipc import messages
 from dips.client.rank.feedback import Feedback
 from dips.data.steps import Part, samples_of
-from dips.errors import Diverged, Stale, class_named
+from dips.errors import Denied, Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.heap import ChangeSignal, Fiber, Gate, Heap, Story, Wait, sleep
 from dips.sim.ports import TrainerAgent, TrainerWorld
@@ -425,9 +425,10 @@ class SimTrainer:
         if not isinstance(answer, messages.ErrorReply):
             return answer
         error = class_named(answer.error)
-        if error is None or not issubclass(error, Stale | Diverged):
+        if error is None or not issubclass(error, Stale | Denied | Diverged):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
         self._fiber.kill()  # another attempt took over, or the agent is ending, for example after divergence
+        self.agent.on_trainer_failed(self)
         return messages.AskAgain(answer.message)
 
     def _next_range(self) -> int:

@@ -119,6 +119,8 @@ class World:
             self.monitor.at_rest()
         finally:
             self.master.close()
+            for cluster in self.clusters.values():
+                cluster.close()
 
     def _play_events(self) -> None:
         heap, trace, lasts_s = self.heap, self.trace.add_event, self.scenario.lasts_s

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dips.sim.heap import Heap
-from dips.sim.loop import SimLoop
+from dips.sim.loop import SimLog, SimLoop
 from dips.tasks import start_task
 
 WORK_S = 2.0
@@ -151,3 +151,16 @@ def test_an_error_that_nobody_handles_ends_the_simulation() -> None:
     process.heap.call_later(1.0, "begins", lambda: process.loop.deliver(start_task, work(), process.loop.fail))
     with pytest.raises(ValueError, match="of a task"):
         process.play()
+
+
+def test_a_bug_that_a_process_logs_ends_the_simulation() -> None:
+    """A daemon logs it and ends; a disk that fails, and what is logged without an exception, is its daily life."""
+    process = PlayedProcess()
+    log = SimLog(process.loop.fail)
+    process.loop.call_soon(log.error, "exit")
+    process.loop.call_soon(log.critical, "not written", OSError("full"))
+    process.loop.call_later(1.0, process.note, "goes on")
+    process.loop.call_later(2.0, log.critical, "the coordinator failed", KeyError("push"))
+    with pytest.raises(KeyError, match="push"):
+        process.play()
+    assert process.did == [(1.0, "goes on")]
