@@ -124,7 +124,8 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
     relay = Relay(config.relay, log) if config.relay else None
     rewrite = relay.rewrite_grant if relay else lambda grant: grant
     find_problem = tls.find_problem if tls is not None else lambda: ""
-    agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save_incarnation, find_problem)
+    hold_s, save = config.poll_s / 2, incarnations.save_incarnation
+    agent = Agent(hold_s, core, master, timeline, log, rewrite, save, find_problem)
     known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: process_home()}
     known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     async with AsyncExitStack() as stack:

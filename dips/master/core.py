@@ -251,8 +251,8 @@ class HeldQuestions:
 
 # ---- orders ---------------------------------------------------------------------------------------------------------
 # A deadline limits silence: neither the time that a model's size takes, nor a wait for a disk that heartbeats report.
-# Pure: the daemon's links and the simulated master send, and report the results here. An order that is sent again keeps
-# its number, so the slave repeats its answer and not the work.
+# Pure: the links to slaves (runtime.py) send, and report the results here. An order that is sent again keeps its
+# number, so the slave repeats its answer and not the work.
 
 
 class SentOrder:
@@ -339,9 +339,8 @@ class SlavePatience:
 # All decisions of a master as a pure state machine: no clock, socket, thread or event loop.
 #
 # It owns the Coordinator (rounds, pushes and versions), the Judge (which peers are alive), the alignment of pushes,
-# open questions, and the outbox. A shell around it passes in what arrived and what time it is, carries out the returned
-# actions, and writes records; the daemon (runtime.py) and the simulated master (dips/sim/master.py) are two such
-# shells.
+# open questions, and the outbox. The shell around it (runtime.py) passes in what arrived and what time it is, carries
+# out the returned actions, and writes records, in the daemon and in the simulation.
 #
 # What must stay true: nothing behind a Record leaves before the record is durable, answers to heartbeats included.
 # Silence counts only while the shell runs: after a gap every deadline is shifted, and messages that arrived meanwhile

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
-from grpc import aio
 
 from dips.config import RunFile
 from dips.errors import (
@@ -62,7 +61,7 @@ from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.transport.endpoints import slave_peer
 from dips.transport.gate import Guard
-from dips.transport.ordered_calls import NobodyListens, OrderedCalls
+from dips.transport.ordered_calls import AnyCalls, NobodyListens, OrderedCalls
 from dips.transport.tls import TlsSource
 from dips.view.judging import judge_run, narrow_view, spell_view
 from dips.wire import messages
@@ -81,18 +80,23 @@ from dips.wire.packed_manifest import ManifestTooLong, unpack_manifest
 RESEND_PAUSE_S = 0.1  # before an order is sent again to a slave that cannot take it yet
 
 
+DialSlave = Callable[[str, str, TlsSource | None], AnyCalls]  # of name, address and our certificate
+
+
+def dial_slave(slave: str, address: str, tls: TlsSource | None = None) -> OrderedCalls:
+    """Open a connection to a slave's control server, for its orders."""
+    peer = slave_peer(slave, address, tls)
+    channel = control.open_channel(peer)
+    execute = OrderServiceStub(channel).Execute
+    return OrderedCalls(channel, execute, peer, lambda error: control.to_error(error, 0.0, peer, UnavailableSlave))
+
+
 class SlaveLink:
     """The connection to one slave at one address."""
 
-    def __init__(self, slave: str, address: str, tls: TlsSource | None = None) -> None:
-        self.slave, self.address, peer = slave, address, slave_peer(slave, address, tls)
-        self._channel: aio.Channel = control.open_channel(peer)
-        self._calls = OrderedCalls(
-            self._channel,
-            OrderServiceStub(self._channel).Execute,
-            peer,
-            lambda error: control.to_error(error, 0.0, peer, UnavailableSlave),
-        )
+    def __init__(self, slave: str, address: str, tls: TlsSource | None = None, dial: DialSlave = dial_slave) -> None:
+        self.slave, self.address = slave, address
+        self._calls = dial(slave, address, tls)
         self._timeouts: dict[SentOrder, asyncio.Timeout] = {}
 
     async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
@@ -123,7 +127,6 @@ class SlaveLink:
 
     async def close(self) -> None:
         await self._calls.close()
-        await self._channel.close()
 
     async def _send_once(self, sent: SentOrder, clock: Callable[[], float]) -> OrderAnswered | OrderFailed | None:
         """Send the order once; return None to send it again."""
@@ -139,8 +142,9 @@ class SlaveLink:
 class SlaveLinks:
     """The connections to all slaves that have registered."""
 
-    def __init__(self, tls: TlsSource | None = None) -> None:
-        self._tls = tls
+    def __init__(self, tls: TlsSource | None = None, dial: DialSlave = dial_slave) -> None:
+        """`dial` opens the connection to a slave; the simulation has its own."""
+        self._tls, self._dial = tls, dial
         self._links: dict[str, SlaveLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -153,7 +157,7 @@ class SlaveLinks:
             task = asyncio.get_running_loop().create_task(known.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        self._links[slave] = SlaveLink(slave, address, self._tls)
+        self._links[slave] = SlaveLink(slave, address, self._tls, self._dial)
 
     def on_progress(self, progress: SlaveProgress) -> None:
         """Restart the deadlines of a slave's orders, since it has worked or waits for its disk."""
@@ -186,8 +190,15 @@ MIRROR_S = 5.0  # a mirror that takes longer is not waited for until it has caug
 class MasterOutside:
     """The daemon's implementation of `Outside` in `dips/master/core.py`."""
 
-    def __init__(self, ledger: Ledger, tls: TlsSource | None = None) -> None:
-        self._ledger, self._links = ledger, SlaveLinks(tls)
+    def __init__(
+        self,
+        ledger: Ledger,
+        tls: TlsSource | None = None,
+        dial: DialSlave = dial_slave,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`dial` opens the connection to a slave; `wall` returns Unix seconds, for the ledger's rows."""
+        self._ledger, self._links, self._wall = ledger, SlaveLinks(tls, dial), wall
         self._thread = ThreadPoolExecutor(1, "ledger")
         self._written = 0  # transactions of this term, counted on the ledger's thread
         self._mirror: LedgerMirror | None = None
@@ -265,7 +276,7 @@ class MasterOutside:
 
     async def write_records(self, records: Sequence[Record]) -> None:
         """Write records; return when all are durable, in the mirror too unless it lags. The loop goes on meanwhile."""
-        wall = time.time()
+        wall = self._wall()
         number = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records, wall)
         if self._mirror is not None:
             await self._mirror.follow(number, records, wall)

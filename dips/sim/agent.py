@@ -1,32 +1,23 @@
-"""A simulated agent: a shell around the real core (client/agent/core.py), and its calls to the master."""
+"""The simulated cluster: the shipped agent on a loop of the world's time, torchrun, and the machines of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
+from dips.client.agent.agent import Agent
 from dips.client.agent.core import AgentCore
-from dips.client.agent.restarts import EndAgent, LaunchCommand
-from dips.client.agent.state import (
-    Actions,
-    AgentSettings,
-    AgentState,
-    AskMaster,
-    Channel,
-    ClusterIdentity,
-    RecordMark,
-    SaveIncarnation,
-    SendHeartbeat,
-    StopTrainer,
-)
+from dips.client.agent.state import Actions, AgentSettings, AgentState, AskMaster, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.errors import Denied, DipsError, Diverged, StaleIncarnation, UnavailableMaster
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
-from dips.sim.heap import ChangeSignal, Fiber, Gate, Heap, Story, Wait, sleep
+from dips.sim.heap import ChangeSignal, Gate, Wait
+from dips.sim.loop import SimLog, SimLoop
 from dips.sim.network import Network
 from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.scenario import Site
@@ -34,63 +25,30 @@ from dips.sim.trainer import SimTrainer
 from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32
 
-# ---- master client --------------------------------------------------------------------------------------------------
+# ---- calls to the master --------------------------------------------------------------------------------------------
 
 
 CALL_S = 2.0  # deadline of a question
 
 
-class Asker(Protocol):
-    """The receiver of replies and errors."""
+class SimMasterLink:
+    """The calls of an agent to the master, in the place of `MasterLink`."""
 
-    def on_reply(self, ask: AskMaster, answer: Any) -> None: ...
-    def on_error(self, ask: AskMaster, error: DipsError) -> None: ...
-    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer) -> None: ...
-    def on_heartbeat_error(self, error: DipsError) -> None: ...
+    def __init__(self, network: Network, loop: SimLoop, name: str) -> None:
+        self._network, self._loop, self._name = network, loop, name
 
+    async def ask_master(self, event: object) -> Any:
+        """Send a question and return the reply. Raises UnavailableMaster if none comes in time, or the master's
+        error.
+        """
+        return await self.send_heartbeat(event, CALL_S)
 
-class SimMasterClient:
-    """Sends one question at a time in each channel; a newer one replaces an older one."""
-
-    def __init__(self, heap: Heap, network: Network, name: str, gate: Gate, asker: Asker) -> None:
-        self._heap, self._network, self._name, self._gate, self._asker = heap, network, name, gate, asker
-        self._asking: dict[Channel, Fiber] = {}
-
-    def ask_master(self, ask: AskMaster) -> None:
-        older = self._asking.get(ask.channel)
-        if older is not None:
-            older.kill()
-        self._asking[ask.channel] = Fiber(self._carry_question(ask), self._gate)
-
-    def send_heartbeat(self, action: SendHeartbeat) -> None:
-        """Send a heartbeat; its answer is processed when the agent's machine runs."""
-        inc = action.heartbeat.inc
-
-        def on_answer(answer: Any) -> None:
-            self._gate.pass_on(partial(self._take_heartbeat_answer, inc, answer))
-
-        self._network.call_host(self._name, "master", action.heartbeat, action.deadline_s, on_answer)
-
-    def kill_client(self) -> None:
-        for fiber in self._asking.values():
-            fiber.kill()
-
-    def _carry_question(self, ask: AskMaster) -> Story:
-        if ask.delay_s:
-            yield sleep(self._heap, ask.delay_s, f"{self._name} asks")
-        answer = yield partial(self._network.call_host, self._name, "master", ask.event, CALL_S)
-        error = error_of(answer)
-        if error is None:
-            self._asker.on_reply(ask, answer)
-        else:
-            self._asker.on_error(ask, error)
-
-    def _take_heartbeat_answer(self, inc: int, answer: Any) -> None:
-        error = error_of(answer)
-        if error is None:
-            self._asker.on_heartbeat_reply(inc, answer)
-        else:
-            self._asker.on_heartbeat_error(error)
+    async def send_heartbeat(self, heartbeat: object, deadline_s: float) -> Any:
+        """Send a heartbeat and return its answer; raises as `ask_master` does."""
+        answer = await self._network.ask_host(self._loop, self._name, "master", heartbeat, deadline_s)
+        if (error := error_of(answer)) is not None:
+            raise error
+        return answer
 
 
 def error_of(answer: Any) -> DipsError | None:
@@ -103,12 +61,13 @@ def error_of(answer: Any) -> DipsError | None:
 
 
 # ---- agent ----------------------------------------------------------------------------------------------------------
-# A simulated agent: a shell around the real core (client/agent/core.py), like the daemon (client/agent/agent.py).
+# The daemon's Agent (client/agent/agent.py) on a loop of the world's time, around the real core. Replaced are its
+# connection to the master, the training command, and the sockets of its ranks: a trainer calls `handle_message`.
 #
-# The shell sends questions and heartbeats to the master, serves rank 0 and runs the training command. Beside it the
-# world keeps its own record of every inner step, with which the client's account is compared.
+# Beside it the world keeps its own record of every inner step, with which the client's account is compared.
 
 
+TERMINATED, KILLED = 143, 137  # exit codes of a command that SIGTERM or SIGKILL has ended
 RETRY_S = 2.0  # longest pause before a master that did not answer is asked again
 MAX_RESTARTS = 1000  # restarts of the training command, so that drawn failures never end a cluster for good
 
@@ -165,6 +124,37 @@ class AgentWorld(TrainerWorld, Protocol):
     def monitor(self) -> ClusterObserver: ...
 
 
+class AgentGate(Gate):
+    """The gate of an agent's machine, which stops the agent's process, too."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def close(self) -> None:
+        super().close()
+        self._loop.stop_process()
+
+    def open(self) -> None:
+        super().open()
+        self._loop.continue_process()
+
+
+class WatchedAgentCore(AgentCore):
+    """The core of a simulated agent: the observers learn what the master has answered."""
+
+    agent: SimAgent
+
+    def on_reply(self, ask: AskMaster, result: Any, now: float) -> Actions:
+        if self.awaits_answer(ask):
+            self.agent.watch_reply(ask, result)
+        return super().on_reply(ask, result, now)
+
+    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer, now: float) -> Actions:
+        self.agent.meets = answer.push_in_s != OWN_PACE
+        return super().on_heartbeat_reply(inc, answer, now)
+
+
 class SimAgent:
     """One agent process, with the trainer that it keeps running."""
 
@@ -200,19 +190,29 @@ class SimAgent:
             take_over=replaces,
             fragments=site.fragments,
         )
-        self.core = AgentCore(timing, pace, self._make_nonce, world.chance.generator_for(f"agent/{process}"), former)
+        rng = world.chance.generator_for(f"agent/{process}")
+        self.core = WatchedAgentCore(timing, pace, self._make_nonce, rng, former)
+        self.core.agent = self
         self.left = former  # the incarnation saved on its disk
-        self.gate = Gate()  # closed while the whole machine is stopped
+        self.loop = SimLoop(world.heap, world.chance.generator_for(f"loop/{process}"), self.name, lambda work: 0.0)
+        self.gate = AgentGate(self.loop)  # closed while the whole machine is stopped
         self.alive = True
+        self.leaves = False  # SIGTERM has arrived
         self.consumed = 0  # tokens since the last Joined, by the world's count
         self.outcome_at = self.world.heap.now  # time of its last Outcome, or of its trainer's start
         self.meets = False  # it pushes together with others, when the master plans
         self.finished: VersionId | None = None  # the last version, which it holds after the end of the run
-        self._master = SimMasterClient(world.heap, world.network, self.name, self.gate, self)
         self._changed = ChangeSignal(world.heap)  # wakes rank 0
-        self._clock = Fiber(self._keep_time(), self.gate)
-        self.torchrun = SimTorchrun(world, site, self, self.core.plan_first_launch())
-        self.torchrun.start()
+        self._waking: asyncio.Task[None] | None = None  # waits for the agent's next change
+        self.torchrun = SimTorchrun(world, site, self, self.loop)
+        log: Any = SimLog(self.loop.fail)
+        with self.loop.running():
+            master = SimMasterLink(world.network, self.loop, self.name)
+            self.agent = Agent(
+                0.0, self.core, master, cast(Any, self), log, save=self._save_incarnation, start=self.torchrun.launch
+            )
+        run = self.agent.run(["the training command"], {})
+        self.loop.create_task(run).add_done_callback(self._on_end)
 
     # ---- start and end ---------------------------------------------------------------------------------------------
 
@@ -253,26 +253,42 @@ class SimAgent:
     def kill_agent(self) -> None:
         """Kill the agent by SIGKILL; torchrun dies with it (PR_SET_PDEATHSIG)."""
         self.alive = False
-        self._clock.kill()
-        self._master.kill_client()
+        self.loop.kill()
         self.torchrun.end("its agent ended")
+
+    def terminate_agent(self) -> None:
+        """End the agent by SIGTERM: it stops the trainer, sends Leave once, and exits whether or not that arrives."""
+        self.leaves = True
+        self.loop.deliver(self.agent.terminate)
+
+    def _on_end(self, run: asyncio.Task[int]) -> None:
+        if not run.cancelled():
+            run.result()  # an error of it ends the simulation
+            self.world.call_later(0.0, f"{self.name} exits", self._exit)
+
+    def _exit(self) -> None:
+        """Exit; raise AssertionError unless it was told to, or fenced, denied or diverged."""
+        stop = self.state.stop
+        if not self.alive:
+            return
+        if stop is not None:
+            if stop.error is None or not issubclass(stop.error, StaleIncarnation | Denied | Diverged):
+                raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
+            self.world.trace.add_line(self.world.heap.now, f"{self.name} exits: {stop.reason}")
+            self.world.monitor.agent_exits(self, stop.reason)
+        self._exits(self)
 
     def on_trainer_start(self) -> None:
         self.outcome_at = self.world.heap.now
 
-    def on_command_end(self, before: LaunchCommand, reason: str) -> LaunchCommand | None:
-        """Process a crash of the training command; return its next launch, None if this agent ends instead."""
-        self._do_actions(self.core.on_trainer_gone(reason, self.world.heap.now))
-        plan = self.core.plan_next_launch(before, code=137)
-        if isinstance(plan, EndAgent):
-            self.world.call_later(0.0, f"{self.name} exits", partial(self._exits, self))
-            return None
-        return plan
+    def on_trainer_failed(self, trainer: SimTrainer) -> None:
+        """Note that a trainer ends, since the agent has answered with an error."""
+        self.world.call_later(0.0, f"{self.name}'s trainer gives up", partial(self.torchrun.give_up, trainer))
 
     def on_hang_up(self, attempt: int) -> None:
         """Process the end of the connection of this attempt's rank 0; a newer one may be there already."""
         if self.alive and attempt:
-            self._do_actions(self.core.on_hang_up(attempt, self.world.heap.now))
+            self._perform(self.core.on_hang_up(attempt, self.world.heap.now))
 
     def on_trainer_end(self) -> None:
         """Note that the training script has ended."""
@@ -313,87 +329,53 @@ class SimAgent:
 
     def handle_message(self, message: Question | Stepped) -> Answer | None:
         answer, actions = self.core.on_message(message, self.world.heap.now)
-        self._do_actions(actions)
+        self._perform(actions)
         return answer
 
     def next_change(self, at_most_s: float) -> Wait:
         """Wait until the core has changed, at most `at_most_s`."""
+        if self._waking is None or self._waking.done():
+            self._waking = self.loop.create_task(self._wake_rank(self.agent.next_change()))
         return self._changed.wait_for_change(at_most_s, f"{self.name} polls")
 
-    # ---- the master ------------------------------------------------------------------------------------------------
-
-    def _do_actions(self, actions: Actions) -> None:
-        for action in actions:
-            match action:
-                case AskMaster():
-                    self._master.ask_master(action)
-                case SendHeartbeat():
-                    self._master.send_heartbeat(action)
-                case SaveIncarnation(past):
-                    self.left = past
-                case RecordMark():
-                    self._on_mark(action)
-                case StopTrainer():
-                    self._on_stop(action)
-        if actions and self._changed.awaited:  # not at once, since the caller has not finished
+    async def _wake_rank(self, change: asyncio.Event) -> None:
+        await change.wait()
+        if self._changed.awaited:
             self.world.call_later(0.0, f"{self.name} wakes rank 0", self._changed.wake_waiters)
 
-    def _on_mark(self, mark: RecordMark) -> None:
-        if mark.kind == "joined":
+    def _perform(self, actions: Actions) -> None:
+        with self.loop.running():
+            self.agent.perform_actions(actions)
+
+    # ---- what the agent does, for the world's record ---------------------------------------------------------------
+
+    def _save_incarnation(self, past: PastIncarnation) -> None:
+        self.left = past
+
+    def record_mark(self, kind: str, **fields: Any) -> None:
+        """Follow the agent's timeline."""
+        if kind == "joined":
             self.consumed = self.state.account.lost  # lost by its former incarnation and not reported
             if self.trainer is not None:
                 self.trainer.in_hand.lose_work("its incarnation ended")  # overwritten by the pull that follows
                 self.trainer.range = None  # leased to its former incarnation
-        elif mark.kind == "incarnation_ended" and self.trainer is not None:
+        elif kind == "incarnation_ended" and self.trainer is not None:
             self.trainer.in_hand.lose_work("its incarnation ended")
-        elif mark.kind == "outcome":
+        elif kind == "outcome":
             self.outcome_at = self.world.heap.now
-            if mark.fields["outcome"] == "dropped":
-                seq = int(str(mark.fields["push"]).rpartition("#")[2])
+            if fields["outcome"] == "dropped":
+                seq = int(str(fields["push"]).rpartition("#")[2])
                 self.world.monitor.push_dropped(self, PushId(self.name, self.inc, seq))
 
-    def _on_stop(self, stop: StopTrainer) -> None:
-        """Exit because the core cannot continue; raise AssertionError unless it was fenced, denied or diverged."""
-        if not self.alive:
-            return
-        if stop.error is None or not issubclass(stop.error, StaleIncarnation | Denied | Diverged):
-            raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
-        self.world.trace.add_line(self.world.heap.now, f"{self.name} exits: {stop.reason}")
-        self.world.monitor.agent_exits(self, stop.reason)
-        self._exits(self)
-
-    def on_error(self, ask: AskMaster, error: DipsError) -> None:
-        self._do_actions(self.core.on_error(ask, error, self.world.heap.now))
-
-    def on_reply(self, ask: AskMaster, answer: Any) -> None:
-        if self.core.awaits_answer(ask):
-            if isinstance(answer, Grant | Joined | Finished):
-                version = answer.head if isinstance(answer, Joined) else answer.version
-                self.world.monitor.version_received(self, version, type(answer).__name__)
-            elif isinstance(answer, Outcome):
-                if answer.version is not None:
-                    self.world.monitor.version_received(self, answer.version, "Outcome")
-                self.world.monitor.outcome_received(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
-        self._do_actions(self.core.on_reply(ask, answer, self.world.heap.now))
-
-    # ---- heartbeats ------------------------------------------------------------------------------------------------
-
-    def _keep_time(self) -> Story:
-        """Call the core whenever one of its deadlines is due."""
-        while True:
-            now, heartbeat_s = self.world.heap.now, self.world.options.timing.heartbeat_s
-            due = min(self.core.next_deadline(), now + heartbeat_s)
-            yield sleep(self.world.heap, max(0.0, due - now), f"heartbeat of {self.name}")
-            self._do_actions(self.core.tick(self.world.heap.now))
-
-    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer) -> None:
-        if self.alive:
-            self.meets = answer.push_in_s != OWN_PACE
-            self._do_actions(self.core.on_heartbeat_reply(inc, answer, self.world.heap.now))
-
-    def on_heartbeat_error(self, error: DipsError) -> None:
-        if self.alive:
-            self._do_actions(self.core.on_heartbeat_error(error, self.world.heap.now))
+    def watch_reply(self, ask: AskMaster, answer: Any) -> None:
+        """Let the observers see what the master has answered."""
+        if isinstance(answer, Grant | Joined | Finished):
+            version = answer.head if isinstance(answer, Joined) else answer.version
+            self.world.monitor.version_received(self, version, type(answer).__name__)
+        elif isinstance(answer, Outcome):
+            if answer.version is not None:
+                self.world.monitor.version_received(self, answer.version, "Outcome")
+            self.world.monitor.outcome_received(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
 
 
 # ---- torchrun --------------------------------------------------------------------------------------------------------
@@ -405,45 +387,80 @@ class TorchrunAgent(TrainerAgent, Protocol):
     name: str
 
     def on_trainer_start(self) -> None: ...
-    def on_command_end(self, before: LaunchCommand, reason: str) -> LaunchCommand | None: ...
     def on_hang_up(self, attempt: int) -> None: ...
 
 
 class SimTorchrun:
-    """Runs at most one trainer at a time; a dead one is replaced after a while."""
+    """The training command, as the agent launches it: at most one trainer at a time; a dead one is replaced."""
 
-    def __init__(self, world: TrainerWorld, site: Site, agent: TorchrunAgent, launch: LaunchCommand) -> None:
-        self._world, self._site, self._agent = world, site, agent
-        self._launch = launch  # the present or last launch
-        self._ended = False
+    pid = 0
+
+    def __init__(self, world: TrainerWorld, site: Site, agent: TorchrunAgent, loop: SimLoop) -> None:
+        self._world, self._site, self._agent, self._loop = world, site, agent, loop
+        self._launch = 0  # the present or last launch
+        self._code: int | None = None  # exit code of the last launch; None: it runs
+        self._over = asyncio.Event()
         self.trainer: SimTrainer | None = None
+
+    async def launch(self, command: Sequence[str], environment: Mapping[str, str]) -> SimTorchrun:
+        """Start the training command, which takes a while except for the first time."""
+        number = int(environment["DIPS_ATTEMPT"])
+        await asyncio.sleep(1.5 * self._site.rng.random() if number > 1 else 0.0)
+        self._launch, self._code, self._over = number, None, asyncio.Event()
+        self.start()
+        return self
 
     def start(self, restart: int = 0) -> None:
         """Start the trainer; `restart` counts the restarts of the ranks by this torchrun."""
-        if not self._ended and self.trainer is None:
+        if self._code is None and self.trainer is None:
             self._agent.on_trainer_start()
-            self.trainer = SimTrainer(self._world, self._site, self._agent, self._launch.launch, restart)
+            self.trainer = SimTrainer(self._world, self._site, self._agent, self._launch, restart)
 
-    def end(self, cause: str) -> None:
-        """Kill everything by SIGKILL, for good."""
-        self._ended = True
+    async def wait(self) -> int:
+        """Wait for the end of the launch; return its exit code."""
+        await self._over.wait()
+        assert self._code is not None
+        return self._code
+
+    async def end_within(self, grace_s: float) -> int:
+        """End the launch by SIGTERM, which its ranks follow at once."""
+        self.end("its agent has stopped it")
+        return TERMINATED
+
+    def last_lines(self, most: int) -> tuple[str, ...]:
+        """Return nothing: a simulated trainer prints nothing."""
+        return ()
+
+    def kill_leftovers(self) -> int:
+        """Do nothing: nothing is left."""
+        return 0
+
+    async def find_cause(self) -> str:
+        """Return nothing: a simulated trainer prints nothing."""
+        return ""
+
+    def end(self, cause: str, code: int = KILLED) -> None:
+        """Kill everything by SIGKILL."""
+        self._code = code
         if self.trainer is not None:
             self._lose_trainer(cause)
 
-    def crash(self, reason: str) -> None:
+    def crash(self) -> None:
         """End torchrun; its agent notices at once, and decides whether it is launched again."""
-        self._lose_trainer("its trainer died")
-        launch = self._agent.on_command_end(self._launch, reason)
-        if launch is not None:
-            self._launch = launch
-            self._start_later(launch.delay_s + 1.5 * self._site.rng.random(), 0)
+        self.end("its trainer died")
+        self._loop.deliver(self._over.set)
+
+    def give_up(self, trainer: SimTrainer) -> None:
+        """End torchrun if this is the present trainer, which has ended with an error."""
+        if self.trainer is trainer:
+            self.crash()
 
     def on_dead_rank(self, rank: int) -> None:
         """Process a rank's death: torchrun restarts all ranks, or ends if it has done so too often."""
         trainer = self.trainer
         assert trainer is not None
         if trainer.restart >= self._site.restarts:
-            self.crash(f"rank {rank} died")
+            self.crash()
             return
         self._lose_trainer("its trainer died")
         rng = self._world.chance.generator_for(f"torchrun/{self._site.name}")
@@ -460,8 +477,15 @@ class SimTorchrun:
         trainer.in_hand.lose_work(cause)
 
     def _start_later(self, delay_s: float, restart: int) -> None:
-        start = partial(self._agent.gate.pass_on, partial(self.start, restart))
-        self._world.call_later(delay_s, f"{self._site.name} restarts its trainer", start)
+        launch = self._launch
+
+        def start() -> None:
+            if self._launch == launch:
+                self.start(restart)
+
+        self._world.call_later(
+            delay_s, f"{self._site.name} restarts its trainer", partial(self._agent.gate.pass_on, start)
+        )
 
 
 # ---- cluster ---------------------------------------------------------------------------------------------------------
@@ -479,6 +503,7 @@ class SimCluster:
         self.zombies: list[SimAgent] = []  # agents that are stopped and taken for dead; each has a successor
         self.lives = 0
         self.gone = False  # gone for good: it is not started again
+        self._wanted = False  # it is to start as soon as the present agent has left
 
     @property
     def live_agents(self) -> list[SimAgent]:
@@ -487,6 +512,7 @@ class SimCluster:
 
     def start(self) -> None:
         """Start a new agent process, which starts its trainer."""
+        self._wanted = self.agent is not None and self.agent.leaves
         if self.agent is None and not self.gone:
             self.lives += 1
             process, replaces = f"{self.name}-{self.lives}", bool(self.zombies)
@@ -496,6 +522,11 @@ class SimCluster:
         """Kill agent and trainer together: torchrun has PR_SET_PDEATHSIG."""
         if self.agent is not None:
             self._end_agent(self.agent)
+
+    def close(self) -> None:
+        """End all processes, when the run is over."""
+        for agent in self.live_agents:
+            agent.loop.kill()
 
     def crash_for_good(self) -> None:
         """Kill all processes of the cluster, including those taken for dead."""
@@ -510,12 +541,9 @@ class SimCluster:
         self.agent, self.left = None, agent.left
 
     def leave_run(self) -> None:
-        """Stop the agent: it sends Leave once, and exits whether or not that arrives."""
-        agent = self.agent
-        left = agent.core.leave_run() if agent is not None and not agent.gate.closed else None
-        if agent is not None and left is not None:
-            self.world.network.call_host(self.name, "master", left, CALL_S, lambda _: None)
-            self.crash()
+        """Stop the agent by SIGTERM."""
+        if self.agent is not None and not self.agent.gate.closed:
+            self.agent.terminate_agent()
 
     def abandon_agent(self) -> SimAgent | None:
         """Stop all processes by SIGSTOP for so long that another agent is started elsewhere; they may wake later."""
@@ -526,19 +554,20 @@ class SimCluster:
         return agent
 
     def _on_agent_exit(self, agent: SimAgent) -> None:
-        """Process an agent that ended by itself: it was fenced, or its name is taken."""
+        """Process an agent that ended: it has left the run, was fenced, or its name is taken."""
         if agent in self.zombies:
             agent.kill_agent()
             self.zombies.remove(agent)
         elif agent is self.agent:
             self._end_agent(agent)
-            self.world.call_later(RESTART_S, f"{self.name} starts again", self.start)
+            if not agent.leaves or self._wanted:
+                self.world.call_later(RESTART_S, f"{self.name} starts again", self.start)
 
     def crash_trainer(self) -> None:
         """Kill torchrun; the agent notices at once."""
         if self.agent is not None and self.agent.trainer is not None and not self.agent.trainer.over:
             self.world.monitor.trainer_died(self.agent, False)
-            self.agent.torchrun.crash("its trainer crashed")
+            self.agent.torchrun.crash()
 
     def crash_rank(self, rank: int, seen_s: float) -> None:
         """Kill one rank; torchrun notices after `seen_s` and ends the others."""

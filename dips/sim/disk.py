@@ -273,6 +273,22 @@ class TearingConnection:
         return getattr(self._db, name)
 
 
+class SimLedger(Ledger):
+    """The ledger as one process writes it: `on_written` gets the records of each transaction, once they are durable."""
+
+    def __init__(self, db: sqlite3.Connection, disk: LedgerDisk) -> None:
+        super().__init__(db, None, lambda: 0.0)
+        self._disk = disk
+        self.on_written: Callable[[Sequence[Record]], None] = lambda records: None
+
+    def write_records(self, records: Sequence[Record], wall: float | None = None) -> None:
+        """Write a transaction. Raises OSError if the disk is full, StaleTerm if there is a later term."""
+        if self._disk.full:
+            raise OSError("database or disk is full")
+        super().write_records(records, wall)
+        self.on_written(records)
+
+
 class LedgerDisk:
     """The ledger's file: every process opens it anew and finds the durable state."""
 
@@ -356,8 +372,8 @@ class LedgerDisk:
         for _ in range(times):
             rebuild(self.open_ledger(), 0, ())
 
-    def open_ledger(self) -> Ledger:
-        return Ledger(self._db, None, lambda: 0.0)
+    def open_ledger(self) -> SimLedger:
+        return SimLedger(self._db, self)
 
     def tear_write(self, records: Sequence[Record], statements: int) -> bool:
         """Stop before the n-th statement of a write, which SQLite then rolls back; return True if the write was

@@ -42,7 +42,11 @@ class Heap:
 
     def call_later(self, delay_s: float, what: str, action: Action) -> Timer:
         """Plan `action`; `what` describes it in the trace."""
-        timer = Timer(self.now + delay_s, what, action)
+        return self.call_at(self.now + delay_s, what, action)
+
+    def call_at(self, at: float, what: str, action: Action) -> Timer:
+        """Plan `action` for a time, or for now if that has passed."""
+        timer = Timer(at if at > self.now else self.now, what, action)
         self._sequence = sequence = self._sequence + 1
         heappush(self._queue, (timer.at, sequence, timer))
         return timer

@@ -1,106 +1,86 @@
-"""The simulated master: a process around the real MasterCore and Ledger, and its calls to the slaves."""
+"""The simulated master: the shipped core, runtime and services on a loop of the world's time (loop.py).
+
+Replaced are the sockets (messages arrive by `network.py`; orders leave by `SimCalls`) and the disk under the real
+Ledger. A crash loses the process; the transaction under way is written completely or not at all, also if the machine
+stops between two of its statements.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from dips.dataclass import replace
-from dips.errors import StaleTerm, UnavailableSlave
-from dips.master.core import (
-    Action,
-    HeartbeatReply,
-    MasterCore,
-    PollOptions,
-    SentOrder,
-    SlaveEndpoint,
-    SlaveProgress,
-    WriteRecords,
-)
+from google.protobuf.message import Message
+
+from dips.client.agent.agent import CALLS
+from dips.errors import DipsError
+from dips.master.core import Action, MasterCore, PollOptions, WriteRecords
+from dips.master.runtime import ClusterServicer, MasterOutside, OperatorServicer, Runtime, SlaveServicer
 from dips.protocol import events
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
-from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
+from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Registered
+from dips.protocol.heartbeats import (
+    ClusterHeartbeat,
+    ClusterHeartbeatAnswer,
+    SlaveHeartbeat,
+    SlaveHeartbeatAnswer,
+)
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options
 from dips.protocol.records import LedgerState, Record, VersionCommitted
-from dips.sim.disk import LedgerDisk
+from dips.sim.disk import LedgerDisk, SimLedger
 from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.loop import SimLog, SimLoop
 from dips.sim.network import Network
+from dips.tasks import start_task
+from dips.wire.generated import slave_pb2
+from dips.wire.messages import from_proto, to_proto, unwrap_oneof, wrap_oneof
 
-# ---- slave client ---------------------------------------------------------------------------------------------------
+# ---- calls to slaves ------------------------------------------------------------------------------------------------
 
 
 RESEND_S = 1.5  # after which an order without an answer is sent again under its number
 
 
-class SimSlaveClient:
-    """Sends orders; `pass_on` reads arrivals when the master runs, `take_event` receives the end of each order."""
+class SimCalls:
+    """The orders for one slave, in the place of transport/ordered_calls.py: sent until they are answered."""
 
-    def __init__(
-        self,
-        heap: Heap,
-        network: Network,
-        pass_on: Callable[[Callable[[], None]], None],
-        take_event: Callable[[events.Event], None],
-    ) -> None:
-        self._heap, self._network, self._pass_on, self._take_event = heap, network, pass_on, take_event
-        self._open: dict[int, SentOrder] = {}  # orders without an answer, by number
+    def __init__(self, network: Network, loop: SimLoop, slave: str) -> None:
+        self._network, self._loop, self._slave = network, loop, slave
 
-    def send_order(self, order: Order) -> None:
-        self._open[order.number] = SentOrder(order, self._heap.now)
-        self._send_sent(self._open[order.number])
+    async def ask(self, request: Message, *, needs_listener: bool = False) -> slave_pb2.Answer:
+        """Return the reply, however many messages it takes; raise the slave's error."""
+        order = from_proto(request, Order)
+        while (answer := await self._network.ask_host(self._loop, "master", self._slave, order, RESEND_S)) is None:
+            pass
+        if isinstance(answer, Failed):
+            raise answer.error(answer.message)
+        return cast(slave_pb2.Answer, wrap_oneof(answer, slave_pb2.Answer))
 
-    def on_progress(self, progress: SlaveProgress) -> None:
-        """Extend the deadlines of a slave's orders, since it has worked or waits for its disk."""
-        for sent in self._open.values():
-            order = sent.order
-            if order.slave == progress.slave and (progress.waiting is None or order.number in progress.waiting):
-                sent.on_progress(self._heap.now, progress.most_s)
-
-    def _send_sent(self, sent: SentOrder) -> None:
-        left_s = min(sent.left_s(self._heap.now), RESEND_S)
-
-        def on_answer(answer: Any) -> None:
-            self._pass_on(partial(self._on_answer, sent, answer))
-
-        self._network.call_host("master", sent.order.slave, sent.order, left_s, on_answer)
-
-    def _on_answer(self, sent: SentOrder, answer: Any) -> None:
-        """Turn a slave's answer, refusal or silence into an event, or send the order again."""
-        event: events.Event | None
-        if answer is None:
-            event = sent.on_error(UnavailableSlave("no answer"), self._heap.now)
-        elif isinstance(answer, Failed):
-            event = sent.on_error(answer.error(answer.message), self._heap.now)
-        else:
-            event = sent.on_answer(answer)
-        if event is None:
-            self._send_sent(sent)
-        else:
-            self._open.pop(sent.order.number, None)
-            self._take_event(event)
+    async def close(self) -> None:
+        """Do nothing: whoever waits is cancelled."""
 
 
 # ---- master ---------------------------------------------------------------------------------------------------------
-# The simulated master: a process around the real MasterCore and Ledger, on a machine.
-#
-# The core decides; this shell delivers messages and time to it, writes its records in transactions that take time, and
-# performs its actions. A crash loses the process; the transaction under way is written completely or not at all, also
-# if the machine stops between two of its statements.
 
 
 Answer = Callable[[Any], None]
+Serve = Callable[[Any, Any], Awaitable[Message]]  # a method of a service
 WRITE_S = 0.02  # duration of a transaction, at most ten times as long
 POLLS = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)  # simulated callers give up earlier
 VERDICTS = frozenset({events.ClusterSilent, events.SlaveSilent, events.TrainerChanged, events.BandwidthMeasured})
 
-FACTS = frozenset(
-    {events.PushStaged, events.PushRefused, events.OperatorReported, events.ClusterExpelled}
-)  # acknowledged at once
+# Replies that are no oneof, by the message that they answer.
+PLAIN_REPLIES: Mapping[type, type] = {
+    ClusterHeartbeat: ClusterHeartbeatAnswer,
+    SlaveHeartbeat: SlaveHeartbeatAnswer,
+    events.SlaveRegistered: Registered,
+    events.PushStaged: Acknowledged,
+    events.PushRefused: Acknowledged,
+}
 
 
 class MasterObserver:
@@ -167,35 +147,68 @@ class MasterHost(Protocol):
     def world(self) -> MasterWorld: ...
 
 
+class WatchedCore(MasterCore):
+    """The core of a simulated master: the observers learn what it reads and what leaves it."""
+
+    process: MasterProcess
+
+    def on_heartbeat(self, req: int, heartbeat: ClusterHeartbeat | SlaveHeartbeat, now: float) -> None:
+        if self.process.presides:
+            self.process.world.monitor.heartbeat_read(*_sender_of(heartbeat))
+        super().on_heartbeat(req, heartbeat, now)
+
+    def take_actions(self) -> list[Action]:
+        actions = super().take_actions()
+        for action in actions:
+            self.process.watch_action(action)
+        return actions
+
+    def on_write_failed(self, error: Exception) -> Exit:
+        self.process.exit = super().on_write_failed(error)
+        return self.process.exit
+
+
 class MasterProcess:
-    """One incarnation of the master, with its term. A shell around MasterCore, as dips/master/runtime.py is."""
+    """One incarnation of the master, with its term."""
 
     def __init__(self, machine: MasterHost) -> None:
         self.machine, self.world = machine, machine.world
-        self.ledger = machine.disk.open_ledger()
+        self.ledger: SimLedger = machine.disk.open_ledger()
         machine.disk.begin_mirror(self.ledger.start_term())
+        self.ledger.on_written = self._report_records
         state = self.ledger.read_state()
-        now, timing = self.world.heap.now, self.world.options.timing
+        world, now, timing = self.world, self.world.heap.now, self.world.options.timing
         self.trusted = not machine.disk.is_old_copy  # whether its decisions are compared with the reference
         if self.trusted:
-            self.world.monitor.master_restored(state)
-        self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
+            world.monitor.master_restored(state)
+        self.coordinator = Coordinator(state, world.manifest, world.options, now)
         judge = Judge.from_state(timing, state, now)
-        self.core = MasterCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step_watched)
+        self.core = WatchedCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step_watched)
+        self.core.process = self
         self.alive = True
-        self.inbox: list[Callable[[], None]] | None = None  # messages held while it is stopped; None: it runs
-        self.writing: Sequence[Record] = ()
-        self._answers: dict[int, Answer] = {}
-        self._slaves = SimSlaveClient(self.world.heap, self.world.network, self._on_arrival, self._on_order_ended)
-        self._last_req = 0
-        self._timer: Timer | None = None
-        self._due = 0.0  # when the core must be called again
-        self._carry_out()
+        self.writing: Sequence[Record] = ()  # the transaction under way, until it is durable
+        self.exit: Exit | None = None  # why it ends by itself
+        self.loop = SimLoop(world.heap, world.chance.generator_for("master's loop"), "the master", self._write_time)
+        outside = MasterOutside(
+            self.ledger, dial=lambda slave, *_: SimCalls(world.network, self.loop, slave), wall=float
+        )
+        quiet = SimLog(self.loop.fail)
+        with self.loop.running():
+            self.runtime = Runtime(
+                self.core, outside, clock=self.loop.time, log=cast(Any, quiet), timeline=cast(Any, quiet)
+            )
+        self._methods = _list_methods(self.runtime, self.loop.time)
+        self.loop.create_task(self.runtime.run()).add_done_callback(self._on_end)
 
     @property
     def presides(self) -> bool:
         """Whether it is the run's master, neither a zombie nor on an old ledger."""
         return self.trusted and self is self.machine.process
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is stopped, by SIGSTOP or with its machine."""
+        return self.loop.stopped
 
     @property
     def all_is_written(self) -> bool:
@@ -205,10 +218,9 @@ class MasterProcess:
     def kill_process(self) -> None:
         """Kill the process, by SIGKILL or its own exit."""
         self.alive = False
-        if self._timer is not None:
-            self._timer.cancel()
         rows = any(isinstance(r, VersionCommitted) for r in self.writing)
         self.world.monitor.master_died(self, rows, self._ends_writing())
+        self.loop.kill()
 
     def _ends_writing(self) -> bool:
         """End the transaction under way by chance; return True if it is durable."""
@@ -217,92 +229,42 @@ class MasterProcess:
             return False
         if fate < 0.5:
             self.ledger.write_records(self.writing)
-        elif not disk.tear_write(self.writing, self.machine.rng.randint(1, 5)):
-            self.world.monitor.rare_event_occurred("torn_ledger")
-            return False
-        self._report_records(self.writing)
-        return True
+            return True
+        if disk.tear_write(self.writing, self.machine.rng.randint(1, 5)):
+            self._report_records(self.writing)
+            return True
+        self.world.monitor.rare_event_occurred("torn_ledger")
+        return False
 
-    # ---- running, or stopped ---------------------------------------------------------------------------------------
+    def _on_end(self, run: asyncio.Task[int]) -> None:
+        ended = self.exit or Exit(run.result(), "it was stopped")
+        self.world.call_later(
+            0.0, "the master exits", lambda: self.world.master_exits(self, ended) if self.alive else None
+        )
 
-    def pause_process(self) -> None:
-        """Stop the process by SIGSTOP, or with its machine; messages are held."""
-        if self.inbox is None:
-            self.inbox = []
-
-    def wake_process(self) -> None:
-        """Continue the process: the core notices the gap, reads the held messages, and only then checks deadlines."""
-        if self.inbox is None or not self.alive:
-            return
-        came, self.inbox = self.inbox, None
-        self.core.on_wake(self.world.heap.now)
-        for read in came:
-            read()
-        self._run_core()
-
-    def _on_arrival(self, read: Callable[[], None]) -> None:
-        """Read an arrived message now, or when the process runs again."""
-        if self.inbox is not None:
-            self.inbox.append(read)
-        elif self.alive:
-            self.core.on_wake(self.world.heap.now)
-            read()
-            self._carry_out()
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if not self.alive or self.inbox is not None:
-            return
-        if self._due > self.world.heap.now:  # the deadline has moved
-            self._plan_wake()
-        else:
-            self.core.on_wake(self.world.heap.now)
-            self._run_core()
-
-    def _run_core(self) -> None:
-        if self.alive:
-            self.core.tick(self.world.heap.now)
-            self._carry_out()
-
-    def _carry_out(self) -> None:
-        """Perform the core's actions, and plan its next call."""
-        for action in self.core.take_actions() if self.alive else ():
-            if self.alive:
-                self._do_action(action)
-        if not self.alive:
-            return
-        self._due, timer = self.core.sleep_until(self.world.heap.now), self._timer
-        if timer is None or timer.at > self._due:
-            if timer is not None:
-                timer.cancel()
-            self._plan_wake()
-
-    def _plan_wake(self) -> None:
-        due_in_s = self._due - self.world.heap.now
-        self._timer = self.world.heap.call_later(due_in_s, "the master's deadline", self._on_timer)
-
-    # ---- messages in ---------------------------------------------------------------------------------------------
+    # ---- messages in -----------------------------------------------------------------------------------------------
 
     def on_message(self, message: Any, answer: Answer) -> None:
-        self._on_arrival(lambda: self._read_message(message, answer))
+        """Serve a call that has arrived, as gRPC would."""
+        self.loop.deliver(self._begin_call, message, answer)
 
-    def _read_message(self, message: Any, answer: Answer) -> None:
-        now = self.world.heap.now
+    def put_event(self, event: events.Event) -> None:
+        """Pass in an event of the process itself (`MasterReload`)."""
+        self.loop.deliver(self.runtime.put_event, event)
+
+    def _begin_call(self, message: Any, answer: Answer) -> None:
+        start_task(self._serve_call(message, answer), self.loop.fail)
+
+    async def _serve_call(self, message: Any, answer: Answer) -> None:
         kind = type(message)
-        if kind is ClusterHeartbeat or kind is SlaveHeartbeat:
-            if self.presides:
-                self.world.monitor.heartbeat_read(*_sender_of(message))
-            self.core.on_heartbeat(self._new_req(answer), message, now)
-        elif kind in FACTS:
-            self.core.take_event(message, now)
-            answer(Acknowledged())
-        else:
-            self.core.take_event(replace(message, req=self._new_req(answer)), now)
-
-    def _new_req(self, answer: Answer) -> int:
-        self._last_req += 1
-        self._answers[self._last_req] = answer
-        return self._last_req
+        plain = PLAIN_REPLIES.get(kind)
+        try:
+            reply = await self._methods[kind](to_proto(message), None)
+            result: Any = unwrap_oneof(reply) if plain is None else from_proto(reply, plain)
+        except DipsError as error:
+            result = Failed(type(error), str(error))
+        if self.alive:
+            answer(result)
 
     def _step_watched(self, event: events.Event, now: float) -> list[Effect]:
         """Let the Coordinator process an event, with the observers' hooks around it."""
@@ -314,60 +276,55 @@ class MasterProcess:
         monitor.after_step(self, event)
         return effects
 
-    # ---- actions out ---------------------------------------------------------------------------------------------
+    # ---- what leaves -----------------------------------------------------------------------------------------------
 
-    def _do_action(self, action: Action) -> None:
+    def watch_action(self, action: Action) -> None:
+        """Let the observers see an action that leaves the core."""
         match action:
             case Order():
                 if self.trusted:
                     self.world.monitor.order_leaves(action)
-                self._slaves.send_order(action)
-            case Reply():
-                self._answers.pop(action.req)(action.result)
-            case HeartbeatReply():
-                self._answers.pop(action.req)(action.answer)
             case WriteRecords():
-                self.write_records(action.records)
+                self.writing = action.records
             case Note():
                 fields = (f"{k}={v}" for k, v in action.fields)
                 self.world.trace.add_line(self.world.heap.now, f"note {action.kind}", *fields)
                 self.world.monitor.note_logged(action)
             case Exit():
-                self.world.master_exits(self, action)
-            case SlaveEndpoint():
-                pass  # hosts of the simulated network are reached by name
-            case SlaveProgress():
-                self._slaves.on_progress(action)
+                self.exit = action
 
-    def write_records(self, records: Sequence[Record]) -> None:
-        self.writing = records
-        delay_s = WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3) * self.machine.disk.slowness
-        self.world.heap.call_later(delay_s, "the ledger writes", lambda: self.on_written(records))
-
-    def on_written(self, records: Sequence[Record]) -> None:
-        """End the transaction; if it is durable, actions that waited for it may leave."""
-        if not self.alive:
-            return
-        try:
-            if self.machine.disk.full:
-                raise OSError("database or disk is full")
-            self.ledger.write_records(records)
-        except (OSError, StaleTerm) as error:
-            exits = self.core.on_write_failed(error)
-            self._on_arrival(lambda: self.world.master_exits(self, exits))
-            return
-        self._report_records(records)
-        self.writing = ()
-        self._on_arrival(self.core.on_written)
+    def _write_time(self, work: object) -> float:
+        return WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3) * self.machine.disk.slowness
 
     def _report_records(self, records: Sequence[Record]) -> None:
+        self.writing = ()
         if self.trusted:
             self.machine.disk.mirror_records(records)
             for record in records:
                 self.world.monitor.record_written(record)
 
-    def _on_order_ended(self, event: events.Event) -> None:
-        self.core.take_event(event, self.world.heap.now)
+
+def _list_methods(runtime: Runtime, wall: Callable[[], float]) -> dict[type, Serve]:
+    """Return the methods of the master's services, by the message that each takes."""
+
+    async def begin_run(proposed: events.RunProposed) -> None:
+        raise AssertionError("a simulated run has its ledger from the beginning")
+
+    clusters, slaves = ClusterServicer(runtime, wall=wall), SlaveServicer(runtime)
+    operators = OperatorServicer(runtime, begin_run, wall=wall)
+    return {
+        **{question: getattr(clusters, method) for question, (method, _) in CALLS.items()},
+        ClusterHeartbeat: clusters.Heartbeat,
+        SlaveHeartbeat: slaves.Heartbeat,
+        events.SlaveRegistered: slaves.Register,
+        events.PushStaged: slaves.Staged,
+        events.PushRefused: slaves.Refused,
+        events.SeedAsked: operators.Seed,
+        events.ExtensionAsked: operators.Extend,
+        events.TuningAsked: operators.Tune,
+        events.QuarantineAsked: operators.Quarantine,
+        events.ReadmissionAsked: operators.Readmit,
+    }
 
 
 def _sender_of(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:

@@ -16,8 +16,8 @@ from dips.protocol.events import SeedAsked
 from dips.protocol.records import RunRow
 from dips.protocol.seeding import SEED_RANKS
 from dips.sim.heap import Chance, Fiber, Gate, Heap, Story, sleep
-from dips.sim.network import Network, make_keys
-from dips.sim.streams import DataNetwork, SimTransfer
+from dips.sim.network import Network
+from dips.sim.streams import DataNetwork, SimTransfer, make_keys
 from dips.slave.ports import F32
 from dips.wire.frame import Buffer, Range
 

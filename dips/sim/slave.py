@@ -34,9 +34,9 @@ from dips.sim.agent import error_of
 from dips.sim.disk import SimDisk, Snapshot
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Gate, Heap, Timer
-from dips.sim.network import LANE_KEY, Network
+from dips.sim.network import Network
 from dips.sim.scenario import Scenario
-from dips.sim.streams import DataNetwork
+from dips.sim.streams import LANE_KEY, DataNetwork
 from dips.slave.core import SlaveCore
 from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.ports import (

@@ -1,4 +1,5 @@
-"""The rank's ends of streams, in a push and in a pull: HELLO with rising epochs, until all is moved or it gives up.
+"""The simulated network of data, and the rank's ends of its streams: HELLO with rising epochs, until all is moved or it
+gives up.
 
 A transfer is ranks × slaves streams, each with HELLO, WANT, chunks and DONE as on the wire; the slave's end is real
 (flow.py).
@@ -7,8 +8,10 @@ A transfer is ranks × slaves streams, each with HELLO, WANT, chunks and DONE as
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from random import Random
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -17,12 +20,12 @@ from dips.dataclass import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Manifest
+from dips.protocol.rank_keys import KEY_CHARS
 from dips.sim.flow import SimFlow, SimTracker
 from dips.sim.heap import Gate, Heap, Timer
-from dips.sim.network import DataLinks, Flows
 from dips.slave.ports import F32
 from dips.slave.sender import ChunkSend
-from dips.wire.chunks import put_pulled, split_chunks
+from dips.wire.chunks import LayerLayout, put_pulled, split_chunks
 from dips.wire.frame import (
     Buffer,
     Header,
@@ -33,7 +36,82 @@ from dips.wire.frame import (
     decode_want,
     decode_welcome,
     pulled_range_type,
+    run_id,
 )
+
+# ---- keys -----------------------------------------------------------------------------------------------------------
+# Keys of simulated lanes and ranks: names of a key's length. A party that sends a key is assumed to hold it.
+
+
+LANE_KEY = "lane".ljust(KEY_CHARS, ".")  # key of all slaves, whose lanes are encrypted
+
+
+def make_keys(attempt: str, ranks: int) -> tuple[str, ...]:
+    """Return the keys of the ranks of one attempt of a cluster's trainer; each attempt has its own."""
+    return tuple(f"{rank}.{attempt}".ljust(KEY_CHARS, ".") for rank in range(ranks))
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def rank_share(size: int, rank: int, ranks: int) -> slice:
+    """Return the elements of a flat layer that one rank holds, as FSDP shards dimension 0."""
+    return slice(size * rank // ranks, size * (rank + 1) // ranks)
+
+
+def pieces_of(layout: LayerLayout, layers: Iterable[int], rank: int, ranks: int) -> list[Range]:
+    """Return a rank's share of each layer as pieces of parameters, without empty ones."""
+    found = []
+    for (layer, param), field in layout.fields.items():
+        if layer in layers:
+            held = rank_share(layout.numel[layer], rank, ranks)
+            begin, end = max(held.start, field.start), min(held.stop, field.start + field.numel)
+            if begin < end:
+                found.append(Range(layer, param, begin - field.start, end - begin))
+    return found
+
+
+# ---- data links -----------------------------------------------------------------------------------------------------
+# The data links of parameters: their delay, and the chunks that they break, lose, hold back or deliver twice.
+#
+# A link between a cluster and a slave can be clogged (almost no bandwidth) or parted, in either direction for a time.
+
+
+CLOG = 15.0  # factor of the delay on a clogged link
+
+
+@dataclass
+class SimLinks:
+    """The faults of the data network: seconds, and shares of streams or chunks."""
+
+    chunk_s: float = 0.05
+    spread_s: float = 0.15
+    broken_share: float = 0.05  # chunks whose stream breaks before they arrive
+    corrupt_share: float = 0.02  # chunks that arrive with a wrong checksum: refused and requested again
+    late_share: float = 0.05  # chunks that arrive a second time, `late_s` later
+    late_s: float = 4.0
+    held_share: float = 0.15  # pulled chunks that libzmq holds for up to `held_s` after they have left
+    held_s: float = 4.0
+    unheard_share: float = 0.02  # streams whose DONE is lost
+    refused_share: float = 0.01  # pushes whose ranges the slave finds wrong
+    epochs: int = 3  # streams that a rank tries before it gives up
+
+
+STEADY = SimLinks(
+    broken_share=0.0, corrupt_share=0.0, late_share=0.0, held_share=0.0, unheard_share=0.0, refused_share=0.0
+)
+
+
+class Flows(Protocol):
+    """Returns the present data flow of a slave, and is notified of faults."""
+
+    def flow_of(self, slave: str) -> SimFlow | None: ...
+    def frame_refused(self, why: str) -> None: ...
+    def updates_landed(self, depth: int) -> None: ...
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+
 
 STALL_S = 2.0  # time without a byte after which a stream counts as broken
 GIVEN_UP = frozenset({"refused", "ranges", "invalid", "denied"})  # codes of an ERROR after which a rank gives up
@@ -88,7 +166,7 @@ class SimStream(ABC):
 
     def __init__(
         self,
-        net: DataLinks,
+        net: DataNetwork,
         moving: SimTransfer,
         name: PushId | PullId,
         address: SlaveAddress,
@@ -255,7 +333,7 @@ class PushStream(SimStream):
 
     def __init__(
         self,
-        net: DataLinks,
+        net: DataNetwork,
         moving: SimTransfer,
         push: PushId,
         grant: Grant,
@@ -376,7 +454,7 @@ class PullStream(SimStream):
 
     def __init__(
         self,
-        net: DataLinks,
+        net: DataNetwork,
         moving: SimTransfer,
         pull: PullId,
         grant: Grant,
@@ -488,8 +566,8 @@ class PullStream(SimStream):
 # A transfer is ranks × slaves streams. Its owner may end it, stop it, or lose ranks of it.
 
 
-class DataNetwork(DataLinks):
-    """The data links, and the transfers on them."""
+class DataNetwork:
+    """The data links between all clusters and slaves, with the shared data of both ends, and the transfers on them."""
 
     def __init__(
         self,
@@ -501,8 +579,52 @@ class DataNetwork(DataLinks):
         slowness: Mapping[str, float],
         stall_s: float,
     ) -> None:
-        super().__init__(heap, rng, flows, run, manifest, slowness, stall_s)
+        """Create the links; `slowness` is the factor of all delays on a cluster's link, by default 1."""
+        self.heap, self.rng, self.flows, self.slowness = heap, rng, flows, slowness
+        self.run, self.run_id, self.stall_s = run, run_id(run), stall_s
+        self.manifest, self.layout = manifest, LayerLayout(manifest, range(len(manifest.layers)))
+        self._connections = count(1)
+        self._pieces: dict[tuple[tuple[int, ...], int, int], tuple[Range, ...]] = {}
+        self.links = SimLinks()
+        self.serial_s: float | None = (
+            None  # time of a chunk if each stream sends one after the other; None: in parallel
+        )
+        self.chunk_bytes = 0  # largest chunk; set by the world
         self.meters: dict[str, list[Meter]] = {}  # transfers of each cluster, in order
+        self._parted: dict[tuple[str, str], float] = {}  # (sender, receiver) → end of the partition
+        self._clogged: dict[str, float] = {}  # cluster → end of the clogging
+
+    def repair_links(self) -> None:
+        """Remove all faults: no stream breaks any more."""
+        self.links = STEADY
+        self._parted.clear()
+        self._clogged.clear()
+
+    def part_link(self, sender: str, receiver: str, until: float) -> None:
+        """Let nothing pass in this direction until the given time."""
+        self._parted[sender, receiver] = until
+
+    def clog_link(self, cluster: str, until: float) -> None:
+        """Let almost nothing pass on the cluster's link until the given time."""
+        self._clogged[cluster] = until
+
+    def new_connection(self) -> bytes:
+        """Return a new connection id, as ROUTER assigns them, never used twice."""
+        return next(self._connections).to_bytes(5)
+
+    def rank_pieces(self, layers: tuple[int, ...], rank: int, ranks: int) -> tuple[Range, ...]:
+        """Return one rank's pieces of these layers."""
+        key = (layers, rank, ranks)
+        if key not in self._pieces:
+            self._pieces[key] = tuple(pieces_of(self.layout, layers, rank, ranks))
+        return self._pieces[key]
+
+    def link_passes(self, sender: str, receiver: str) -> bool:
+        return not self._parted or self._parted.get((sender, receiver), 0.0) <= self.heap.now
+
+    def chunk_delay(self, cluster: str) -> float:
+        clog = CLOG if self._clogged.get(cluster, 0.0) > self.heap.now else 1.0
+        return (self.links.chunk_s + self.links.spread_s * self.rng.random()) * self.slowness.get(cluster, 1.0) * clog
 
     def begin_push(
         self,

@@ -11,13 +11,12 @@ import numpy as np
 from dips.client.ipc import messages
 from dips.client.rank.feedback import Feedback
 from dips.data.steps import Part, samples_of
-from dips.errors import Diverged, Stale, class_named
+from dips.errors import Denied, Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.heap import ChangeSignal, Fiber, Gate, Heap, Story, Wait, sleep
-from dips.sim.network import make_keys, pieces_of
 from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.scenario import SimFeed, Site
-from dips.sim.streams import HeldVersion, Meter, Pulled, SimTransfer
+from dips.sim.streams import HeldVersion, Meter, Pulled, SimTransfer, make_keys, pieces_of
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
 from dips.wire.chunks import LayerLayout, Piece, encode_body, put_body, split_chunks
@@ -426,9 +425,10 @@ class SimTrainer:
         if not isinstance(answer, messages.ErrorReply):
             return answer
         error = class_named(answer.error)
-        if error is None or not issubclass(error, Stale | Diverged):
+        if error is None or not issubclass(error, Stale | Denied | Diverged):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
         self._fiber.kill()  # another attempt took over, or the agent is ending, for example after divergence
+        self.agent.on_trainer_failed(self)
         return messages.AskAgain(answer.message)
 
     def _next_range(self) -> int:

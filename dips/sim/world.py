@@ -118,7 +118,9 @@ class World:
                 self._play_events()
             self.monitor.at_rest()
         finally:
-            self.master.disk.close()
+            self.master.close()
+            for cluster in self.clusters.values():
+                cluster.close()
 
     def _play_events(self) -> None:
         heap, trace, lasts_s = self.heap, self.trace.add_event, self.scenario.lasts_s
@@ -189,14 +191,14 @@ class World:
             self.master.start()
 
     def pause_master(self) -> None:
-        if self.master.process is not None and self.master.process.inbox is None:
-            self.master.process.pause_process()
+        if self.master.process is not None and not self.master.process.stopped:
+            self.master.process.loop.stop_process()
             self._pause_master()
 
     def wake_master(self) -> None:
-        if self.master.process is not None and self.master.process.inbox is not None:
+        if self.master.process is not None and self.master.process.stopped:
             self._wake_master()
-            self.master.process.wake_process()
+            self.master.process.loop.continue_process()
 
     def abandon_master(self) -> MasterProcess | None:
         """Stop the master and take it for dead."""
@@ -353,13 +355,19 @@ class MasterMachine:
             zombie.kill_process()
         self.zombies.clear()
 
+    def close(self) -> None:
+        """End all processes and the disk, when the run is over."""
+        for process in (*self.zombies, *([self.process] if self.process is not None else [])):
+            process.loop.kill()
+        self.disk.close()
+
     def abandon_process(self) -> MasterProcess | None:
         """Stop the process and take it for dead; another will be started on the same ledger (another host, a mount
         without locks).
         """
         process, self.process = self.process, None
         if process is not None:
-            process.pause_process()
+            process.loop.stop_process()
             self.zombies.append(process)
         return process
 

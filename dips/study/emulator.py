@@ -16,7 +16,7 @@ from dips.ids import GENESIS, PushId, VersionId
 from dips.outer import kernels
 from dips.protocol.effects import Note
 from dips.protocol.enums import LayerUnit, OutcomeKind
-from dips.protocol.events import OperatorAsked, ReadmissionAsked
+from dips.protocol.events import ReadmissionAsked
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.protocol.records import (
     ClusterDiverged,
@@ -213,7 +213,6 @@ class RunAccount(Observer):
 
 
 LOOKS_S = 60.0  # virtual time between two checks
-CALLER = "study.operator"
 
 
 class MendingOperator(Observer):
@@ -238,8 +237,7 @@ class MendingOperator(Observer):
         process = self._world.master.process
         for cluster in sorted(self._broken):
             if process is not None and self._is_mended(cluster):
-                asked = ReadmissionAsked(0, cluster)
-                process.on_message(OperatorAsked(0, CALLER, self._world.heap.now, asked), lambda _: None)
+                process.on_message(ReadmissionAsked(0, cluster), lambda _: None)
         self._plan_look()
 
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from google.protobuf.message import Message
 from grpc import ChannelConnectivity, StatusCode, aio
@@ -34,6 +34,13 @@ MAX_WHY = 4_000  # characters of an error
 
 class NobodyListens(Exception):
     """The peer's address refuses connections."""
+
+
+class AnyCalls(Protocol):
+    """Calls of one method of one peer: `OrderedCalls`, or the simulation's, whose messages may be lost."""
+
+    async def ask(self, request: Message, *, needs_listener: bool = False) -> Answer: ...
+    async def close(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -83,9 +90,11 @@ class OrderedCalls:
             self._waiting.pop(call, None)
 
     async def close(self) -> None:
+        """Withdraw all calls, and close the channel."""
         if self._carrying is not None:
             self._carrying.cancel()
             await asyncio.wait([self._carrying])
+        await self._channel.close()
 
     # ---- one stream after another ------------------------------------------------------------------------------------
 

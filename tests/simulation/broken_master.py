@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dips.ids import PushId, VersionId
+from dips.master.core import MasterCore
 from dips.master.ledger import Ledger
+from dips.master.runtime import MasterOutside
 from dips.protocol import durability, push_pull, rollback, run_state, slaves
 from dips.protocol import round as round_module
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
@@ -19,18 +22,16 @@ from dips.protocol.events import OrderAnswered, SlaveRegistered
 from dips.protocol.records import LedgerState, Record, VersionRow
 from dips.protocol.run_state import RunState
 from dips.protocol.transfer_book import TransferBook
-from dips.sim.master import MasterProcess
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
 
 def announce_before_record() -> list[Patch]:
-    def write(self: MasterProcess, records: Sequence[Record]) -> None:
-        self.world.call_later(0.1, "the ledger writes, unwaited", lambda: self.on_written(records))
-        self.core.on_written()
-        self._carry_out()
+    async def write(self: MasterOutside, records: Sequence[Record]) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.1, self._ledger.write_records, records)  # unwaited
 
-    return [(MasterProcess, "write_records", write)]
+    return [(MasterOutside, "write_records", write)]
 
 
 def record_before_all_persisted() -> list[Patch]:
@@ -91,17 +92,10 @@ def stats_of_skipped_rounds() -> list[Patch]:
 
 
 def blind_leases() -> list[Patch]:
-    def wake(self: MasterProcess) -> None:
-        if self.inbox is None or not self.alive:
-            return
-        came, self.inbox = self.inbox, None
-        self.core._expected_at = self.world.heap.now  # no gap is seen
-        self._run_core()
-        for read in came:
-            read()
-        self._carry_out()
+    def wake(self: MasterCore, now: float) -> None:
+        """No gap is seen."""
 
-    return [(MasterProcess, "wake_process", wake)]
+    return [(MasterCore, "on_wake", wake)]
 
 
 def tell_gated_as_accepted() -> list[Patch]:

@@ -130,7 +130,7 @@ class Faults(Observer):
                 agent.gate.open()
             cluster.start()
         for zombie in list(world.master.zombies):
-            zombie.wake_process()
+            zombie.loop.continue_process()
         if world.master.disk.is_old_copy:
             world.put_newest_ledger_back()
         world.start_master()

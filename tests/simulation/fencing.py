@@ -187,7 +187,7 @@ class MemoryInvariant(Invariant):
         if now <= self.world.scenario.quiet_at:
             return  # nobody need listen yet
         master = self.world.master.process
-        listening = master is not None and master.inbox is None and process.holds
+        listening = master is not None and not master.stopped and process.holds
         live = master.coordinator.live_transfers().pushes if master and listening else ()
         for push in slots:
             key = (process.nonce, push)

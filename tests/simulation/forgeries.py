@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from dips.errors import Busy, UnavailableSlave
+from dips.errors import Busy, UnavailableMaster, UnavailableSlave
 from dips.protocol.claims import SILENT_HEARTBEATS
 from dips.protocol.effects import Abort, Failed, Order
 from dips.protocol.events import SlaveRegistered
@@ -38,7 +38,7 @@ class ForgeryInvariant(Invariant):
     def _register_as_slave(self, machine: SlaveMachine) -> None:
         """From elsewhere, as another process; what it claims to have seen would end the master."""
         master, now = self.world.master.process, self.world.heap.now
-        if master is None or master.inbox is not None:
+        if master is None or master.stopped:
             return
         silent_s = SILENT_HEARTBEATS * self.world.options.timing.heartbeat_s
         if master.core._judge.slave_heard_s(machine.name, now) >= silent_s:
@@ -48,7 +48,7 @@ class ForgeryInvariant(Invariant):
             0, machine.name, "a stranger's", run, "elsewhere:1", ("elsewhere:2",), master.coordinator.term + AHEAD,
             None, None, (), 1, "",
         )  # fmt: skip
-        master.on_message(forged, partial(self._require_refusal, Busy))
+        master.on_message(forged, partial(self._require_refusal, (Busy, UnavailableMaster)))
         self.world.monitor.rare_event_occurred("forged_register")
 
     def _order_slave(self, machine: SlaveMachine) -> None:
@@ -58,9 +58,9 @@ class ForgeryInvariant(Invariant):
             return
         shard = process.shard
         forged = Order(machine.name, shard.sinc, shard.term + AHEAD, ABSURD, Abort(ABSURD, "forged"), 1.0)
-        process.gate.pass_on(lambda: process.take_order(forged, partial(self._require_refusal, UnavailableSlave)))
+        process.gate.pass_on(lambda: process.take_order(forged, partial(self._require_refusal, (UnavailableSlave,))))
         self.world.monitor.rare_event_occurred("forged_order")
 
-    def _require_refusal(self, error: type[Exception], answer: Any) -> None:
-        told = isinstance(answer, Failed) and issubclass(answer.error, error)
-        self.require(told, f"a stranger was answered {answer}, expected {error.__name__}")
+    def _require_refusal(self, errors: tuple[type[Exception], ...], answer: Any) -> None:
+        told = isinstance(answer, Failed) and issubclass(answer.error, errors)
+        self.require(told, f"a stranger was answered {answer}, expected {' or '.join(e.__name__ for e in errors)}")

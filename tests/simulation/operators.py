@@ -7,7 +7,6 @@ from functools import partial
 from dips.ids import VersionId
 from dips.protocol.events import (
     ClusterExpelled,
-    OperatorAsked,
     OperatorReported,
     OperatorRequest,
     QuarantineAsked,
@@ -36,7 +35,6 @@ from tests.simulation.coverage import EXPELLED
 AUTO_RATES = [rules_reference.rate_of(n) for n in range(1, 17)]
 QUARANTINED = "quarantined by an operator"  # so begins the reason of a push that was gated for it
 TRIES = 4  # in one seed of two
-CALLER = "alice.operator"
 DOWN_S = 8.0  # until an expelled cluster is enrolled again, at most
 
 
@@ -83,23 +81,21 @@ class TuningOperator(Observer):
 
     def _readmit_broken(self) -> None:
         process = self.world.master.process
-        for name in self.world.clusters if process is not None and process.inbox is None else ():
+        for name in self.world.clusters if process is not None and not process.stopped else ():
             if process.coordinator._run.penalty.penalty_row(name).broken:
                 self._release(name)
 
     def _deny(self) -> None:
         process = self.world.master.process
         if process is not None:
-            process.on_message(
-                OperatorReported("eve.viewer", "drain", "slave-0", "for operators", True, 0.0), self.answers.append
-            )
+            process.put_event(OperatorReported("eve.viewer", "drain", "slave-0", "for operators", True, 0.0))
 
     def _expel(self) -> None:
         """The shell refuses its calls: its agent ends, or goes on if it is enrolled again soon."""
         process, name = self.world.master.process, self._rng.choice(list(self.world.clusters))
         if process is None:
             return
-        process.on_message(ClusterExpelled(name, EXPELLED), self.answers.append)
+        process.put_event(ClusterExpelled(name, EXPELLED))
         self.world.master.revoked[name] = EXPELLED
         self.world.call_later(DOWN_S * self._rng.random(), f"{name} is enrolled again", partial(self._enroll, name))
 
@@ -110,7 +106,7 @@ class TuningOperator(Observer):
     def _ask(self, request: OperatorRequest) -> None:
         process = self.world.master.process
         if process is not None:
-            process.on_message(OperatorAsked(0, CALLER, self.world.heap.now, request), self.answers.append)
+            process.on_message(request, self.answers.append)
 
 
 class OperatorInvariant(Invariant):

@@ -46,13 +46,13 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "flip-on-prepared": Sabotage("a slave serves a version after its Commit only", (2,), 0, slave.flip_on_prepared),
     "refold-on-retry": Sabotage(
-        "a repeated order repeats its answer, not its work", (1, 4, 8), 3, slave.refold_on_retry
+        "a repeated order repeats its answer, not its work", (1, 4, 8), 0, slave.refold_on_retry
     ),
     "reuse-round-after-restart": Sabotage(
-        "terms and rounds come from the ledger", (1, 5), 0, master.reuse_round_after_restart
+        "terms and rounds come from the ledger", (1, 5), 1, master.reuse_round_after_restart
     ),
     "unpin-at-send": Sabotage("a pin ends when its last byte is gone", (1, 11), 0, slave.unpin_at_send),
-    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 13, slave.free_at_move),
+    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 16, slave.free_at_move),
     "keep-local": Sabotage("the master names what is deleted", (3,), 0, slave.keep_local),
     "stats-of-skipped-rounds": Sabotage(
         "statistics move with a committed version", (8,), 0, master.stats_of_skipped_rounds
@@ -78,7 +78,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "a run does not begin anew for an empty slave", (7,), 11, master.believe_fresh_slaves
     ),
     "forget-mirrors": Sabotage(
-        "what a mirror holds as its newest stays on every disk", (3, 12), 0, master.forget_mirrors
+        "what a mirror holds as its newest stays on every disk", (3, 12), 1, master.forget_mirrors
     ),
     "reuse-incarnations-after-restore": Sabotage(
         "a restored ledger gives no incarnation that may have been given", (5,), 0, master.reuse_incarnations
@@ -93,7 +93,7 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "tell-old-lists": Sabotage("a list of what is live has a number of its own", (12,), 0, master.tell_old_lists),
     "row-of-what-is-tuned": Sabotage(
-        "a version's row has the numbers of its Apply", (1,), 90, master.row_of_what_is_tuned, plain_of
+        "a version's row has the numbers of its Apply", (1,), 6, master.row_of_what_is_tuned, plain_of
     ),
     "forget-quarantine": Sabotage("a new master knows whom an operator keeps out", (2,), 17, master.forget_quarantine),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),

@@ -237,7 +237,7 @@ def zombie_master(world: World, rng: Random) -> None:
     zombie = world.abandon_master()
     world.call_later(0.5 + 2.0 * rng.random(), "the master starts again", world.start_master)
     if zombie is not None:
-        world.call_later(3.0 + 8.0 * rng.random(), "an old master wakes", zombie.wake_process)
+        world.call_later(3.0 + 8.0 * rng.random(), "an old master wakes", zombie.loop.continue_process)
 
 
 def slow_ledger(world: World, rng: Random) -> None:

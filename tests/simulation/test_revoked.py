@@ -40,7 +40,7 @@ class Revocation(Observer):
             self.revoked_at = world.heap.now
             world.master.revoked["b"] = REASON
             assert world.master.process is not None
-            world.master.process.on_message(ClusterExpelled("b", REASON), lambda _: None)
+            world.master.process.put_event(ClusterExpelled("b", REASON))
             world.call_later(self.lasts_s, "b is enrolled again", lambda: world.master.revoked.clear())
 
     def agent_exits(self, agent: SimAgent, reason: str) -> None:

@@ -14,8 +14,11 @@ from tests.simulation.__main__ import GAMES, covered, play_all, report, spread
 from tests.simulation.coverage import ROWS, WAYS
 from tests.simulation.trial import SeedTrial, play
 
-SEEDS = int(os.environ.get("DIPS_SEEDS", "75"))  # `make sim` plays 1,000, in CI too
+SEEDS = int(os.environ.get("DIPS_SEEDS", "50"))  # `make sim` plays 1,000, in CI too
 
+
+# These were found before the shipped master and agent ran in the simulation: runs of these seeds differ since, and each
+# must hold.
 
 FOUND = {  # by playing 10,000: a bug each, while no draw is added; crossings are drawn beside them, and left out here
     "a load kept a second θ of the version that it loaded": (2124, 4263, 7934, 7936),

@@ -73,15 +73,14 @@ MAY: dict[str, set[str]] = {
     "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
     "dips.commands": BELOW_ROLES | ROLES | {"dips.demo", "dips.inside", "dips.local", "dips.study", "dips.view"},
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
-    # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
+    # The real deciding, computing and holding parts, and the shells that run on its loop.
     "dips.sim": LOW
-    | {"dips.protocol", "dips.outer"}
-    | {f"dips.wire.{pure}" for pure in ("chunks", "frame")}
+    | {"dips.protocol", "dips.outer", "dips.wire", "dips.tasks"}
     | {"dips.transport.intake"}
     | {f"dips.slave.{pure}" for pure in ("admission", "core", "mirror_plan", "ports", "receiver", "sender", "shard")}
-    | {f"dips.master.{pure}" for pure in ("core", "ledger", "restore")}
+    | {f"dips.master.{pure}" for pure in ("core", "ledger", "restore", "runtime")}
     | {"dips.transport.backoff"}
-    | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "restarts")}
+    | {f"dips.client.agent.{pure}" for pure in ("agent", "core", "state", "account", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},
     # Real training in the simulation's time: of the demo its model and its text.
     "dips.study": LOW

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from math import isfinite
@@ -20,7 +19,7 @@ from dips.client.agent.account import NO_INCARNATION, PastIncarnation
 from dips.client.agent.core import AgentCore
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.state import Actions, AskMaster, Channel, RecordMark, SaveIncarnation, SendHeartbeat, StopTrainer
-from dips.client.agent.trainer import ErrorTail, TrainerProcess, kill_leftovers
+from dips.client.agent.trainer import CommandLaunch
 from dips.client.ipc import messages
 from dips.client.ipc.address import (
     AGENT,
@@ -104,6 +103,11 @@ class AgentSignals:
             async with asyncio.timeout(seconds):
                 await self.terminated.wait()
         return self.terminated.is_set()
+
+
+def _now() -> float:
+    """Return the present time of the running loop, which is monotonic seconds."""
+    return asyncio.get_running_loop().time()
 
 
 # ---- connection -----------------------------------------------------------------------------------------------------
@@ -317,17 +321,17 @@ class RankServer:
             self._log.warning("rank 0 was not understood", error=str(error))
         finally:
             if attempt:
-                self._perform(self._core.on_hang_up(attempt, time.monotonic()))
+                self._perform(self._core.on_hang_up(attempt, _now()))
             rank.close()
 
     async def _await_answer(self, message: Message) -> Answer | None:
         """Ask the core again after each change, until it has an answer or `hold_s` has passed."""
-        until = time.monotonic() + self._hold_s
+        until = _now() + self._hold_s
         while True:
             change = self._signals.next_change()
-            answer, actions = self._core.on_message(message, time.monotonic())
+            answer, actions = self._core.on_message(message, _now())
             self._perform(actions)
-            left_s = until - time.monotonic()
+            left_s = until - _now()
             if isinstance(answer, PushNow | PullNow):
                 return self._route_lanes(answer)
             if not isinstance(answer, AskAgain) or left_s <= 0 or getattr(message, "at_once", False):
@@ -485,6 +489,21 @@ FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot continue, before
 END_GRACE_S = 300.0
 
 
+class Launch(Protocol):
+    """One launch of the training command: `CommandLaunch`, or a simulated one."""
+
+    pid: int
+
+    async def wait(self) -> int: ...
+    async def end_within(self, grace_s: float) -> int: ...
+    def last_lines(self, most: int) -> tuple[str, ...]: ...
+    def kill_leftovers(self) -> int: ...
+    async def find_cause(self) -> str: ...
+
+
+StartLaunch = Callable[[Sequence[str], Mapping[str, str]], Awaitable[Launch]]  # of a command and its environment
+
+
 class CommandRunner:
     """Runs one training command, or serves a trainer that others start."""
 
@@ -495,11 +514,12 @@ class CommandRunner:
         signals: AgentSignals,
         log: Log,
         end_grace_s: float = END_GRACE_S,
+        start: StartLaunch = CommandLaunch.start,
     ) -> None:
         """Create a runner; `end_grace_s` is the time between SIGTERM and SIGKILL of the trainer."""
         self._core, self._perform, self._signals, self._log = core, perform, signals, log
-        self._end_grace_s = end_grace_s
-        self._tail: ErrorTail | None = None  # standard error of the newest launch; None: there was no launch
+        self._end_grace_s, self._start = end_grace_s, start
+        self._launch: Launch | None = None  # the newest; None: there was none, or it is being started
         self._lines_before: tuple[str, ...] = ()  # last lines of the launch before
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
@@ -510,7 +530,7 @@ class CommandRunner:
             plan = self._core.plan_next_launch(plan, code, self._signals.terminated.is_set(), last_line)
             if isinstance(plan, LaunchCommand) and await self._signals.wait_terminated(plan.delay_s):
                 return code
-        self._perform(self._core.tick(time.monotonic()))  # what was remarked at the end
+        self._perform(self._core.tick(_now()))  # what was remarked at the end
         if plan.reason:
             self._log.error("stopped", reason=plan.reason)
         return plan.code
@@ -526,8 +546,8 @@ class CommandRunner:
         if stop is None:
             return 0
         self._log.error("stopped", reason=stop.reason)
-        until = time.monotonic() + FAILURE_GRACE_S
-        while self._core.state.trainer.alive and time.monotonic() < until:  # the trainer gets the reason as an answer
+        until = _now() + FAILURE_GRACE_S
+        while self._core.state.trainer.alive and _now() < until:  # the trainer gets the reason as an answer
             await asyncio.sleep(0.1)
         return stop.code
 
@@ -535,25 +555,21 @@ class CommandRunner:
         """Return the last lines on the training command's standard error; those of the former launch if this one
         printed none.
         """
-        lines = () if self._tail is None else self._tail.last_lines(MOST_LINES)
+        lines = () if self._launch is None else self._launch.last_lines(MOST_LINES)
         return lines or self._lines_before
 
     async def _launch_once(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
         """Launch the command and wait for its end; return its exit code and its last line on standard error."""
-        self._lines_before = self.last_lines()
-        tail = self._tail = ErrorTail()
-        try:
-            process = await TrainerProcess.start(command, {**environment, "DIPS_ATTEMPT": str(launch)}, tail.writer)
-        finally:
-            tail.close_writer()
+        self._lines_before, self._launch = self.last_lines(), None
+        process = self._launch = await self._start(command, {**environment, "DIPS_ATTEMPT": str(launch)})
         self._perform([RecordMark("trainer_start", {"attempt": launch, "pid": process.pid})])
         code = await self._wait_or_end(process)
-        left = kill_leftovers()
-        self._perform(self._core.on_trainer_gone(f"the trainer ended with exit code {code}", time.monotonic()))
-        self._perform([RecordMark("trainer_end", {"attempt": launch, "code": code, "killed": len(left)})])
-        return code, await asyncio.to_thread(tail.finish)
+        left = process.kill_leftovers()
+        self._perform(self._core.on_trainer_gone(f"the trainer ended with exit code {code}", _now()))
+        self._perform([RecordMark("trainer_end", {"attempt": launch, "code": code, "killed": left})])
+        return code, await process.find_cause()
 
-    async def _wait_or_end(self, process: TrainerProcess) -> int:
+    async def _wait_or_end(self, process: Launch) -> int:
         """Wait for the process to end; stop it if SIGTERM arrived or the core ordered it. Return its exit code."""
         ended = asyncio.create_task(process.wait())
         must_end = [asyncio.create_task(e.wait()) for e in (self._signals.terminated, self._signals.stopped)]
@@ -601,7 +617,7 @@ class Agent:
 
     def __init__(
         self,
-        config: ClusterFile,
+        hold_s: float,
         core: AgentCore,
         master: MasterPort,
         timeline: Timeline,
@@ -609,12 +625,15 @@ class Agent:
         rewrite: Callable[[Grant], Grant] = lambda grant: grant,
         save: Callable[[PastIncarnation], None] = lambda past: None,
         find_problem: Callable[[], str] = lambda: "",
+        start: StartLaunch = CommandLaunch.start,
     ) -> None:
         """Wire the core to the master, the timeline and the training command.
 
+        hold_s        how long a rank's question is held open for an answer, at most
         rewrite       turns the master's grant into the one the ranks get: a relay puts its own addresses in
         save          saves what the next agent needs if this one dies
         find_problem  returns why renewed certificates are not used, "" if they are
+        start         starts the training command
         """
         self._core, self._master, self._save, self._find_problem = core, master, save, find_problem
         self._timeline, self._log = timeline, log
@@ -622,12 +641,16 @@ class Agent:
         self._tasks = set[asyncio.Task[None]]()
         self._asking: dict[Channel, asyncio.Task[None]] = {}
         self._deadline_moved = asyncio.Event()
-        self._command = CommandRunner(core, self.perform_actions, self._signals, log)
-        self.ranks = RankServer(core, config.poll_s / 2, self.perform_actions, self._signals, rewrite, log)
+        self._command = CommandRunner(core, self.perform_actions, self._signals, log, start=start)
+        self.ranks = RankServer(core, hold_s, self.perform_actions, self._signals, rewrite, log)
 
     def terminate(self) -> None:
         """Handle SIGTERM: stop the trainer, leave the run, return from `run`."""
         self._signals.terminated.set()
+
+    def next_change(self) -> asyncio.Event:
+        """Return an event that is set when the core's state has changed."""
+        return self._signals.next_change()
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
         """Keep the trainer running until it ends, cannot continue, or SIGTERM arrives; return the exit code.
@@ -683,9 +706,9 @@ class Agent:
         except DipsError as error:
             what = "asks the master again" if isinstance(error, Unavailable | Busy) else "the master refused"
             self._log.warning(what, question=question, error=str(error))
-            self.perform_actions(self._core.on_error(ask, error, time.monotonic()))
+            self.perform_actions(self._core.on_error(ask, error, _now()))
         else:
-            self.perform_actions(self._core.on_reply(ask, result, time.monotonic()))
+            self.perform_actions(self._core.on_reply(ask, result, _now()))
         self._signals.notify_change()
 
     async def _carry_heartbeat(self, action: SendHeartbeat) -> None:
@@ -694,9 +717,9 @@ class Agent:
             answer = await self._master.send_heartbeat(heartbeat, action.deadline_s)
         except DipsError as error:
             self._log.warning("a heartbeat was not answered", error=str(error))
-            self.perform_actions(self._core.on_heartbeat_error(error, time.monotonic()))
+            self.perform_actions(self._core.on_heartbeat_error(error, _now()))
         else:
-            self.perform_actions(self._core.on_heartbeat_reply(action.heartbeat.inc, answer, time.monotonic()))
+            self.perform_actions(self._core.on_heartbeat_reply(action.heartbeat.inc, answer, _now()))
         self._deadline_moved.set()
         self._signals.notify_change()
 
@@ -705,9 +728,9 @@ class Agent:
         while True:
             self._deadline_moved.clear()
             self.perform_actions(self._core.on_certificate(self._find_problem()))
-            self.perform_actions(self._core.tick(time.monotonic()))
+            self.perform_actions(self._core.tick(_now()))
             due = self._core.next_deadline()
-            pause_s = due - time.monotonic() if isfinite(due) else None
+            pause_s = due - _now() if isfinite(due) else None
             try:
                 async with asyncio.timeout(pause_s):
                     await self._deadline_moved.wait()

@@ -210,3 +210,29 @@ def kill_leftovers() -> list[int]:
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)
     return killed
+
+
+class CommandLaunch:
+    """One launch of the training command: its process, the end of its standard error, and what it leaves running."""
+
+    def __init__(self, process: TrainerProcess, tail: ErrorTail) -> None:
+        self._process, self._tail = process, tail
+        self.pid, self.wait, self.end_within = process.pid, process.wait, process.end_within
+        self.last_lines = tail.last_lines
+
+    @classmethod
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> CommandLaunch:
+        """Start `command` with `environment` added to ours."""
+        tail = ErrorTail()
+        try:
+            return cls(await TrainerProcess.start(command, environment, tail.writer), tail)
+        finally:
+            tail.close_writer()
+
+    def kill_leftovers(self) -> int:
+        """Kill what the launch has left after its end; return the number of processes."""
+        return len(kill_leftovers())
+
+    async def find_cause(self) -> str:
+        """Return the probable cause of the launch's end in one line; empty if it printed nothing."""
+        return await asyncio.to_thread(self._tail.finish)

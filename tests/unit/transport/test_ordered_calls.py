@@ -21,6 +21,9 @@ class ReadyChannel:
     def get_state(self, try_to_connect: bool = False) -> ChannelConnectivity:
         return ChannelConnectivity.READY
 
+    async def close(self) -> None:
+        """It has no socket."""
+
 
 class ScriptedStream:
     """Replies to what is written as `replies` says; with `broken` it is over, as a write finds first."""

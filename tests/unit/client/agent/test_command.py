@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dips.client.agent import agent, restarts
-from dips.client.agent.agent import END_GRACE_S, AgentSignals, CommandRunner
+from dips.client.agent import restarts, trainer
+from dips.client.agent.agent import END_GRACE_S, AgentSignals, CommandRunner, mark_level
 from dips.client.agent.state import Actions, RecordMark
 from dips.client.agent.trainer import TrainerProcess
 from tests.unit.client.agent.play import Play
@@ -55,7 +55,7 @@ def test_the_default_grace_is_that_of_a_large_checkpoint() -> None:
 
 def test_a_crash_is_told_once_and_as_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch that crashes is one remark. What a process that SIGKILL ended wrote before is not its cause."""
-    monkeypatch.setattr(agent, "kill_leftovers", list)  # it would end the other children of pytest
+    monkeypatch.setattr(trainer, "kill_leftovers", list)  # it would end the other children of pytest
     monkeypatch.setattr(restarts, "RESTART_PAUSE_S", 0.0)
     told = list[str]()
 
@@ -88,4 +88,4 @@ def test_a_crash_is_told_once_and_as_what_it_was(monkeypatch: pytest.MonkeyPatch
 )
 def test_the_log_says_at_its_usual_level_what_is_not_routine(kind: str, fields: dict[str, Any], level: str) -> None:
     """Each outer step's marks are there with `log_level: debug`, and those of a step that failed always."""
-    assert agent.mark_level(kind, fields) == level
+    assert mark_level(kind, fields) == level
