@@ -98,35 +98,35 @@ def prove_optimum(instance: Instance, limit_s: float) -> float | None:
         intervals = []
         for op, seconds in zip("FIW", took, strict=True):
             for m in range(count):
-                start = model.NewIntVar(0, horizon, "")
+                start = model.new_int_var(0, horizon, "")
                 begin[op, s, m], end[op, s, m] = start, start + seconds
-                intervals.append(model.NewFixedSizeIntervalVar(start, seconds, ""))
+                intervals.append(model.new_fixed_size_interval_var(start, seconds, ""))
                 if m:  # micro-batches are alike: their order is no choice
-                    model.Add(begin[op, s, m - 1] <= start)
-        model.AddNoOverlap(intervals)
+                    model.add(begin[op, s, m - 1] <= start)
+        model.add_no_overlap(intervals)
         for m in range(count):
-            model.Add(begin["I", s, m] >= end["F", s, m])
-            model.Add(begin["W", s, m] >= end["I", s, m])
+            model.add(begin["I", s, m] >= end["F", s, m])
+            model.add(begin["W", s, m] >= end["I", s, m])
         if instance.most_held:
             times = [begin["F", s, m] for m in range(count)] + [end["W", s, m] for m in range(count)]
-            model.AddReservoirConstraint(times, [1] * count + [-1] * count, 0, instance.most_held[s])
+            model.add_reservoir_constraint(times, [1] * count + [-1] * count, 0, instance.most_held[s])
     for s, link_s in enumerate(instance.link_s):
         for near, far, op in ((s, s + 1, "F"), (s + 1, s, "I")):
             transfers = []
             for m in range(count):
-                leaves = model.NewIntVar(0, horizon, "")
-                model.Add(leaves >= end[op, near, m])
-                model.Add(begin[op, far, m] >= leaves + link_s)
-                transfers.append(model.NewFixedSizeIntervalVar(leaves, link_s, ""))
-            model.AddNoOverlap(transfers)
-    last = model.NewIntVar(0, horizon, "")
+                leaves = model.new_int_var(0, horizon, "")
+                model.add(leaves >= end[op, near, m])
+                model.add(begin[op, far, m] >= leaves + link_s)
+                transfers.append(model.new_fixed_size_interval_var(leaves, link_s, ""))
+            model.add_no_overlap(transfers)
+    last = model.new_int_var(0, horizon, "")
     for s, m in itertools.product(range(p), range(count)):
-        model.Add(last >= end["W", s, m])
-    model.Minimize(last)
+        model.add(last >= end["W", s, m])
+    model.minimize(last)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_s
     solver.parameters.num_workers = 1
-    return float(solver.ObjectiveValue()) if solver.Solve(model) == cp_model.OPTIMAL else None
+    return float(solver.objective_value) if solver.solve(model) == cp_model.OPTIMAL else None
 
 
 def measure_schedules(bench: Bench) -> None:

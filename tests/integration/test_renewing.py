@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -25,7 +26,6 @@ from dips.identity.certificates import utc_now
 from dips.identity.names import AUTHORITY_NAME, PeerIdentity, PeerRole, make_identity
 from dips.identity.paths import TlsFiles
 from dips.identity.tls_files import load_tls
-from dips.telemetry.logs import configure_log
 from dips.transport import control
 from dips.transport.endpoints import Endpoint
 from dips.transport.gate import Guard
@@ -40,7 +40,7 @@ from tests.integration.test_mistakes import CLI, tiny
 
 RUN = "july"
 DAY = timedelta(days=1)
-LOG = configure_log("authority", "ca", "error")
+LOG = structlog.get_logger()
 
 
 @pytest.fixture

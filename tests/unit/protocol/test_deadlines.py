@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,7 +72,8 @@ def test_the_judge_tells_what_heartbeats_say_of_a_incarnation() -> None:
     judge.welcome_cluster("a", 2, 0.0)
 
     def heartbeat(inc: int, rate: float) -> ClusterHeartbeat:
-        return ClusterHeartbeat("a", inc, TrainerState.TRAINING, Activity.PUSH, 1, 0, 0, 0, 0.0, None, 0, 0, rate)
+        told = ClusterHeartbeat("a", inc, TrainerState.TRAINING, Activity.PUSH, 1, 0, 0, 0, 0.0, None, 0, 0, rate)
+        return replace(told, newest_protocol=0)
 
     assert judge.on_cluster_heartbeat(heartbeat(2, 50.0), 1.0) == [BandwidthMeasured("a", 2, 50.0)]
     assert judge.on_cluster_heartbeat(heartbeat(2, 51.0), 2.0) == []

@@ -24,8 +24,9 @@ def heartbeat(
     total: int = 0,
 ) -> ClusterHeartbeat:
     return ClusterHeartbeat(
-        cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, moved, total, 0.0, tokens_consumed=100
-    )
+        cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, moved, total, 0.0, tokens_consumed=100,
+        newest_protocol=0,
+    )  # fmt: skip
 
 
 def test_a_lease_ends_after_five_heartbeats_of_silence_and_is_said_once() -> None:
