@@ -27,7 +27,7 @@ import pytest
 from tests.mutants.mutant import LostAnchor, Mutant, apply, mutate
 
 ROOT = Path(__file__).parents[2]
-TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "LICENSE")  # read by tests of documents
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "LICENSE", ".dockerignore")  # read by tests
 COPIED = ("dips", "tests", "benchmarks", "configs", "deploy", "docs", "protos", "pyproject.toml", *TOP)
 PRELOADED = ("numpy", "numba", "torch", "grpc", "zmq", "structlog", "yaml", "xxhash", "safetensors.numpy")
 OWN = ("dips", "tests", "benchmarks")  # packages that each process imports anew, from its copy
