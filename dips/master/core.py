@@ -255,6 +255,9 @@ class HeldQuestions:
 # number, so the slave repeats its answer and not the work.
 
 
+MISSED_S = 1.0  # a deadline that is noticed later than this has passed while the process was stopped
+
+
 class SentOrder:
     """An order that was first sent at `now`, on the sender's clock in seconds."""
 
@@ -283,11 +286,13 @@ class SentOrder:
 
     def on_error(self, error: DipsError, now: float) -> OrderFailed | None:
         """Return the event for a refusal; None, to send the order again, if the slave was unavailable before the
-        deadline.
+        deadline, or this process did not run when it passed: it read no answers then, and begins the deadline again.
         """
-        if isinstance(error, UnavailableSlave):
-            return None if now < self.until else self.on_deadline()
-        return self.on_refusal(error)
+        if not isinstance(error, UnavailableSlave):
+            return self.on_refusal(error)
+        if now > self.until + MISSED_S:
+            self.on_progress(now)
+        return None if now < self.until else self.on_deadline()
 
     def on_refusal(self, error: DipsError) -> OrderFailed:
         """Return the event for an order that will not be carried out."""

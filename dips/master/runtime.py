@@ -103,18 +103,18 @@ class SlaveLink:
         """Have an order carried out; failures of the slave or the link are returned, not raised."""
         clock = asyncio.get_running_loop().time
         sent = SentOrder(order, clock())
-        try:
-            async with asyncio.timeout_at(sent.until) as timeout:
-                self._timeouts[sent] = timeout
-                while True:
-                    ended = await self._send_once(sent, clock)
-                    if ended is not None:
-                        return ended
-                    await asyncio.sleep(RESEND_PAUSE_S)
-        except TimeoutError:
-            return sent.on_deadline()
-        finally:
-            self._timeouts.pop(sent, None)
+        ended: OrderAnswered | OrderFailed | None = None
+        while ended is None:
+            try:
+                async with asyncio.timeout_at(sent.until) as timeout:
+                    self._timeouts[sent] = timeout
+                    while (ended := await self._send_once(sent, clock)) is None:
+                        await asyncio.sleep(RESEND_PAUSE_S)
+            except TimeoutError:
+                ended = sent.on_error(UnavailableSlave("no answer"), clock())
+            finally:
+                self._timeouts.pop(sent, None)
+        return ended
 
     def on_progress(self, progress: SlaveProgress) -> None:
         """Restart the deadlines of orders whose slave has worked, or waits for its disk."""

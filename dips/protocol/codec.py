@@ -44,6 +44,10 @@ PLAIN: tuple[type, ...] = (
     norms.LastNorms,
     data.RangeBook,
 )  # encoded by their attributes
+# Attributes of these that protocol 2 added, with what they are in a state of the release before (releases.py).
+ADDED: dict[type, dict[str, Callable[[], Any]]] = {
+    run_state.RunState: {"protocol": lambda: 1, "rebalance": lambda: None, "former_slaves": dict[str, int]}
+}
 SCALARS = (bool, int, float, str, type(None))
 
 spell_json: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # on one line
@@ -306,6 +310,9 @@ class _StateReader:
         items = rest[0].items() if cls in PLAIN else self._pair_fields(cast(Hashable, cls), rest, made)
         for name, item in items:
             object.__setattr__(made, name, self.read_value(item))  # also works for frozen dataclasses
+        for name, make_missing in ADDED.get(cls, {}).items():
+            if name not in rest[0]:
+                setattr(made, name, make_missing())
         if hasattr(made, "build_derived"):
             made.build_derived()
         return made

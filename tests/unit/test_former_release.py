@@ -25,6 +25,7 @@ from dips.wire.messages import _MODULES
 from tests.releases import FORMER, make_venv
 from tests.unit.master.test_ledger import A1, A2, OLD_ROW, V1, V2, committed
 
+ROOT = Path(__file__).parents[2]
 Fields = dict[int, tuple[str, int, int, str]]  # number → name, type, label, class
 
 # What the release before does here: it reads a ledger, a transaction of a mirror and a run file, and writes rows.
@@ -133,3 +134,18 @@ def test_the_release_before_takes_a_ledger_and_gives_it_back(former: Path, tmp_p
 def run_there(python: Path, path: Path, config: Path, transaction: Any) -> subprocess.CompletedProcess[str]:
     words = [str(python), "-E", "-P", "-c", THERE, str(path), str(config)]
     return subprocess.run(words, input=json.dumps(transaction), capture_output=True, text=True, timeout=60)
+
+
+def list_attributes(source: str, name: str) -> set[str]:
+    """Return what the methods of a class assign to `self`."""
+    cls = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
+    stored = (n for n in ast.walk(cls) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return {n.attr for n in stored if getattr(n.value, "id", "") == "self"}
+
+
+@pytest.mark.parametrize("cls", codec.PLAIN, ids=lambda cls: cls.__name__)
+def test_a_state_that_lacks_a_new_attribute_is_given_one(cls: type) -> None:
+    """So that a journal of the release before can be decided again by this one."""
+    path = f"{cls.__module__.replace('.', '/')}.py"
+    new = list_attributes((ROOT / path).read_text(), cls.__name__) - list_attributes(read_former(path), cls.__name__)
+    assert new == set(codec.ADDED.get(cls, {})), "a new attribute stands in ADDED (protocol/codec.py)"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import Any, cast
+
 import pytest
 
 from dips.errors import Busy, DipsError, StaleTerm, UnavailableSlave, UnresponsiveSlave
 from dips.ids import GENESIS, PushId
 from dips.master.core import SentOrder, SlavePatience, SlaveProgress
+from dips.master.runtime import SlaveLink
 from dips.protocol.effects import OpenPush, Order, OrderBody, Ping
 from dips.protocol.events import Done, OrderAnswered
 from dips.protocol.heartbeats import OrderWait, SlaveHeartbeat
+from dips.wire import messages
+from dips.wire.generated.slave_pb2 import Answer
 
 
 def sent(body: OrderBody | None = None) -> SentOrder:
@@ -36,6 +43,31 @@ def test_a_broken_link_is_tried_again_until_the_deadline() -> None:
         7,
         UnresponsiveSlave,
     )
+
+
+class StoppedPeer:
+    """A slave whose first answer is there only after its master was stopped, when the deadline has passed."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def ask(self, request: object, *, needs_listener: bool = False) -> object:
+        self.asked += 1
+        if self.asked == 1:
+            asyncio.get_running_loop().call_soon(time.sleep, 0.3)  # SIGSTOP, as far as this loop can tell
+            await asyncio.sleep(60.0)
+        return Answer(done=messages.to_proto(Done()))
+
+    async def close(self) -> None: ...
+
+
+def test_a_deadline_that_passes_while_the_master_is_stopped_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It read no answer in that time: the slave is asked again, and is not unresponsive."""
+    monkeypatch.setattr("dips.master.core.MISSED_S", 0.1)
+    peer = StoppedPeer()
+    link = SlaveLink("s", "127.0.0.1:1", dial=lambda *_: cast(Any, peer))
+    answer = asyncio.run(link.execute_order(Order("s", 2, 3, 7, Ping(), 0.05)))
+    assert answer == OrderAnswered("s", 2, 7, Done()) and peer.asked == 2
 
 
 @pytest.mark.parametrize("error", [StaleTerm("has seen 4"), Busy("no slot")])
