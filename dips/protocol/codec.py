@@ -145,8 +145,8 @@ def _least_fields(cls: Hashable) -> int:
 
 @cache
 def _omitted_fields(cls: Hashable) -> list[Any]:
-    """Return the values with which fields are left out, the last field first: the release before has no such field."""
-    return [f.metadata["missing"] for f in reversed(fields(cast(Any, cls))) if is_new(f.metadata)]
+    """Return the encoded values with which fields are left out, the last field first: the release before has none."""
+    return [encode_value(f.metadata["missing"]) for f in reversed(fields(cast(Any, cls))) if is_new(f.metadata)]
 
 
 def _is_mutable(cls: type) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from dips.errors import Corrupt, FailedDisk, LocalProtocolError, StalePush
 from dips.ids import PushId, VersionId
 from dips.protocol import codec, entities
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Acknowledged, Effect, Failed, Note, OpenPush, Order, Reply
+from dips.protocol.effects import Acknowledged, Effect, Failed, Note, OpenPush, Order, Reply, SlaveAddress
 from dips.protocol.enums import FanoutKind
 from dips.protocol.events import Event, OrderAnswered, OrderFailed, Persisted, Ticked
 from dips.sim import master as sim_master
@@ -242,3 +243,11 @@ def loops(path: Path) -> Iterator[Any]:
             called = isinstance(over, ast.Call) and isinstance(over.func, ast.Name) and over.func.id
             if isinstance(over, ast.Set | ast.SetComp) or called in ("set", "frozenset"):
                 yield node
+
+
+def test_a_new_field_is_left_out_where_it_has_what_the_release_before_means() -> None:
+    """Also if that is a tuple, which is a list in the text: else no journal of theirs could be decided again."""
+    old = SlaveAddress("s", 1, ("a:1",), (0,))
+    assert codec.encode_value(old) == ["SlaveAddress", "s", 1, ["t", "a:1"], ["t", 0], ""]
+    assert codec.encode_value(dataclasses.replace(old, digests=("x",)))[-1] == ["t", "x"]
+    assert codec.decode_value(codec.encode_value(old)) == old
