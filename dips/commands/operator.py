@@ -199,25 +199,28 @@ def stop(config: WHOSE = None, master: MASTER = None, credentials: CREDENTIALS =
       dips stop --config dips.yaml
     """
     peer = find_master(config, master, credentials)
-    view, answer = asyncio.run(_ask_to_stop(peer))
+    view, last, answer = asyncio.run(_ask_to_stop(peer))
     if answer is None:
         print(f"the run has ended at {view.head}")
         return
     _require_done(answer)
-    print(f"the run ends with version {view.head_version.version + 1}, its next; `dips status --watch` shows when")
+    print(f"the run ends with version {last}; `dips status --watch` shows when")
 
 
-async def _ask_to_stop(master: Endpoint) -> tuple[RunView, Extended | Refused | None]:
-    """Return the run and the master's answer; None: the run had ended before."""
-    for _ in range(TRIES):
+async def _ask_to_stop(master: Endpoint) -> tuple[RunView, int, Extended | Refused | None]:
+    """Return the run, its last version, and the master's answer; None: the run had ended before.
+
+    A run may make its next version before the master is asked; each further try leaves it twice as many.
+    """
+    for attempt in range(TRIES):
         view = await ask_view(master)
+        last = view.head_version.version + 2**attempt
         if view.finished:
-            return view, None
-        change = TargetChange("versions", float(view.head_version.version + 1))
-        answer = await ask_master(master, ExtensionAsked(0, (change,)))
+            return view, last, None
+        answer = await ask_master(master, ExtensionAsked(0, (TargetChange("versions", float(last)),)))
         if not isinstance(answer, Refused):
             break
-    return view, answer
+    return view, last, answer
 
 
 # ---- rollback --------------------------------------------------------------------------------------------------------
