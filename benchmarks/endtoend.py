@@ -92,10 +92,13 @@ class Cell:
     def settling_s(self) -> float:
         return SETTLING_ROUNDS * self.round_s
 
+    @property
+    def train_s(self) -> float:
+        return self.settling_s + self.rounds * self.round_s
+
     def plan(self, name: str) -> TimedPlan:
         """What a cluster's rank is told."""
-        train_s = self.settling_s + self.rounds * self.round_s
-        return TimedPlan(len(self.clusters), LAYERS, PARAMETERS // LAYERS, self.steps_s[name], train_s=train_s)
+        return TimedPlan(len(self.clusters), LAYERS, PARAMETERS // LAYERS, self.steps_s[name], train_s=self.train_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,34 +145,22 @@ def _took(stretches: Sequence[Stretch]) -> float:
 # ---- one cell ----------------------------------------------------------------------------------------------------
 
 
-class Serverless:
-    """The clusters of a method without a server, each on its host."""
-
-    def __init__(self, directory: Path, cell: Cell, hosts: Mapping[str, End]) -> None:
-        self._directory, self._cell, self._hosts = directory, cell, hosts
-
-    def run(self, within_s: float) -> dict[str, list[Stretch]]:
-        """Train to the end; return what each cluster wrote."""
-        meeting = self._directory / "meeting"
-        meeting.mkdir(parents=True)
-        address = f"{self._hosts[self._cell.clusters[0]].ip}:{free_port()}"
-        processes = Processes(self._directory)
-        try:
-            begun = [
-                (name, processes.start(name, self._command(name, rank, address, meeting)))
-                for rank, name in enumerate(self._cell.clusters)
-            ]
-            for name, process in begun:
-                processes.wait(name, process, within_s)
-        finally:
-            processes.end()
-        return {name: _read(meeting / f"{name}.jsonl") for name in self._cell.clusters}
-
-    def _command(self, name: str, rank: int, address: str, meeting: Path) -> list[str]:
-        cell = self._cell
-        plan = ServerlessPlan(cell.plan(name), cell.method, rank, address, cell.inner_steps)
-        module = [sys.executable, "-m", "benchmarks.serverless_rank", name, str(meeting), json.dumps(asdict(plan))]
-        return self._hosts[name].command("env", f"GLOO_SOCKET_IFNAME={LINK}", *module)
+def _run_serverless(directory: Path, cell: Cell, hosts: Mapping[str, End], within_s: float) -> dict[str, list[Stretch]]:
+    meeting = directory / "meeting"
+    meeting.mkdir(parents=True)
+    address = f"{hosts[cell.clusters[0]].ip}:{free_port()}"
+    processes, begun = Processes(directory), []
+    try:
+        for rank, name in enumerate(cell.clusters):
+            plan = ServerlessPlan(cell.plan(name), cell.method, rank, address, cell.inner_steps)
+            words = [sys.executable, "-m", "benchmarks.serverless_rank", name, str(meeting), json.dumps(asdict(plan))]
+            command = hosts[name].command("env", f"GLOO_SOCKET_IFNAME={LINK}", *words)
+            begun.append((name, processes.start(name, command)))
+        for name, process in begun:
+            processes.wait(name, process, within_s)
+    finally:
+        processes.end()
+    return {name: _read(meeting / f"{name}.jsonl") for name in cell.clusters}
 
 
 def _read(file: Path) -> list[Stretch]:
@@ -186,13 +177,10 @@ def _run_dips(directory: Path, cell: Cell, hosts: Mapping[str, End], within_s: f
 
 def live(cell: Cell) -> CellSeen:
     """Run a cell once; return what came after its first rounds and before its time was over."""
-    within_s = cell.plan("c0").train_s + WITHIN_S
+    within_s = cell.train_s + WITHIN_S
     with tempfile.TemporaryDirectory(prefix="dips-bench-") as made, network(cell.links) as hosts:
-        directory = Path(made) / "run"
-        if cell.method in METHODS:
-            found = Serverless(directory, cell, hosts).run(within_s)
-        else:
-            found = _run_dips(directory, cell, hosts, within_s)
+        run = _run_serverless if cell.method in METHODS else _run_dips
+        found = run(Path(made) / "run", cell, hosts, within_s)
     return CellSeen({name: _counted(cell, stretches) for name, stretches in found.items()})
 
 
@@ -200,7 +188,7 @@ def _counted(cell: Cell, stretches: list[Stretch]) -> list[Stretch]:
     """The stretches that began after the settling rounds and ended within the time."""
     counted, at_s = [], 0.0
     for stretch in stretches:
-        if at_s >= cell.settling_s and at_s + stretch.alone_s + stretch.standstill_s <= cell.plan("c0").train_s:
+        if at_s >= cell.settling_s and at_s + stretch.alone_s + stretch.standstill_s <= cell.train_s:
             counted.append(stretch)
         at_s += stretch.alone_s + stretch.standstill_s
     if not counted:
