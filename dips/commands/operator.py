@@ -287,8 +287,8 @@ def finalise(config: WHOSE = None, master: MASTER = None, credentials: CREDENTIA
     who is still of the former release. Do this when the new one has proved itself: there is no way back but by the
     ledger's former file, which is kept beside as ledger.formatN.sqlite, and does not know what came since.
 
-    Every slave must serve, and every live cluster speak the new protocol; whoever else comes back with the former
-    release is refused. A master that stands by must be upgraded, too, before it is needed.
+    Every slave must serve, and every live cluster and standby speak the new protocol; whoever else comes back with the
+    former release is refused.
 
     Exit codes: 0 done, or there is nothing to finalise; 1 refused; 69 no master answers; 77 you are no operator.
 

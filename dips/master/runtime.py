@@ -47,10 +47,11 @@ from dips.master.meters import RoundMeters, find_newest, follow_newest
 from dips.master.standby import LeaseKeeper, name_holder
 from dips.plain import to_plain
 from dips.protocol import events, heartbeats
-from dips.protocol.effects import Acknowledged, Exit, Failed, Note, Order, Reply, Result, name_subject
+from dips.protocol.effects import Acknowledged, Exit, Failed, Note, Order, Refused, Reply, Result, name_subject
 from dips.protocol.events import Event, ManifestOffered, OrderAnswered, OrderFailed
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
+from dips.protocol.operator import explain_holdouts
 from dips.protocol.records import Record
 from dips.protocol.slaves import EXIT_STALE
 from dips.protocol.view import RunView
@@ -264,12 +265,17 @@ class MasterOutside:
         return await loop.run_in_executor(self._thread, self._ledger.find_unprocessed, every)
 
     def complete_view(self, view: RunView) -> RunView:
-        """Return the view with the newest version, the ledger's mirror, `master.on_version` and `master.track`."""
+        """Return the view with the newest version, the ledger's mirror and its lease, `master.on_version` and so on."""
+        lease = None if self._lease is None else self._lease.view()
+        older = (
+            () if lease is None or view.protocol == view.protocol_newest else lease.find_holdouts(view.protocol_newest)
+        )
         return replace(
             view,
             newest=self._newest,
             ledger_mirror=None if self._mirror is None else self._mirror.view(),
-            lease=None if self._lease is None else self._lease.view(),
+            lease=lease,
+            holdouts=(*view.holdouts, *older),
             on_version=None if self._on_version is None else self._on_version.view(),
             track=None if self._track is None else self._track.view(),
         )
@@ -731,8 +737,16 @@ class OperatorServicer(OperatorServiceServicer):
     DrainAll = _audited(events.DrainAllAsked, operator_pb2.DrainReply)
     Extend = _audited(events.ExtensionAsked, operator_pb2.ExtendReply)
     Tune = _audited(events.TuningAsked, operator_pb2.TuneReply)
-    Finalise = _audited(events.FinaliseAsked, operator_pb2.FinaliseReply)
     Quarantine = _audited(events.QuarantineAsked, operator_pb2.QuarantineReply)
+    _finalise = _audited(events.FinaliseAsked, operator_pb2.FinaliseReply)
+
+    async def Finalise(self, request: Any, context: Any) -> operator_pb2.FinaliseReply:
+        """Ask the core, but for a standby that speaks less: the core knows none, they are files in the mirror."""
+        lease = self._runtime.build_view().lease
+        if lease is not None and (holdouts := lease.find_holdouts(request.protocol)):
+            refused = Refused(0.0, explain_holdouts(holdouts, request.protocol))
+            return cast(operator_pb2.FinaliseReply, messages.wrap_oneof(refused, operator_pb2.FinaliseReply))
+        return cast(operator_pb2.FinaliseReply, await self._finalise(request, context))
 
 
 class StatusServicer(StatusServiceServicer):

@@ -33,6 +33,7 @@ from dips.errors import ConfigError, Corrupt, DipsError, FailedMirror
 from dips.files import write_durably
 from dips.http import HttpSubject
 from dips.master import restore
+from dips.protocol.releases import PROTOCOL
 from dips.protocol.standby import (
     LOOK_S,
     RENEW_S,
@@ -220,7 +221,8 @@ class LeaseKeeper:
             try:
                 content = json.loads(read_sealed(self._store, self._run, f"{FOLDER}/{name}", MOST_BYTES) or b"")
                 view = StandbyView(str(content["name"]), bool(content["ready"]), str(content["reason"]))
-                numbers[name], found[name] = int(content["number"]), view
+                numbers[name] = int(content["number"])
+                found[name] = replace(view, protocol=int(content.get("protocol", view.protocol)))
             except (Corrupt, ValueError, KeyError, TypeError) as error:
                 if name not in self._refused:
                     self._log.warning("standby_refused", file=f"{self._store.url}/{FOLDER}/{name}", reason=str(error))
@@ -318,7 +320,10 @@ class Standby:
         self._number += 1
         # Ready for a lease that allows it: the master allows it when one is there.
         ready = state in (StandbyState.READY, StandbyState.FORBIDDEN)
-        content = {"name": self._name, "number": self._number, "ready": ready, "reason": self.watch.reason}
+        content = {
+            "name": self._name, "number": self._number, "ready": ready, "reason": self.watch.reason,
+            "protocol": PROTOCOL,
+        }  # fmt: skip
         insist(lambda: self._store.write_file(self._file, seal(self._run, json.dumps(content).encode())))
         self._told = self._clock()
 

@@ -26,7 +26,7 @@ Effects that last:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -302,7 +302,7 @@ def _finalise(run: RunState, event: events.FinaliseAsked) -> Result:
         speaks = f"this run speaks {run.protocol}, its master up to {PROTOCOL}"
         raise ConfigError(f"protocol: expected the next one, got {event.protocol}; {speaks}")
     if holdouts := find_holdouts(run, event.protocol):
-        return Refused(0.0, f"not known to speak {event.protocol}: {name_some(holdouts)}; upgrade them first")
+        return Refused(0.0, explain_holdouts(holdouts, event.protocol))
     run.protocol = event.protocol
     run.emit_record(ProtocolRaised(event.protocol, run.now))
     run.emit_note("protocol_raised", protocol=event.protocol)
@@ -314,6 +314,11 @@ def find_holdouts(run: RunState, protocol: int) -> list[str]:
     away = [s for s in run.slaves.values() if s.state not in HEARD or s.newest_protocol < protocol]
     older = [c for c in run.clusters.values() if c.live and c.newest_protocol < protocol]
     return [*(f"slave {s.name}" for s in away), *(f"cluster {c.name}" for c in older)]
+
+
+def explain_holdouts(holdouts: Sequence[str], protocol: int) -> str:
+    """Say for whom `dips finalise` waits."""
+    return f"not known to speak {protocol}: {name_some(holdouts)}; upgrade them first"
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

@@ -218,6 +218,7 @@ class StandbyView:
     ready: bool = False
     reason: str = ""
     heard_s: float = 0.0
+    protocol: int = 1  # the newest that it speaks; one of the first release says nothing of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,10 @@ class LeaseView:
     def ready(self) -> int:
         """Return how many standbys would take over now."""
         return sum(standby.ready for standby in self.standbys) if self.claimable else 0
+
+    def find_holdouts(self, protocol: int) -> tuple[str, ...]:
+        """Name the standbys that could not serve a run of this protocol."""
+        return tuple(f"standby {standby.name}" for standby in self.standbys if standby.protocol < protocol)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,27 @@ def test_a_request_that_its_key_has_not_signed(ca: Path, tmp_path: Path) -> None
     assert "not signed by the P-256 key that it names" in type_certs("show", request, code=1)
 
 
+def test_a_certificate_is_renewed_by_the_authority_or_by_a_request(ca: Path, tmp_path: Path) -> None:
+    """With the authority at hand in one call; without it by a request, which is installed once it is signed."""
+    request = ask(tmp_path, "berlin.cluster", "berlin.cluster.csr")
+    certificate = tmp_path / "own" / "berlin.cluster.crt"
+    type_certs("issue", ca, request, "--as", "berlin.cluster")
+    request.with_suffix(".crt").rename(certificate)
+
+    def serial() -> int:
+        return parse_certificate(read_pem(certificate, "it"), certificate, "it").serial_number
+
+    first = serial()
+    assert f"{certificate}: renewed" in type_certs("renew", certificate, "--authority", ca)
+    second = serial()
+    assert "call renew again" in type_certs("renew", certificate)
+    assert serial() == second != first
+    (waiting,) = (tmp_path / "own").glob("*.csr")
+    type_certs("issue", ca, waiting, "--as", "berlin.cluster")
+    assert f"{certificate}: renewed" in type_certs("renew", certificate)
+    assert serial() not in (first, second) and not list((tmp_path / "own").glob("*.csr"))
+
+
 def test_two_revocations_stay_two(tmp_path: Path) -> None:
     """The list is of all that was ever revoked: a second one does not make the first valid again."""
     enrolled = Enrolled(tmp_path)

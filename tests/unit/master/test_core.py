@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dips.errors import StaleTerm
-from dips.ids import GENESIS, PullId
+from dips.ids import GENESIS, PullId, PushId
 from dips.master.core import (
     EXIT_LEDGER,
     Action,
@@ -26,6 +26,7 @@ from dips.protocol.effects import Acknowledged, Dropped, Effect, Grant, Joined, 
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import (
     Blind,
+    ClusterExpelled,
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
@@ -34,8 +35,10 @@ from dips.protocol.events import (
     OrderAnswered,
     PullFinished,
     PullRequested,
+    PushFinished,
     SlaveRegistered,
     Ticked,
+    TokensReported,
 )
 from dips.protocol.heartbeats import (
     OWN_PACE,
@@ -344,6 +347,20 @@ def test_last_words_come_before_a_join(shell: Shell) -> None:
     assert (ended.cluster, ended.inc, ended.tokens_lost) == ("a", 1, 50)
     assert shell.heartbeat().standing == "fenced"
     assert shell.heartbeat(inc=2).standing == "live"
+
+
+def test_what_heartbeats_reported_is_known_before_a_push_is_judged_and_a_cluster_expelled(shell: Shell) -> None:
+    """The claims of a push are compared with them, and an expulsion records them as lost."""
+    shell.join()
+    shell.heartbeat(tokens_consumed=50, inner_steps=5)
+    shell.ask(lambda r: PushFinished(r, PushId("a", 1, 1), 50, 5, (), 1.0))
+    reports = [event for event in shell.events if isinstance(event, TokensReported)]
+    assert [report.tokens_consumed for report in reports] == [50]
+    assert shell.events.index(reports[0]) < [type(event) for event in shell.events].index(PushFinished)
+    shell.heartbeat(tokens_consumed=70, inner_steps=7)
+    shell.put(ClusterExpelled("a", "its certificate was revoked"))
+    (ended,) = shell.ended()
+    assert ended.tokens_lost == 70
 
 
 def test_who_has_ended_is_forgotten(shell: Shell) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -26,10 +27,15 @@ from dips.config import RunFile, load_run
 from dips.errors import ConfigError, FailedMirror, StaleTerm
 from dips.master import genesis, restore, standby
 from dips.master.ledger import Ledger
+from dips.master.runtime import MasterOutside, OperatorServicer
 from dips.master.standby import BOUND, LeaseKeeper, Standby
+from dips.protocol.effects import Acknowledged
 from dips.protocol.records import RoundReserved
+from dips.protocol.releases import PROTOCOL
 from dips.protocol.standby import CLAIM_S, SERVE_S, StandbyState, TermLease
+from dips.protocol.view import RunView
 from dips.store.mirror import MirrorStore, read_sealed, seal
+from dips.wire.generated import operator_pb2
 from tests.integration.cluster_harness import free_port
 from tests.unit.master.test_ledger_mirror import TENSORS, Term, until
 
@@ -460,6 +466,46 @@ def test_a_term_that_another_claimed_is_not_served(tmp_path: Path, url: str, end
         ended.append(keeper)
         keeper.start(5.0)  # a store that is busy may have refused it as yet
         until(lambda k=keeper, o=ours: k._written if o else k.left_s() < 0, f"{name} has it: {ours}")
+
+
+async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path: Path, url: str) -> None:
+    """It could not serve such a run: `dips status` names it, and the request is refused until it has gone."""
+    a, b = begun(tmp_path, url, "a", "b")
+    ledger = Ledger.open(genesis.ledger_path(a))
+    outside = MasterOutside(ledger)
+    persist(lambda: outside.begin_mirror(a, 1, LOG))
+    of_before = {"name": "old", "number": 1, "ready": True, "reason": ""}
+    persist(lambda: mirror(a).write_file("standby/old", seal("r", json.dumps(of_before).encode())))
+    waiting = Waiting(b)
+    waiting.until(StandbyState.READY)
+    asked = list[Any]()
+
+    async def ask_core(make: Callable[[int], Any]) -> Acknowledged:
+        asked.append(make(1))
+        return Acknowledged()
+
+    def view() -> RunView:
+        return outside.complete_view(RunView(protocol=PROTOCOL - 1, protocol_newest=PROTOCOL, holdouts=("cluster x",)))
+
+    def count() -> int:
+        waiting.look(2.0)
+        lease = view().lease
+        return 0 if lease is None else lease.present
+
+    runtime: Any = SimpleNamespace(build_view=view, ask_core=ask_core)
+    operator = OperatorServicer(runtime, begin=ask_core)
+    ask = operator_pb2.FinaliseAsked(protocol=PROTOCOL)
+    try:
+        until(lambda: count() == 2, "both standbys are seen")
+        assert view().holdouts == ("cluster x", "standby old")
+        assert "standby old; upgrade" in (await operator.Finalise(ask, None)).refused.reason and not asked
+        persist(lambda: mirror(a).remove_path("standby/old"))
+        until(lambda: count() == 1, "the old one is gone")
+        assert view().holdouts == ("cluster x",)
+        assert (await operator.Finalise(ask, None)).HasField("acknowledged") and asked[0].request.protocol == PROTOCOL
+    finally:
+        await outside.close()
+        ledger.close()
 
 
 def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, ended: list[Any]) -> None:

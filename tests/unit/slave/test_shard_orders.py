@@ -19,6 +19,7 @@ from dips.errors import (
 from dips.ids import GENESIS, PullId, VersionId
 from dips.outer_step import nesterov_step
 from dips.protocol.effects import (
+    AdmitProbe,
     Apply,
     ClosePull,
     Commit,
@@ -77,6 +78,13 @@ def test_a_push_with_nan_is_measured_not_finite() -> None:
     assert isinstance(answer, Measured)
     assert answer.finite is False
     assert answer.layer_sq[0] == 1.5
+
+
+def test_a_later_probe_key_of_a_cluster_takes_the_place_of_its_former_one() -> None:
+    slave = ShardRig().ready()
+    for key in ("first", "second"):
+        assert slave.order(AdmitProbe("west", key)) == Done()
+    assert slave.flow.probes == {"west": "second"}
 
 
 # ---- fences and retries ----------------------------------------------------------------------------------------------
