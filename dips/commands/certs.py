@@ -124,9 +124,10 @@ def renew_command(
 ) -> None:
     """Make a new key and request for the same name; call it again after signing to install both.
 
-    With --from the authority's port signs it at once. With --watch the command goes on, until Ctrl-C or SIGTERM, and
-    renews each certificate in time; while the authority does not answer it tries again. It ends with exit code 77 if
-    the authority refuses: then only `dips certs request` and `issue` help.
+    With --from the authority's port signs it at once, and says what is revoked: crl.pem beside the certificate. With
+    --watch the command goes on, until Ctrl-C or SIGTERM: it renews each certificate in time and asks for revocations
+    every minute; while the authority does not answer it tries again. It ends with exit code 77 if the authority
+    refuses: then only `dips certs request` and `issue` help.
 
     Daemons use the new files from the next connection on, without a restart.
     """
@@ -154,6 +155,7 @@ async def _renew_from(certificate: Path, address: str, watch: bool) -> None:
     renewer = Renewer(certificate, address, lambda sentence: print(sentence, flush=True))
     if not watch:
         await renewer.renew()
+        await renewer.follow_revocations()
         return
     me = asyncio.current_task()
     assert me is not None
@@ -190,10 +192,13 @@ def revoke_command(
         str, typer.Argument(metavar="NAME.ROLE", help="The name and role; or the serial of one certificate.")
     ],
 ) -> None:
-    """Revoke all certificates of a name; then copy crl.pem to all daemons, which refuse the name within a heartbeat."""
+    """Revoke all certificates of a name; daemons refuse the name a heartbeat after they have the new crl.pem.
+
+    `dips certs renew --watch` fetches it within a minute from `dips certs serve`; copy it to all other machines.
+    """
     for row in Authority.open(directory).revoke(label):
         print(f"revoked {row.san}, serial {row.serial:x}")
-    print(f"copy {directory / REVOCATIONS} beside the certificates of all machines")
+    print(f"copy {directory / REVOCATIONS} beside the certificates of all machines without `dips certs renew --watch`")
 
 
 @words.command("show")

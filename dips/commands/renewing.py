@@ -65,6 +65,10 @@ class AuthorityPort(AuthorityServiceServicer):
         self._log.info("renewed", who=str(caller.identity), serial=serial, until=until.isoformat())
         return authority_pb2.CertificateRenewed(certificate=signed.public_bytes(Encoding.DER))
 
+    async def ListRevoked(self, request: Any, context: Any) -> authority_pb2.RevocationsListed:
+        revocations = await asyncio.to_thread(self._authority.read_revocations)
+        return authority_pb2.RevocationsListed(revocations=revocations.public_bytes(Encoding.DER))
+
 
 async def serve_authority(
     directory: Path, listen: str, life: timedelta, log: Log, ready: Callable[[str], None] = lambda _: None
@@ -128,25 +132,46 @@ class Renewer:
         """
         key = certificates.new_key()
         request = certificates.make_request(self._own, key).public_bytes(Encoding.DER)
-        channel = control.open_channel(self._peer)
-        try:
-            reply = await control.call_method(
-                AuthorityServiceStub(channel).Renew, authority_pb2.RenewalAsked(request=request),
-                deadline_s=DEADLINE_S, peer=self._peer, unavailable=Unavailable, explain=True,
-            )  # fmt: skip
-        finally:
-            await channel.close()
+        reply = await self._ask("Renew", authority_pb2.RenewalAsked(request=request))
         signed = self._check_answer(reply.certificate, key)
         certificates.write_private(renewal_of(self._certificate, KEY), certificates.key_to_pem(key))
         certificates.write_public(renewal_of(self._certificate, CRT), certificates.to_pem(signed))
         put_in_place(renewal_of(self._certificate, CRT), self._certificate)
         self._say(f"{self._certificate}: renewed, valid until {signed.not_valid_after_utc:%Y-%m-%d %H:%M:%S} UTC")
 
+    async def follow_revocations(self) -> None:
+        """Write what the authority has revoked into crl.pem beside the certificate, if that is news.
+
+        Lists of other authorities stay in the file: during a rollover each has one. Raise Unavailable or Denied as
+        `renew`, RemoteProtocolError if the answer is of no authority of ours, or older than what we have.
+        """
+        reply = await self._ask("ListRevoked", authority_pb2.RevocationsAsked())
+        loaded, path = self._tls.read_current(), self._tls.files.crl
+        try:
+            told = x509.load_der_x509_crl(reply.revocations)
+        except ValueError as error:
+            raise RemoteProtocolError(f"{self._peer} answered no list of revocations: {error}") from error
+        signer = loaded.find_signer(told)
+        if signer is None:
+            raise RemoteProtocolError(f"{self._peer}: its list of revocations is signed by no authority of ours")
+        known = certificates.parse_revocations(certificates.read_pem(path, "tls"), path, "tls") if path.exists() else []
+        former = [crl for crl in known if loaded.find_signer(crl) == signer]
+        if any(told.last_update_utc < crl.last_update_utc for crl in former):
+            raise RemoteProtocolError(
+                f"{self._peer}: its list of revocations is of {told.last_update_utc}, older than {path}: "
+                "was the authority restored from a copy? Revoke again there what it has forgotten"
+            )
+        if former != [told]:
+            others = [crl for crl in known if crl not in former]
+            certificates.write_public(path, b"".join(map(certificates.to_pem, (*others, told))))
+            self._say(f"{path}: {len(told)} revoked, as of {told.last_update_utc:%Y-%m-%d %H:%M:%S} UTC")
+
     async def keep(self) -> None:
-        """Renew in the last third of each certificate's life; until cancelled.
+        """Renew in the last third of each certificate's life, and follow what is revoked; until cancelled.
 
         Raise Denied if the authority refuses, or the certificate has ended: only a person can help then.
         """
+        problem = ""
         while True:
             loaded = await asyncio.to_thread(self._tls.read_current)
             left, life = loaded.until - utc_now(), loaded.until - loaded.since
@@ -157,7 +182,24 @@ class Renewer:
                     await self.renew()
                 except (Unavailable, Busy, RemoteProtocolError) as error:
                     self._say(f"{self._certificate} is not renewed, and ends at {loaded.until:%H:%M:%S} UTC: {error}")
+            try:
+                await self.follow_revocations()
+                problem = ""
+            except (Unavailable, RemoteProtocolError) as error:
+                if not problem:  # once: it is tried again and again
+                    self._say(f"{self._tls.files.crl} may be old: {error}")
+                problem = str(error)
             await asyncio.sleep(min(LOOK_S, life.total_seconds() / 3 / LOOKS, left.total_seconds() + 0.1))
+
+    async def _ask(self, method: str, request: Any) -> Any:
+        channel = control.open_channel(self._peer)
+        try:
+            return await control.call_method(
+                getattr(AuthorityServiceStub(channel), method), request,
+                deadline_s=DEADLINE_S, peer=self._peer, unavailable=Unavailable, explain=True,
+            )  # fmt: skip
+        finally:
+            await channel.close()
 
     def _check_answer(self, der: bytes, key: certificates.Key) -> x509.Certificate:
         """Return the certificate; raise RemoteProtocolError if it is not ours, of our key and of our authority."""

@@ -127,6 +127,12 @@ class Authority:
             self._write_revocations({row.serial: row.revoked for row in listed if row.revoked is not None})
         return rows
 
+    def read_revocations(self) -> x509.CertificateRevocationList:
+        """Return the list of all that it revoked."""
+        path = self.directory / REVOCATIONS
+        (revocations,) = certificates.parse_revocations(certificates.read_pem(path, "authority"), path, "authority")
+        return revocations
+
     def list_issued(self) -> list[IssuedRow]:
         """Return the certificates that it has signed, the oldest first."""
         rows: dict[str, IssuedRow] = {}

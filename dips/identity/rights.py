@@ -65,6 +65,7 @@ RIGHTS: Mapping[str, Right] = {
     "/dips.v1.StatusService/Status": Right(_LOOKERS),
     "/dips.v1.StatusService/Describe": Right(_LOOKERS | _PULLERS),
     "/dips.v1.AuthorityService/Renew": Right(_RENEWED),  # the request's name: Authority.renew
+    "/dips.v1.AuthorityService/ListRevoked": Right(_ALL),
     "/grpc.health.v1.Health/Check": Right(_ALL),
 }
 

@@ -5,6 +5,7 @@ gRPC only reports "Socket closed" for any problem with them, so errors here name
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -34,6 +35,10 @@ class LoadedTls:
     def trusts(self, certificate: x509.Certificate) -> bool:
         """Whether one of the authorities has signed this certificate."""
         return any(_is_signed(certificate, authority) for authority in self.authorities)
+
+    def find_signer(self, revocations: x509.CertificateRevocationList) -> x509.Certificate | None:
+        """Return the authority that has signed this list; None if it is none of ours."""
+        return _find_signer(revocations, self.authorities)
 
 
 def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
@@ -105,8 +110,13 @@ def _read_revoked(files: TlsFiles, authorities: list[x509.Certificate]) -> froze
     if not files.crl.exists():
         return frozenset()
     lists = certificates.parse_revocations(certificates.read_pem(files.crl, "tls"), files.crl, "tls")
-    for crl in lists:
-        signers = [authority for authority in authorities if authority.subject == crl.issuer]
-        if not any(crl.is_signature_valid(authority.public_key()) for authority in signers):  # type: ignore[arg-type]
-            raise ConfigError(f"tls: {files.crl} is not signed by an authority of {files.ca}")
+    if any(_find_signer(crl, authorities) is None for crl in lists):
+        raise ConfigError(f"tls: {files.crl} is not signed by an authority of {files.ca}")
     return frozenset(row.serial_number for crl in lists for row in crl)
+
+
+def _find_signer(
+    crl: x509.CertificateRevocationList, authorities: Iterable[x509.Certificate]
+) -> x509.Certificate | None:
+    signers = (authority for authority in authorities if authority.subject == crl.issuer)
+    return next((one for one in signers if crl.is_signature_valid(one.public_key())), None)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import subprocess
 import threading
 from collections.abc import AsyncIterator
@@ -216,6 +217,78 @@ async def test_ended_between_the_two_renames(enrolled: Enrolled) -> None:
         assert load_tls(west).cert == renewed
         said_by(west, address)
     assert west.cert.read_bytes() == renewed and load_tls(west).cert == renewed
+
+
+# ---- revocations ----------------------------------------------------------------------------------------------------
+
+
+def far_away(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    """The same certificate on another machine, which nothing but the port connects with the authority's directory."""
+    directory = enrolled.directory / "far"
+    directory.mkdir()
+    for path in (files.ca, files.cert, files.key):
+        shutil.copy2(path, directory)
+    return TlsFiles.beside(directory / files.cert.name)
+
+
+async def test_what_is_revoked_is_known_on_all_machines_soon(
+    enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody copies a file: who keeps its certificate asks for the list at each look, and the next one that connects
+    is refused.
+    """
+    monkeypatch.setattr("dips.commands.renewing.LOOK_S", 0.05)
+    west = far_away(enrolled, enrolled.enroll("west", PeerRole.CLUSTER))
+    enrolled.enroll("east", PeerRole.CLUSTER)
+    async with served(enrolled) as address:
+        renewer, said = said_by(west, address)
+        keeping = asyncio.create_task(renewer.keep())
+        while not said:
+            await asyncio.sleep(0.02)
+        assert ": 0 revoked, as of" in said[0] and load_tls(west).revoked == frozenset()
+        (row,) = enrolled.authority.revoke("east.cluster")
+        while len(said) < 2:
+            await asyncio.sleep(0.02)
+        keeping.cancel()
+    assert ": 1 revoked, as of" in said[1] and load_tls(west).revoked == {row.serial}
+
+
+async def test_the_list_of_another_authority_stays(enrolled: Enrolled, tmp_path: Path) -> None:
+    """During a rollover both are believed, and each revokes what it has signed."""
+    (tmp_path / "other").mkdir()
+    other = Enrolled(tmp_path / "other", RUN)
+    gone = other.enroll("north", PeerRole.CLUSTER)
+    other.authority.revoke("north.cluster")
+    west = far_away(enrolled, enrolled.enroll("west", PeerRole.CLUSTER))
+    west.ca.write_bytes(west.ca.read_bytes() + gone.ca.read_bytes())
+    west.crl.write_bytes(gone.crl.read_bytes())
+    enrolled.enroll("east", PeerRole.CLUSTER)
+    enrolled.authority.revoke("east.cluster")
+    async with served(enrolled) as address:
+        renewer, said = said_by(west, address)
+        await renewer.follow_revocations()
+        written = west.crl.stat().st_mtime_ns
+        await renewer.follow_revocations()
+    assert len(load_tls(west).revoked) == 2 and len(said) == 1
+    assert west.crl.stat().st_mtime_ns == written, "no news, nothing written"
+
+
+async def test_a_list_that_forgets_is_not_used(enrolled: Enrolled, tmp_path: Path) -> None:
+    """The authority's directory was restored from a copy: what it revoked since then stays revoked here."""
+    west = far_away(enrolled, enrolled.enroll("west", PeerRole.CLUSTER))
+    authority = enrolled.authority
+    (tmp_path / "other").mkdir()
+    now, later = utc_now(), utc_now() + timedelta(hours=1)
+    known = certificates.make_revocations({7: now}, authority.root, authority._key, later)
+    west.crl.write_bytes(certificates.to_pem(known))
+    async with served(enrolled) as address:
+        with pytest.raises(RemoteProtocolError, match=r"older than .*crl\.pem: was the authority restored from a copy"):
+            await said_by(west, address)[0].follow_revocations()
+        assert load_tls(west).revoked == {7}
+        foreign = Enrolled(tmp_path / "other", RUN).authority.read_revocations()
+        (enrolled.directory / "ca" / "crl.pem").write_bytes(certificates.to_pem(foreign))
+        with pytest.raises(RemoteProtocolError, match="signed by no authority of ours"):
+            await said_by(west, address)[0].follow_revocations()
 
 
 # ---- one that goes on -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64ips/v1/authority.proto\x12\x07\x64ips.v1\"\x1f\n\x0cRenewalAsked\x12\x0f\n\x07request\x18\x01 \x01(\x0c\")\n\x12\x43\x65rtificateRenewed\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x32O\n\x10\x41uthorityService\x12;\n\x05Renew\x12\x15.dips.v1.RenewalAsked\x1a\x1b.dips.v1.CertificateRenewedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64ips/v1/authority.proto\x12\x07\x64ips.v1\"\x1f\n\x0cRenewalAsked\x12\x0f\n\x07request\x18\x01 \x01(\x0c\")\n\x12\x43\x65rtificateRenewed\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"\x12\n\x10RevocationsAsked\"(\n\x11RevocationsListed\x12\x13\n\x0brevocations\x18\x01 \x01(\x0c\x32\x95\x01\n\x10\x41uthorityService\x12;\n\x05Renew\x12\x15.dips.v1.RenewalAsked\x1a\x1b.dips.v1.CertificateRenewed\x12\x44\n\x0bListRevoked\x12\x19.dips.v1.RevocationsAsked\x1a\x1a.dips.v1.RevocationsListedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RENEWALASKED']._serialized_end=67
   _globals['_CERTIFICATERENEWED']._serialized_start=69
   _globals['_CERTIFICATERENEWED']._serialized_end=110
-  _globals['_AUTHORITYSERVICE']._serialized_start=112
-  _globals['_AUTHORITYSERVICE']._serialized_end=191
+  _globals['_REVOCATIONSASKED']._serialized_start=112
+  _globals['_REVOCATIONSASKED']._serialized_end=130
+  _globals['_REVOCATIONSLISTED']._serialized_start=132
+  _globals['_REVOCATIONSLISTED']._serialized_end=172
+  _globals['_AUTHORITYSERVICE']._serialized_start=175
+  _globals['_AUTHORITYSERVICE']._serialized_end=324
 # @@protoc_insertion_point(module_scope)

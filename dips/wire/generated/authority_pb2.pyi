@@ -55,3 +55,38 @@ class CertificateRenewed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CertificateRenewed: _TypeAlias = CertificateRenewed  # noqa: Y015
+
+@_typing.final
+class RevocationsAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevocationsAsked: _TypeAlias = RevocationsAsked  # noqa: Y015
+
+@_typing.final
+class RevocationsListed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVOCATIONS_FIELD_NUMBER: _builtins.int
+    revocations: _builtins.bytes
+    """X.509 CRL in DER"""
+    def __init__(
+        self,
+        *,
+        revocations: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revocations", b"revocations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevocationsListed: _TypeAlias = RevocationsListed  # noqa: Y015

@@ -39,6 +39,11 @@ class AuthorityServiceStub(object):
                 request_serializer=dips_dot_v1_dot_authority__pb2.RenewalAsked.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_authority__pb2.CertificateRenewed.FromString,
                 _registered_method=True)
+        self.ListRevoked = channel.unary_unary(
+                '/dips.v1.AuthorityService/ListRevoked',
+                request_serializer=dips_dot_v1_dot_authority__pb2.RevocationsAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_authority__pb2.RevocationsListed.FromString,
+                _registered_method=True)
 
 
 class AuthorityServiceServicer(object):
@@ -51,6 +56,13 @@ class AuthorityServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRevoked(self, request, context):
+        """What the authority has revoked, for the file beside each certificate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AuthorityServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +70,11 @@ def add_AuthorityServiceServicer_to_server(servicer, server):
                     servicer.Renew,
                     request_deserializer=dips_dot_v1_dot_authority__pb2.RenewalAsked.FromString,
                     response_serializer=dips_dot_v1_dot_authority__pb2.CertificateRenewed.SerializeToString,
+            ),
+            'ListRevoked': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRevoked,
+                    request_deserializer=dips_dot_v1_dot_authority__pb2.RevocationsAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_authority__pb2.RevocationsListed.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class AuthorityService(object):
             '/dips.v1.AuthorityService/Renew',
             dips_dot_v1_dot_authority__pb2.RenewalAsked.SerializeToString,
             dips_dot_v1_dot_authority__pb2.CertificateRenewed.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRevoked(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.AuthorityService/ListRevoked',
+            dips_dot_v1_dot_authority__pb2.RevocationsAsked.SerializeToString,
+            dips_dot_v1_dot_authority__pb2.RevocationsListed.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,12 +33,16 @@ class AuthorityServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AuthorityServiceAsyncStub: ...
     Renew: _grpc.UnaryUnaryMultiCallable[_authority_pb2.RenewalAsked, _authority_pb2.CertificateRenewed]
     """The caller's certificate anew, for the same name and role and another key. Refused for any other name."""
+    ListRevoked: _grpc.UnaryUnaryMultiCallable[_authority_pb2.RevocationsAsked, _authority_pb2.RevocationsListed]
+    """What the authority has revoked, for the file beside each certificate."""
 
 @_typing.type_check_only
 class AuthorityServiceAsyncStub(AuthorityServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Renew: _aio.UnaryUnaryMultiCallable[_authority_pb2.RenewalAsked, _authority_pb2.CertificateRenewed]  # type: ignore[assignment]
     """The caller's certificate anew, for the same name and role and another key. Refused for any other name."""
+    ListRevoked: _aio.UnaryUnaryMultiCallable[_authority_pb2.RevocationsAsked, _authority_pb2.RevocationsListed]  # type: ignore[assignment]
+    """What the authority has revoked, for the file beside each certificate."""
 
 class AuthorityServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -48,5 +52,13 @@ class AuthorityServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_authority_pb2.CertificateRenewed, _abc.Awaitable[_authority_pb2.CertificateRenewed]]:
         """The caller's certificate anew, for the same name and role and another key. Refused for any other name."""
+
+    @_abc_1.abstractmethod
+    def ListRevoked(
+        self,
+        request: _authority_pb2.RevocationsAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_authority_pb2.RevocationsListed, _abc.Awaitable[_authority_pb2.RevocationsListed]]:
+        """What the authority has revoked, for the file beside each certificate."""
 
 def add_AuthorityServiceServicer_to_server(servicer: AuthorityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

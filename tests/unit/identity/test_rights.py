@@ -56,6 +56,7 @@ EXPECTED = """
     StatusService/Status          cluster operator viewer
     StatusService/Describe        cluster operator puller viewer
     AuthorityService/Renew        cluster master puller slave viewer
+    AuthorityService/ListRevoked  authority cluster master operator puller slave viewer
 """
 MAY = {f"/dips.v1.{method}": roles for method, *roles in map(str.split, EXPECTED.strip().splitlines())}
 MAY[HEALTH] = list(PeerRole)
