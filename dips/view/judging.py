@@ -23,7 +23,8 @@ from dips.protocol.enums import (
     TrainerState,
 )
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
-from dips.protocol.view import ClusterView, Concern, RunView, SlaveView
+from dips.protocol.run_state import name_some
+from dips.protocol.view import ClusterView, Concern, LeaseView, RunView, SlaveView
 
 # The newest by (role, name), with the time when it came.
 Heard = tuple[ClusterHeartbeat | SlaveHeartbeat, float]
@@ -203,6 +204,27 @@ def find_run_concerns(run: RunView) -> Iterator[Concern]:
         yield Concern(Severity.ATTENTION, "track", run.track.reason)
     if run.journal is not None and not run.journal.writing:
         yield Concern(Severity.ATTENTION, "journal", "its disk fails it: the run goes on without evidence")
+
+
+# ---- said in a line -------------------------------------------------------------------------------------------------
+
+
+def lease_line(lease: LeaseView | None) -> str:
+    """Say which master serves, how old its lease is, and which standbys would take over; empty: there is none."""
+    if lease is None or not lease.standbys:
+        return ""
+    age = "no lease" if lease.age_s is None else f"lease {lease.age_s:.0f} s old"
+    standbys = (f"{s.name} {'ready' if s.ready and lease.claimable else 'not ready'}" for s in lease.standbys)
+    return f"{lease.holder}, {age}; standby: {', '.join(standbys)}"
+
+
+def protocol_line(view: RunView) -> str:
+    """Say that the run could speak a newer protocol, or who is not known to speak it; empty: it speaks the newest."""
+    spoken, newest = view.protocol, view.protocol_newest
+    if newest <= spoken:
+        return ""
+    away = name_some(view.holdouts)
+    return f"speaks {spoken}, can speak {newest}: " + (f"waits for {away}" if away else "dips finalise")
 
 
 # ---- on its way -----------------------------------------------------------------------------------------------------

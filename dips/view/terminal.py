@@ -9,10 +9,9 @@ from rich.text import Text
 
 from dips.printable import make_lines_printable, make_printable
 from dips.protocol.enums import Severity
-from dips.protocol.run_state import name_some
-from dips.protocol.view import ClusterView, LeaseView, MirrorView, RoundView, RunView, SlaveView
+from dips.protocol.view import ClusterView, MirrorView, RoundView, RunView, SlaveView
 from dips.telemetry.listing import Column, Listing, ListingRow
-from dips.view.judging import find_run_concerns, sort_concerns
+from dips.view.judging import find_run_concerns, lease_line, protocol_line, sort_concerns
 
 NONE = "–"
 # By severity, and by state where that says more of what is good.
@@ -62,8 +61,8 @@ def draw_headline(view: RunView) -> Text:
     text = Text(make_lines_printable("\n".join(lines)), style="bold")
     if view.page:
         text.append(f"\npage: {view.page}")
-    if view.lease is not None and view.lease.standbys:
-        text.append(f"\nmaster: {make_printable(lease_line(view.lease))}")
+    if lease := lease_line(view.lease):
+        text.append(f"\nmaster: {make_printable(lease)}")
     if protocol := protocol_line(view):
         text.append(f"\nprotocol: {make_printable(protocol)}")
     if view.tuned:
@@ -71,22 +70,6 @@ def draw_headline(view: RunView) -> Text:
     for concern in sort_concerns(find_run_concerns(view)):
         text.append(f"\n{make_printable(f'{concern.who}: {concern.what}')}", style=STYLES[concern.severity])
     return text
-
-
-def lease_line(lease: LeaseView) -> str:
-    """Say which master serves, how old its lease is, and which standbys would take over."""
-    age = "no lease" if lease.age_s is None else f"lease {lease.age_s:.0f} s old"
-    standbys = (f"{s.name} {'ready' if s.ready and lease.claimable else 'not ready'}" for s in lease.standbys)
-    return f"{lease.holder}, {age}; standby: {', '.join(standbys)}"
-
-
-def protocol_line(view: RunView) -> str:
-    """Say that the run could speak a newer protocol, or who is not known to speak it; empty: it speaks the newest."""
-    spoken, newest = view.protocol, view.protocol_newest
-    if newest <= spoken:
-        return ""
-    away = name_some(view.holdouts)
-    return f"speaks {spoken}, can speak {newest}: " + (f"waits for {away}" if away else "dips finalise")
 
 
 def tuned_line(tuned: Mapping[str, float | None]) -> str:

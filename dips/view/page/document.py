@@ -16,7 +16,7 @@ from typing import Any
 from dips.plain import to_plain
 from dips.protocol.enums import ClusterState, RoundResult, Severity, SlaveState
 from dips.protocol.view import ClusterView, Concern, RunView, SlaveView
-from dips.view.judging import rank_severity, sort_concerns
+from dips.view.judging import lease_line, protocol_line, rank_severity, sort_concerns
 from dips.view.page.curves import PUSH_COLUMNS, RUN_COLUMNS, Curve
 from dips.view.page.memory import (
     NAME_CHARS,
@@ -82,6 +82,7 @@ def make_state(
         "head_age_s": seconds_of(head_age_s),
         "round": clean_plain(to_plain(view.round)) | {"pushes": len(view.round.pushes)},
         "health": _judge_health(view, concerns),
+        "lines": [clean_text(line) for line in (lease_line(view.lease), protocol_line(view)) if line],
         "clusters": _list_clusters(view),
         "slaves": _list_slaves(view, rates),
         "timeline": _timeline(memory, wall),
@@ -112,7 +113,6 @@ SHOWN = (
     "newest",
     "tuned",
     "ranges",
-    "lease",
 )
 
 

@@ -29,8 +29,7 @@ from dips.protocol.records import OperatorActed, ProtocolRaised, Record
 from dips.protocol.releases import OLDEST_PROTOCOL, PROTOCOL, added, why_refused
 from dips.protocol.view import RunView
 from dips.store.version import VersionManifest
-from dips.view.judging import read_view, spell_view
-from dips.view.terminal import protocol_line
+from dips.view.judging import protocol_line, read_view, spell_view
 from dips.wire.generated import cluster_pb2, slave_pb2
 from dips.wire.messages import from_proto, to_proto
 from tests.golden.files import DATA

@@ -203,3 +203,14 @@ def test_what_no_event_ended_ends_when_its_cluster_does_something_else() -> None
         lanes = page.read_state(runtime)["timeline"]["lanes"]  # type: ignore[arg-type]
         shown += [(kind, end is None) for lane in lanes if lane["name"] == "west" for kind, _, end, *_ in lane["spans"]]
     assert shown == [("pull", True), ("pull", False)]
+
+
+def test_the_foot_names_the_standby_and_what_an_upgrade_waits_for() -> None:
+    """As `dips status` does; nothing where there is neither."""
+    lease = LeaseView("a", True, 1.2, standbys=(StandbyView("b", True),))
+    told = make_run(lease=lease, protocol=1, protocol_newest=2, holdouts=("standby b",))
+    assert state(told)["lines"] == [
+        "a, lease 1 s old; standby: b ready",
+        "speaks 1, can speak 2: waits for standby b",
+    ]
+    assert state(make_run())["lines"] == []
