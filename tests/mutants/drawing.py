@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -47,10 +48,16 @@ WIDE = {  # room: what else drives its lines, where the tests of its own name fi
     "identity": "tests/unit/identity tests/integration/test_operate.py tests/integration/test_mutual_tls.py",
     "config": "tests/unit/test_config.py tests/unit/commands tests/unit/test_watching.py",
     "commands": "tests/unit/commands tests/unit/telemetry tests/unit/test_cli.py tests/unit/test_recover.py "
-    "tests/integration/test_operator.py",
+    "tests/integration/test_operator.py tests/integration/test_operate.py tests/integration/test_up.py "
+    "tests/integration/test_export_lanes.py tests/integration/test_seed.py tests/integration/test_mistakes.py "
+    "tests/integration/test_follow.py tests/integration/test_rebalance.py",
     "view": "tests/unit/view tests/unit/commands tests/unit/telemetry tests/integration/test_page.py",
     "http": "tests/unit/http tests/integration/test_http_port.py",
     "telemetry": "tests/unit/telemetry tests/unit/http tests/unit/test_errors.py tests/integration/test_scrapes.py",
+    "store": "tests/unit/slave tests/unit/master tests/unit/commands tests/unit/test_recover.py",
+    "inside": "tests/unit/inside tests/integration/test_mesh.py",
+    "local": "tests/unit/commands tests/unit/demo tests/integration/test_up.py",
+    "templates": "tests/unit/commands tests/integration/test_template_run.py",
 }
 ELSEWHERE = "tests/unit --ignore=tests/unit/study --ignore=tests/unit/demo"  # of files that lie in no room
 
@@ -62,8 +69,14 @@ def draw_mutants(count: int, seed: int) -> list[Mutant]:
 
 
 def widened(mutant: Mutant) -> Mutant:
-    """The same mutant, with all tests that drive its room."""
-    return replace(mutant, tests=WIDE.get(mutant.room, ELSEWHERE))
+    """The same mutant, with all tests that drive its room, and those elsewhere that import its module."""
+    wide = WIDE.get(mutant.room, ELSEWHERE)
+    module = "dips." + mutant.name.partition(".py:")[0].removeprefix("dips/").replace("/", ".")
+    covered = [ROOT / test for test in wide.split() if not test.startswith("-")]
+    imports = re.compile(rf"^(from|import) {re.escape(module)}\b", re.MULTILINE)
+    more = (t for t in sorted((ROOT / "tests").rglob("test_*.py")) if imports.search(t.read_text()))
+    tests = [str(t.relative_to(ROOT)) for t in more if not any(t == part or part in t.parents for part in covered)]
+    return replace(mutant, tests=" ".join([wide, *tests]))
 
 
 @dataclass(frozen=True, slots=True)

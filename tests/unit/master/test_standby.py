@@ -474,8 +474,8 @@ async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path:
     ledger = Ledger.open(genesis.ledger_path(a))
     outside = MasterOutside(ledger)
     persist(lambda: outside.begin_mirror(a, 1, LOG))
-    of_before = {"name": "old", "number": 1, "ready": True, "reason": ""}
-    persist(lambda: mirror(a).write_file("standby/old", seal("r", json.dumps(of_before).encode())))
+    numbers, runs = iter(range(10**6)), threading.Event()
+    runs.set()
     waiting = Waiting(b)
     waiting.until(StandbyState.READY)
     asked = list[Any]()
@@ -487,8 +487,14 @@ async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path:
     def view() -> RunView:
         return outside.complete_view(RunView(protocol=PROTOCOL - 1, protocol_newest=PROTOCOL, holdouts=("cluster x",)))
 
+    def tell_as_before() -> None:
+        content = {"name": "old", "number": next(numbers), "ready": True, "reason": ""}
+        mirror(a).write_file("standby/old", seal("r", json.dumps(content).encode()))
+
     def count() -> int:
-        waiting.look(2.0)
+        waiting.look(0.0)
+        if runs.is_set():
+            persist(tell_as_before)
         lease = view().lease
         return 0 if lease is None else lease.present
 
@@ -499,6 +505,7 @@ async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path:
         until(lambda: count() == 2, "both standbys are seen")
         assert view().holdouts == ("cluster x", "standby old")
         assert "standby old; upgrade" in (await operator.Finalise(ask, None)).refused.reason and not asked
+        runs.clear()
         persist(lambda: mirror(a).remove_path("standby/old"))
         until(lambda: count() == 1, "the old one is gone")
         assert view().holdouts == ("cluster x",)
