@@ -35,7 +35,7 @@ WIDE = {  # room: what else drives its lines, where the tests of its own name fi
     "protocol": "tests/unit/protocol tests/transcripts tests/simulation/test_seeds.py",
     "master": "tests/unit/master tests/unit/view tests/unit/test_recover.py tests/transcripts "
     "tests/integration/test_control.py tests/integration/test_operate.py tests/integration/test_mutual_tls.py "
-    "tests/simulation/test_seeds.py",
+    "tests/integration/test_seed.py tests/integration/test_up.py tests/simulation/test_seeds.py",
     "slave": "tests/unit/slave tests/unit/test_watching.py tests/unit/test_recover.py "
     "tests/unit/commands/test_rebalance.py tests/integration/test_flow.py tests/simulation/test_seeds.py",
     "outer": "tests/unit/outer tests/unit/slave tests/integration/test_outer_step.py tests/simulation/test_seeds.py",
