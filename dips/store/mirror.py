@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
@@ -35,7 +36,7 @@ from dips.files import make_directory, sync_path, write_durably, write_synced
 from dips.ids import VersionId
 from dips.store.files import ASIDE, SyncQueue, copy_layer, require_sizes, write_manifest
 from dips.store.tensorfile import PIECE_BYTES, OnPiece
-from dips.store.version import MANIFEST_FILE, VersionManifest
+from dips.store.version import MANIFEST_FILE, LayerRecord, VersionManifest
 
 MARKER = "dips-mirror"  # a file in each folder of a mirror, with unique content
 SEEN = "mirror.seen"  # a file in the mirrored directory: the mirror's URL and marker
@@ -44,7 +45,7 @@ MOST_MANIFEST_BYTES = 64 << 20
 FORMAT = 1  # of sealed files
 MOST_PARTS = 10_000  # of an object in S3
 STREAMS = 4  # layers restored at once; each holds some 24 MB, and one connection of an object store has some 100 MB/s
-TRIES, AGAIN_S = 4, 0.1  # of a small request; a store that is busy refuses some
+TRIES, AGAIN_S = 4, 0.1  # of a request, or of a layer; a store that is busy refuses some
 _SECRET = re.compile("//[^/@]*@")  # user and password, which must not be logged
 T = TypeVar("T")
 
@@ -299,7 +300,7 @@ def _error_text(error: Exception) -> str:
 
 
 def insist(request: Callable[[], T]) -> T:
-    """Repeat a small request that a busy store refuses; raise FailedMirror if it fails TRIES times in a row."""
+    """Repeat a request that a busy store refuses; raise FailedMirror if it fails TRIES times in a row."""
     for _ in range(TRIES - 1):
         try:
             return request()
@@ -388,20 +389,26 @@ def copy_out(store: MirrorStore, root: Path, version: VersionId, on_piece: OnPie
         with _linked(path) as kept:
             text = (kept / MANIFEST_FILE).read_bytes()
             manifest = VersionManifest.from_json(text, str(path / MANIFEST_FILE))
-            store.remove_path(folder)
-            for record in manifest.layers:
-                with (
-                    (kept / record.file).open("rb") as source,
-                    store.create_file(f"{folder}/{record.file}", record.size) as target,
-                ):
-                    copy_layer(source, target, manifest, record, str(path / record.file), on_piece)
+            insist(lambda: store.remove_path(folder))
+            for record in manifest.layers:  # each is tried again: a store that refuses some would never hold all
+                insist(partial(_copy_layer_out, store, kept, path, manifest, record, on_piece))
     except OSError as error:
         raise FailedMirror(f"{path} cannot be copied: {error}") from error
     try:
-        require_sizes(manifest, store.list_sizes(folder), f"{store.url}/{folder}")
+        require_sizes(manifest, insist(lambda: store.list_sizes(folder)), f"{store.url}/{folder}")
     except CorruptSnapshot as error:
         raise FailedMirror(f"{error}; it was written just now") from error
-    store.write_file(f"{folder}/{MANIFEST_FILE}", text)
+    insist(lambda: store.write_file(f"{folder}/{MANIFEST_FILE}", text))
+
+
+def _copy_layer_out(
+    store: MirrorStore, kept: Path, path: Path, manifest: VersionManifest, record: LayerRecord, on_piece: OnPiece
+) -> None:
+    with (
+        (kept / record.file).open("rb") as source,
+        store.create_file(f"{path.name}/{record.file}", record.size) as target,
+    ):
+        copy_layer(source, target, manifest, record, str(path / record.file), on_piece)
 
 
 @contextmanager
@@ -444,6 +451,11 @@ def bring_back(
                 raise failed[0]  # nothing is fetched for a restore that has failed
             on_piece(nbytes)
 
+    def restore_layer(record: LayerRecord) -> None:
+        name = f"{version}/{record.file}"
+        with (aside / record.file).open("wb") as target, store.open_file(name) as source:
+            copy_layer(source, target, manifest, record, f"{store.url}/{name}", on_moved)
+
     def restore_layers() -> None:
         try:
             while True:
@@ -451,9 +463,7 @@ def bring_back(
                     record = next(left, None)
                 if record is None or failed:
                     return
-                name = f"{version}/{record.file}"
-                with (aside / record.file).open("wb") as target, store.open_file(name) as source:
-                    copy_layer(source, target, manifest, record, f"{store.url}/{name}", on_moved)
+                insist(partial(restore_layer, record))
                 with one_at_a_time:
                     queue.add_file(aside / record.file, record.size)
         except Exception as error:  # noqa: BLE001 (raised where all have ended)

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import pytest
 import structlog
 import yaml
@@ -36,44 +35,11 @@ from dips.protocol.standby import CLAIM_S, SERVE_S, StandbyState, TermLease
 from dips.protocol.view import RunView
 from dips.store.mirror import MirrorStore, read_sealed, seal
 from dips.wire.generated import operator_pb2
+from tests.busy_store import BusyFileSystem, persist
 from tests.integration.cluster_harness import free_port
 from tests.unit.master.test_ledger_mirror import TENSORS, Term, until
 
 LOG = structlog.get_logger()
-REFUSES_EVERY = 3
-
-
-class BusyFileSystem(MemoryFileSystem):
-    """An object store that refuses every third request: 503, slow down."""
-
-    protocol = "busy"
-    store: dict[str, Any] = {}  # noqa: RUF012 (as fsspec has it)
-    pseudo_dirs = [""]  # noqa: RUF012
-    requests, is_busy = 0, False
-
-    def _count(self) -> None:
-        BusyFileSystem.requests += 1
-        if BusyFileSystem.is_busy and BusyFileSystem.requests % REFUSES_EVERY == 0:
-            raise OSError("503 Slow Down")
-
-    def ls(self, path: str, *arguments: Any, **options: Any) -> Any:
-        self._count()
-        return super().ls(path, *arguments, **options)
-
-    def pipe_file(self, path: str, *arguments: Any, **options: Any) -> Any:
-        self._count()
-        return super().pipe_file(path, *arguments, **options)
-
-    def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
-        self._count()
-        return super().cat_file(path, *arguments, **options)
-
-    def rm(self, path: str, *arguments: Any, **options: Any) -> Any:
-        self._count()
-        return super().rm(path, *arguments, **options)
-
-
-fsspec.register_implementation("busy", BusyFileSystem, clobber=True)
 
 
 @pytest.fixture(autouse=True)
@@ -112,16 +78,6 @@ def begun(tmp_path: Path, url: str, *machines: str, **master: Any) -> list[RunFi
     genesis.make_run(configs[0], TENSORS)
     BusyFileSystem.is_busy = True
     return configs
-
-
-def persist(work: Callable[[], Any]) -> Any:
-    """Do it in spite of a store that is busy, as a person does."""
-    for _ in range(200):
-        try:
-            return work()
-        except (FailedMirror, ConfigError):
-            continue
-    return work()
 
 
 def mirror(config: RunFile) -> MirrorStore:

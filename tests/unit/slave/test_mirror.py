@@ -25,6 +25,7 @@ from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store import mirror as mirror_store
 from dips.store.mirror import MirrorStore, bring_back, copy_out, read_copy
 from dips.transport.backoff import Backoff
+from tests.busy_store import BusyFileSystem, persist
 from tests.damage import flip_bit
 from tests.unit.slave.test_snapshots import arrays, opened, read, same
 
@@ -367,6 +368,39 @@ def test_the_thread_copies_what_is_wanted_and_a_new_machine_restores_it(url: str
     shutil.rmtree(tmp_path / "s" / str(V2))
     assert kept(tmp_path, url).restore((V3,)) == Restored(())
     assert {path.name for path in (tmp_path / "s").glob("*v*")} == {str(V3)}, "not even put aside"
+
+
+def test_a_store_that_refuses_a_third_of_all_requests_holds_all_layers_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing half is listed as held; the report says why it lags until it does not, and a new machine restores all."""
+    monkeypatch.setattr("dips.store.mirror.AGAIN_S", 0.001)
+    monkeypatch.setattr("dips.slave.snapshot_mirror.BACKOFF_S", (0.001, 0.01))
+    monkeypatch.setattr(BusyFileSystem, "is_busy", True)
+    monkeypatch.setattr(BusyFileSystem, "refuses_opens", True)
+    monkeypatch.setattr(BusyFileSystem, "lots", Random(3))
+    BusyFileSystem.store.clear()
+    url, versions = f"busy://{tmp_path}/mirror", (V1, V2, V3)
+    written(tmp_path / "s", *versions)
+    mirror = persist(lambda: kept(tmp_path, url))
+    persist(lambda: mirror.restore(versions))
+    refused = BusyFileSystem.refused
+    mirror.start()
+    for wanted in (versions[:1], versions[:2], versions):
+        mirror.want(wanted)
+        until(lambda wanted=wanted: mirror.report().held == wanted and not mirror.report().reason)
+    mirror.close()
+    assert BusyFileSystem.refused - refused > len(LAYERS)
+    shutil.rmtree(tmp_path / "s")
+    (tmp_path / "s").mkdir()
+    again = persist(lambda: kept(tmp_path, url))
+    persist(lambda: again.restore(()))
+    snapshots = opened(tmp_path / "s")
+    assert snapshots.complete_versions() == versions
+    for version in versions:
+        theta, momentum = read(snapshots, version)
+        assert same(theta, arrays(LAYERS, version.version)) and same(momentum, arrays(LAYERS, version.version + 50))
+    snapshots.close()
 
 
 def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str, tmp_path: Path) -> None:
