@@ -396,8 +396,8 @@ def test_a_store_that_refuses_a_third_of_all_requests_holds_all_layers_in_the_en
     again = persist(lambda: kept(tmp_path, url))
     persist(lambda: again.restore(()))
     snapshots = opened(tmp_path / "s")
-    assert snapshots.complete_versions() == versions
-    for version in versions:
+    assert snapshots.complete_versions() == versions[-2:], "as many as a slave needs"
+    for version in versions[-2:]:
         theta, momentum = read(snapshots, version)
         assert same(theta, arrays(LAYERS, version.version)) and same(momentum, arrays(LAYERS, version.version + 50))
     snapshots.close()
