@@ -18,8 +18,9 @@ import types
 import typing
 from collections.abc import Callable, Hashable, Sequence
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from math import inf, isnan
+from operator import attrgetter
 from typing import Any, TypeVar, Union, cast
 
 from google.protobuf.message import Message
@@ -51,9 +52,6 @@ class RealBounds:
     most: float = MAX_REAL
     nan: bool = False
 
-    def is_within(self, value: float) -> bool:
-        return self.nan if isnan(value) else self.least <= value <= self.most
-
 
 _REAL = RealBounds()  # of every float that is not named here
 _REALS = {
@@ -82,12 +80,16 @@ _MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2, operator_pb2)
 def to_proto(obj: object) -> Message:
     """Spell a dataclass as the message of the same name."""
     message = _message_class(type(obj).__name__)()
+    _spell_into(message, obj)
+    return message
+
+
+def _spell_into(message: Message, obj: object) -> None:
     for name, spell, _ in _field_plan(cast(Hashable, type(obj))):
         try:
             spell(message, getattr(obj, name))
         except (TypeError, ValueError) as error:
             raise LocalProtocolError(f"{type(obj).__name__}.{name} cannot be spelled: {error}") from error
-    return message
 
 
 def from_proto(message: Message, cls: type[T], **extra: Any) -> T:
@@ -95,10 +97,9 @@ def from_proto(message: Message, cls: type[T], **extra: Any) -> T:
 
     Raise RemoteProtocolError if a field is missing, too big, or a name that may not be one.
     """
-    values = dict(extra)
     for name, _, read in _field_plan(cast(Hashable, cls)):
-        values[name] = read(message)
-    return cls(**values)
+        extra[name] = read(message)
+    return cls(**extra)
 
 
 def wrap_oneof(obj: object, wrapper: type[Message]) -> Message:
@@ -143,17 +144,16 @@ def _field_pair(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
     if hint is str and name in _PACKED_TEXT:
         return _packed_pair(name)
     if hint in (int, float, str, bool, bytes):  # bytes are bounded by their message
-        return _scalar_pair(cls, name)
+        return _scalar_pair(cls, name, hint)
     raise LocalProtocolError(f"{cls.__name__}.{name}: no spelling for {hint!r}")
 
 
-def _scalar_pair(cls: type, name: str) -> tuple[_Spell, _Read]:
-    reals = _REALS.get((cls.__name__, name), _REAL)
-
-    def write_field(message: Message, value: Any) -> None:
-        setattr(message, name, value[:MAX_REASON] if name == "reason" else value)
-
-    return write_field, lambda message: _check_leaf(name, getattr(message, name), reals)
+def _scalar_pair(cls: type, name: str, kind: type) -> tuple[_Spell, _Read]:
+    check, get = _leaf_check(cls, name, kind), attrgetter(name)
+    if name == "reason":
+        return lambda message, value: setattr(message, name, value[:MAX_REASON]), lambda message: check(get(message))
+    read = get if check is _unbounded else lambda message: check(get(message))
+    return lambda message, value: setattr(message, name, value), read
 
 
 def _packed_pair(name: str) -> tuple[_Spell, _Read]:
@@ -188,7 +188,7 @@ def _message_pair(name: str, cls: type, optional: bool) -> tuple[_Spell, _Read]:
         if value is None and not optional:
             raise TypeError(f"expected a {cls.__name__}, got None")
         if value is not None:
-            getattr(message, name).CopyFrom(to_proto(value))
+            _spell_member(message, name, value)
 
     def read_field(message: Message) -> Any:
         if message.HasField(name):
@@ -222,8 +222,7 @@ def _list_pair(cls: type, name: str, item: Any) -> tuple[_Spell, _Read]:
 def _item_pair(cls: type, name: str, item: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     if dataclasses.is_dataclass(item):
         return to_proto, lambda raw: from_proto(raw, cast(type, item))
-    reals = _REALS.get((cls.__name__, name), _REAL)
-    return lambda value: value, lambda value: _check_leaf(name, value, reals)
+    return _unbounded, _leaf_check(cls, name, item)
 
 
 # ---- leaves -------------------------------------------------------------------------------------------------------
@@ -231,12 +230,17 @@ def _item_pair(cls: type, name: str, item: Any) -> tuple[Callable[[Any], Any], C
 
 def _set_member(message: Message, oneof: str, obj: object) -> None:
     member = _snake_case(type(obj).__name__)
-    members = [f.name for f in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
+    members = _members(cast(Hashable, type(message)), oneof)
     if member not in members:
         raise LocalProtocolError(f"{message.DESCRIPTOR.name}.{oneof}: expected one of {members}, got {obj!r}")
-    field = getattr(message, member)
-    field.SetInParent()
-    field.CopyFrom(to_proto(obj))
+    _spell_member(message, member, obj)
+
+
+def _spell_member(message: Message, name: str, obj: object) -> None:
+    """Spell `obj` in place, as the field `name`; a member without a value of its own is there all the same."""
+    member = getattr(message, name)
+    member.SetInParent()
+    _spell_into(member, obj)
 
 
 def _get_member(message: Message, oneof: str) -> Any:
@@ -247,13 +251,29 @@ def _get_member(message: Message, oneof: str) -> Any:
     return from_proto(raw, _dataclass_named(raw.DESCRIPTOR.name))
 
 
-def _check_leaf(name: str, value: Any, reals: RealBounds) -> Any:
-    """Bound one leaf that arrived; text is cut only where it is a reason."""
-    if isinstance(value, str):
-        return _checked_text(name, value)
-    if isinstance(value, int) and value > MAX_INTEGER:
+def _leaf_check(cls: type, name: str, kind: type) -> Callable[[Any], Any]:
+    """Return what bounds one leaf that arrived, by its kind; text is cut only where it is a reason."""
+    if kind is str:
+        return partial(_checked_text, name)
+    if kind is int:
+        return partial(_checked_integer, name)
+    if kind is float:
+        return partial(_checked_real, name, _REALS.get((cls.__name__, name), _REAL))
+    return _unbounded
+
+
+def _unbounded(value: Any) -> Any:
+    return value
+
+
+def _checked_integer(name: str, value: int) -> int:
+    if value > MAX_INTEGER:
         raise RemoteProtocolError(f"{name}: expected at most {MAX_INTEGER}, got {value}")
-    if isinstance(value, float) and not reals.is_within(value):
+    return value
+
+
+def _checked_real(name: str, reals: RealBounds, value: float) -> float:
+    if not reals.least <= value <= reals.most and not (reals.nan and isnan(value)):
         raise RemoteProtocolError(f"{name}: expected a number from {reals.least:g} to {reals.most:g}, got {value:g}")
     return value
 
@@ -295,5 +315,11 @@ def _dataclass_named(name: str) -> type:
     raise LocalProtocolError(f"the message {name} has no dataclass in dips.protocol")
 
 
+@cache
+def _members(wrapper: Any, oneof: str) -> tuple[str, ...]:
+    return tuple(field.name for field in wrapper.DESCRIPTOR.oneofs_by_name[oneof].fields)
+
+
+@cache
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
