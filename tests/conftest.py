@@ -82,8 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"DEAREST or RACING of {__file__}: {', '.join(missing)} is not there")
     rank = {TESTS / name: at for at, name in enumerate(DEAREST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+    racing = {path for path in {item.path for item in items} if any(path.is_relative_to(place) for place in RACING)}
     for item in items:
-        if any(item.path.is_relative_to(place) for place in RACING):
+        if item.path in racing:
             item.add_marker("races")
 
 

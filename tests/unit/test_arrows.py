@@ -7,7 +7,7 @@ import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -138,14 +138,17 @@ def room_of(module: str) -> str:
     return next((room for room in (".".join(parts[:3]), ".".join(parts[:2])) if room in MAY), ".".join(parts[:2]))
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, anywhere in it; a name imported from a package counts as package.name."""
+    found = list[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide their arrow"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def within(name: str, allowed: set[str]) -> bool:

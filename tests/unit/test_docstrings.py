@@ -22,6 +22,7 @@ CALLED = re.compile(r"(?<![\w.`])([a-z_][a-z_0-9]*)\(\)")  # plain text: fold()
 MEMBER = re.compile(r"\b([A-Z]\w+)\.([a-z_]\w*)\b")  # Class.member
 TICKED = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`")  # `name`, `a.b`
 # Files that a text names as an example, or that belong to somebody else's repository.
+NAMING = {"id", "attr", "arg", "name", "asname", "module"}  # fields of a node that hold an identifier
 FOREIGN_FILES = frozenset({"EXAMPLE.py", "mymodel.py", "pretrain_gpt.py", "train.py", "subprocess.py"})
 FOREIGN_NAMES = frozenset(dir(builtins)) | frozenset(keyword.kwlist)
 # Of torch, Megatron-core, transformers, gRPC and CPython, and the one metric whose name is made of a prefix.
@@ -36,13 +37,14 @@ def _sources() -> list[Path]:
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file, from one walk: each of the tables below looks at every one."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """The line and the text of each docstring, comment and message of an assertion."""
-    for node in ast.walk(_tree(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if text := ast.get_docstring(node, clean=False):
                 yield node.body[0].lineno, text
@@ -59,7 +61,7 @@ def members() -> dict[str, tuple[set[str], set[str]]]:
     """By class: its own members, and the names of its bases."""
     found: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for path in _sources():
-        for node in ast.walk(_tree(path)):
+        for node in _nodes(path):
             if isinstance(node, ast.ClassDef):
                 own, bases = found[node.name]
                 bases |= {base.id if isinstance(base, ast.Name) else "?" for base in node.bases}
@@ -88,11 +90,11 @@ def names() -> frozenset[str]:
     found = set(FOREIGN_NAMES)
     for path in (p for p in _sources() if p != Path(__file__)):
         found |= {path.stem, *path.relative_to(ROOT).parts}
-        docs = {id(n.body[0].value) for n in ast.walk(_tree(path)) if _has_docstring(n)}
-        for node in ast.walk(_tree(path)):
-            for field in ("id", "attr", "arg", "name", "asname", "module"):
-                if isinstance(value := getattr(node, field, None), str):
-                    found |= set(value.split("."))
+        docs = {id(n.body[0].value) for n in _nodes(path) if _has_docstring(n)}
+        for node in _nodes(path):
+            for field in NAMING & set(node._fields):
+                if isinstance(value := getattr(node, field), str):
+                    found.update(value.split("."))
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
                 found |= set(re.findall(r"\w+", node.value)) if " " not in node.value else set()
     for path in (*(ROOT / "protos").rglob("*.proto"), *(ROOT / "dips" / "templates").iterdir()):
@@ -105,7 +107,7 @@ def callables() -> frozenset[str]:
     """Every name that is defined as a function or a class, or called."""
     found = set(FOREIGN_NAMES)
     for path in (p for p in _sources() if p != Path(__file__)):
-        for node in ast.walk(_tree(path)):
+        for node in _nodes(path):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 found.add(node.name)
             elif isinstance(node, ast.Call):
@@ -122,7 +124,8 @@ def _has_docstring(node: ast.AST) -> bool:
 def files() -> frozenset[str]:
     """Each Python file by its name and by every tail of its path."""
     found = set()
-    for path in (p for p in ROOT.rglob("*.py") if not {".venv", "build", ".git"} & set(p.parts)):
+    places = [path for path in ROOT.iterdir() if path.name != "build" and not path.name.startswith(".")]
+    for path in (*ROOT.glob("*.py"), *(p for place in places for p in place.rglob("*.py"))):
         parts = path.relative_to(ROOT).parts
         found |= {"/".join(parts[i:]) for i in range(len(parts))}
     return frozenset(found)
