@@ -23,7 +23,7 @@ from tests.simulation.trial import Trial
 
 SLOWNESS = 30.0
 LINK = 2.5  # times slower than the links of the seeds: a transfer of the slow one takes longer than its inner steps
-LASTS_S = 1200.0
+LASTS_S = 800.0
 
 
 class Diary(Observer):
