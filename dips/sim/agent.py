@@ -12,7 +12,7 @@ from dips.client.agent.agent import Agent
 from dips.client.agent.core import AgentCore
 from dips.client.agent.state import Actions, AgentSettings, AgentState, AskMaster, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
-from dips.errors import Denied, DipsError, Diverged, StaleIncarnation, UnavailableMaster
+from dips.errors import Denied, Diverged, StaleIncarnation, UnavailableMaster
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
@@ -32,32 +32,27 @@ CALL_S = 2.0  # deadline of a question
 
 
 class SimMasterLink:
-    """The calls of an agent to the master, in the place of `MasterLink`."""
+    """The calls of an agent or a slave to the master, in the place of `MasterLink` and `SlaveServiceLink`."""
 
     def __init__(self, network: Network, loop: SimLoop, name: str) -> None:
         self._network, self._loop, self._name = network, loop, name
 
     async def ask_master(self, event: object) -> Any:
-        """Send a question and return the reply. Raises UnavailableMaster if none comes in time, or the master's
+        """Send a question and return the reply; raises as `call_master` does."""
+        return await self.call_master(event, CALL_S)
+
+    async def call_master(self, message: object, deadline_s: float) -> Any:
+        """Send a message and return the reply. Raises UnavailableMaster if none comes in time, or the master's
         error.
         """
-        return await self.send_heartbeat(event, CALL_S)
-
-    async def send_heartbeat(self, heartbeat: object, deadline_s: float) -> Any:
-        """Send a heartbeat and return its answer; raises as `ask_master` does."""
-        answer = await self._network.ask_host(self._loop, self._name, "master", heartbeat, deadline_s)
-        if (error := error_of(answer)) is not None:
-            raise error
+        answer = await self._network.ask_host(self._loop, self._name, "master", message, deadline_s)
+        if answer is None:
+            raise UnavailableMaster("the master does not answer")
+        if isinstance(answer, Failed):
+            raise answer.error(answer.message)
         return answer
 
-
-def error_of(answer: Any) -> DipsError | None:
-    """Return the error that a call to the master would have raised; None if it would have returned."""
-    if answer is None:
-        return UnavailableMaster("the master does not answer")
-    if isinstance(answer, Failed):
-        return answer.error(answer.message)
-    return None
+    send_heartbeat = call_master
 
 
 # ---- agent ----------------------------------------------------------------------------------------------------------
@@ -194,7 +189,7 @@ class SimAgent:
         self.core = WatchedAgentCore(timing, pace, self._make_nonce, rng, former)
         self.core.agent = self
         self.left = former  # the incarnation saved on its disk
-        self.loop = SimLoop(world.heap, world.chance.generator_for(f"loop/{process}"), self.name, lambda work: 0.0)
+        self.loop = SimLoop(world.heap, world.chance.generator_for(f"loop/{process}"), self.name)
         self.gate = AgentGate(self.loop)  # closed while the whole machine is stopped
         self.alive = True
         self.leaves = False  # SIGTERM has arrived

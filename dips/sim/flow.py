@@ -7,6 +7,7 @@ stream. Delays, losses and broken streams are simulated on the ranks' side (stre
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from math import inf
 from typing import Protocol
@@ -15,7 +16,7 @@ from dips.codecs import Codec
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
-from dips.sim.heap import Gate, Heap, Timer
+from dips.sim.loop import SimLoop
 from dips.slave.admission import Admission, Keyring
 from dips.slave.ports import Arrays, FlowEvent, FrameRefused, Move, Released, Say, Wake
 from dips.slave.receiver import Receiver
@@ -51,21 +52,20 @@ class SimFlow:
 
     def __init__(
         self,
-        heap: Heap,
+        loop: SimLoop,
         run: str,
         slave: str,
         layout: LayerLayout,
         stall_s: float,
         chunk_bytes: int,
         touched: Callable[[], None],
-        gate: Gate,
         frame_refused: Callable[[str], None],
     ) -> None:
-        self._heap, self._touched, self._gate, self._frame_refused = heap, touched, gate, frame_refused
+        self._loop, self._touched, self._frame_refused = loop, touched, frame_refused
         self.receiver = Receiver(
             1, chunk_bytes, Transit(TRANSIT_CHUNKS * max(chunk_bytes, FLOOR_BYTES)), CONCURRENT_STREAMS, stall_s
         )
-        self.sender = Sender(chunk_bytes, stall_s, lambda: heap.now)
+        self.sender = Sender(chunk_bytes, stall_s, loop.time)
         self.receiver.set_layers(layout)
         self.sender.set_layers(layout)
         self._keyring = Keyring()
@@ -73,8 +73,7 @@ class SimFlow:
         self._on_event: Callable[[FlowEvent], None] | None = None
         self._ends: dict[bytes, RankEnd] = {}
         self._ticked_at = 0.0
-        self._timer: Timer | None = None
-        self.alive = True
+        self._timer: asyncio.TimerHandle | None = None
 
     # ---- orders of the shard -------------------------------------------------------------------------------------
 
@@ -92,7 +91,7 @@ class SimFlow:
         keys: tuple[str, ...] = (),
     ) -> None:
         self._keyring.open_transfer(push, keys, len(places))
-        self.receiver.open_push(push, places, buffers, deadline_s, self._heap.now, codec)
+        self.receiver.open_push(push, places, buffers, deadline_s, self._loop.time(), codec)
         self._plan_tick()
 
     def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
@@ -111,20 +110,20 @@ class SimFlow:
         keys: tuple[str, ...] = (),
     ) -> None:
         self._keyring.open_transfer(pull, keys)
-        self.sender.open_pull(pull, version, source, self._heap.now, chain)
+        self.sender.open_pull(pull, version, source, self._loop.time(), chain)
         self._plan_tick()
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
         self.sender.move_pull(pull, source)
-        self._call_later(DRAIN_S, f"{pull} moves", self._run_tick)
+        self._loop.call_later(DRAIN_S, self._run_tick)
 
     def close_pull(self, pull: PullId) -> None:
         self._keyring.close_transfer(pull)
         self.sender.close_pull(pull, "closed")
-        self._call_later(DRAIN_S, f"{pull} closes", self._run_tick)
+        self._loop.call_later(DRAIN_S, self._run_tick)
 
     def admit_probe(self, cluster: str, key: str) -> None:
-        self._keyring.admit_probe(cluster, key, self._heap.now)
+        self._keyring.admit_probe(cluster, key, self._loop.time())
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         return self.receiver.list_transfers() + self.sender.list_transfers()
@@ -135,10 +134,10 @@ class SimFlow:
         self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...], ready: int, key: str
     ) -> bool:
         """Begin a stream on a new connection; return False if the connection is refused, since its key is unknown."""
-        if not self._keyring.admits(key, self._heap.now):
+        if not self._keyring.admits(key, self._loop.time()):
             return False
         self._ends[peer] = end
-        now = self._heap.now
+        now = self._loop.time()
         self._do_moves(self._admission.on_hello(0, peer, name.stream_id, name, pieces, now, ready, key))
         self._run_turn()
         return True
@@ -159,7 +158,7 @@ class SimFlow:
         """Process a chunk that arrives; return why it was refused, "" if it was copied."""
         self._touched()
         try:
-            moves = self.receiver.stage_chunk(self.receiver.claim_chunk(0, peer, header, body, self._heap.now))
+            moves = self.receiver.stage_chunk(self.receiver.claim_chunk(0, peer, header, body, self._loop.time()))
         except BadFrame as bad:
             self._frame_refused(bad.reason)
             self._run_turn()  # a wrong chunk is missing again: request it
@@ -171,7 +170,7 @@ class SimFlow:
     def take_want(self, peer: bytes, stream: int, chunks: tuple[Range, ...]) -> list[tuple[ChunkSend, SimTracker]]:
         """Process a rank's request for chunks; each is read from the source until its tracker is done."""
         try:
-            sends = self.sender.on_want(0, peer, stream, chunks, self._heap.now)
+            sends = self.sender.on_want(0, peer, stream, chunks, self._loop.time())
         except BadFrame as bad:
             self._frame_refused(bad.reason)
             return []
@@ -188,18 +187,18 @@ class SimFlow:
 
     def on_chunk_left(self) -> None:
         """Note that the last byte of a chunk has left."""
-        self._gate.pass_on(lambda: self._let_chunk_go() if self.alive else None)
+        self._loop.deliver(self._let_chunk_go)
 
     def _let_chunk_go(self) -> None:
         self._run_turn()
-        if self._ticked_at < self._heap.now and self.sender.is_draining:
-            self._call_later(DRAIN_S, "a source drains", self._run_tick)
+        if self._ticked_at < self._loop.time() and self.sender.is_draining:
+            self._loop.call_later(DRAIN_S, self._run_tick)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def _run_turn(self) -> None:
         """Request the chunks that may be requested after each frame, and end streams that are over at intervals."""
-        now = self._heap.now
+        now = self._loop.time()
         asked = self.receiver.plan_wants(0, now)
         self._do_moves(asked)
         if now - self._ticked_at >= TICK_S:
@@ -208,29 +207,24 @@ class SimFlow:
             self._plan_tick()  # bytes are owed now: a rank that is silent from here on stalls
 
     def _run_tick(self) -> None:
-        now = self._ticked_at = self._heap.now
+        now = self._ticked_at = self._loop.time()
         self._do_moves(self.receiver.tick(now))
         self._do_moves(self.sender.tick(now))
         self._plan_tick()
 
     def _plan_tick(self) -> None:
-        now, timer = self._heap.now, self._timer
+        now, timer = self._loop.time(), self._timer
         due = min(self.receiver.next_deadline(now), self.sender.next_deadline())
-        if due == inf or (timer is not None and timer.alive and now <= timer.at <= due):
+        if due == inf or (timer is not None and timer.when() <= due):
             return  # later deadlines are planned when this one is due
         if timer is not None:
             timer.cancel()
-        self._timer = self._call_later(max(0.0, due - now) + 0.001, "a data flow's deadline", self._run_due)
+        self._timer = self._loop.call_later(max(0.0, due - now) + 0.001, self._run_due)
 
     def _run_due(self) -> None:
         self._timer = None
         self._run_tick()
         self._run_turn()
-
-    def _call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
-        return self._heap.call_later(
-            delay_s, what, lambda: self._gate.pass_on(lambda: action() if self.alive else None)
-        )
 
     # ---- messages of receiver and sender -----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The event loop of one simulated process: its clock is the world's heap, and no callback runs while it is stopped.
 
 The shipped daemons run on it: tasks, timeouts and `run_in_executor` work as on asyncio's own loop. There are no
-sockets, signals or subprocesses; what arrives from elsewhere is passed in by `deliver`.
+sockets, signals or subprocesses; what arrives from elsewhere is passed in by `deliver`. Threads are SimExecutors.
 
 Must stay true: ready callbacks run in the order in which they became ready, as asyncio promises. The seed draws when
 they run: mostly at once, sometimes a little later, so that several arrivals are found together.
@@ -12,22 +12,26 @@ from __future__ import annotations
 import asyncio
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from random import Random
 from typing import Any, TypeVar, TypeVarTuple
 
-from dips.errors import StaleTerm
+from dips.dataclass import dataclass
+from dips.errors import DipsError, StaleTerm
+from dips.protocol.effects import Failed
 from dips.sim.heap import Heap, Timer
+from dips.tasks import start_task
 
 LATE_SHARE = 0.1  # arrivals that find the process waiting for a core
 LATE_S = 0.005  # longest wait for a core
 
 T = TypeVar("T")
 _Ts = TypeVarTuple("_Ts")
-WorkTime = Callable[[Any], float]  # submitted function → seconds that a thread spends on it
+WorkTime = Callable[..., float]  # arguments of a function → seconds that a thread spends on it
 
 
 class _Due(asyncio.TimerHandle):
@@ -39,10 +43,11 @@ class _Due(asyncio.TimerHandle):
 class SimLoop(asyncio.BaseEventLoop):
     """Runs the tasks of one process until it is killed; errors that nobody handles end the simulation."""
 
-    def __init__(self, heap: Heap, rng: Random, process: str, work_time: WorkTime) -> None:
-        """`work_time` draws how long a function that is passed to a thread takes; its effect happens at the end."""
+    def __init__(self, heap: Heap, rng: Random, process: str, work_time: WorkTime = lambda *args: 0.0) -> None:
+        """`work_time` draws the time of functions that are passed to `run_in_executor` (SimExecutor)."""
         super().__init__()
-        self._heap, self._rng, self._process, self._work_time = heap, rng, process, work_time
+        self._heap, self._rng, self.process = heap, rng, process
+        self.threads = SimExecutor(self, work_time)
         self._ready: deque[asyncio.Handle] = deque()
         self._arrived: deque[asyncio.Handle] = deque()  # what becomes ready with the next turn
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -63,6 +68,18 @@ class SimLoop(asyncio.BaseEventLoop):
                 self._plan_turn(LATE_S * self._rng.random())
             else:
                 self._turn()
+
+    def serve_call(self, serve: Callable[[], Awaitable[Any]], answer: Callable[[Any], None]) -> None:
+        """Serve a call that has arrived, as gRPC would; `answer` gets the reply, or an error of ours as Failed."""
+        self.deliver(lambda: start_task(self._answer_call(serve, answer), self.fail))
+
+    async def _answer_call(self, serve: Callable[[], Awaitable[Any]], answer: Callable[[Any], None]) -> None:
+        try:
+            reply = await serve()
+        except DipsError as error:
+            reply = Failed(type(error), str(error))
+        if not self.dead:
+            answer(reply)
 
     def stop_process(self) -> None:
         """Stop the process by SIGSTOP: arrivals and due timers wait."""
@@ -100,7 +117,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _plan_turn(self, delay_s: float) -> None:
         self._turn_planned = True
-        self._heap.call_later(delay_s, self._process, self._turn)
+        self._heap.call_later(delay_s, self.process, self._turn)
 
     def _turn(self) -> None:
         """Run all that is ready, and what becomes ready thereby."""
@@ -151,7 +168,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         handle = _Due(when, callback, args, self, context)
-        handle.timer = self._heap.call_at(when, self._process, partial(self._on_due, handle))
+        handle.timer = self._heap.call_at(when, self.process, partial(self._on_due, handle))
         return handle
 
     def call_later(
@@ -185,21 +202,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self._tasks.pop(task, None)
 
     def run_in_executor(self, executor: Any, func: Callable[[*_Ts], T], *args: *_Ts) -> asyncio.Future[T]:
-        """Run `func` when the time that a thread needs for it has passed, unless the process is dead by then."""
-        done: asyncio.Future[T] = self.create_future()
-        work = partial(func, *args)
-        self._heap.call_later(self._work_time(work), f"{self._process} works", partial(self._end_work, work, done))
-        return done
-
-    def _end_work(self, work: Callable[[], Any], done: asyncio.Future[Any]) -> None:
-        if self.dead:
-            return
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 (it is raised where the work is awaited)
-            self.deliver(_set_exception, done, error)
-        else:
-            self.deliver(_set_result, done, result)
+        """Run `func` on the threads of this loop, also in the place of a pool of real threads."""
+        return asyncio.wrap_future(self.threads.submit(func, *args), loop=self)
 
     def is_closed(self) -> bool:
         return self.dead
@@ -210,14 +214,71 @@ class SimLoop(asyncio.BaseEventLoop):
             self.fail(context.get("exception") or RuntimeError(context["message"]))
 
 
-def _set_result(done: asyncio.Future[Any], result: Any) -> None:
-    if not done.done():
-        done.set_result(result)
+@dataclass(eq=False, slots=True)
+class SimWork:
+    """A function that was passed to a thread."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    done: Future[Any]
+    began_at: float = 0.0
+    timer: Timer | None = None  # None: it waits for the work before it
+
+    @property
+    def subject(self) -> object:
+        """The function's first argument."""
+        return self.args[0] if self.args else None
 
 
-def _set_exception(done: asyncio.Future[Any], error: Exception) -> None:
-    if not done.done():
-        done.set_exception(error)
+class SimExecutor(Executor):
+    """Threads of a simulated process: a function has its effect at the end of its time, if the process runs then."""
+
+    def __init__(self, loop: SimLoop, work_time: WorkTime, alone: bool = False) -> None:
+        """`work_time` draws the time of a function from its arguments; `alone`: there is one thread."""
+        self._loop, self._work_time, self._alone = loop, work_time, alone
+        self.under_way: list[SimWork] = []
+        self._waiting: deque[SimWork] = deque()
+        self._worked_s = 0.0  # by work that is over
+
+    def worked_s(self, counts: Callable[[SimWork], bool] = lambda work: True) -> float:
+        """Return the seconds worked so far; of work under way, those of which `counts` is true."""
+        now = self._loop.time()
+        return self._worked_s + sum(now - work.began_at for work in self.under_way if counts(work))
+
+    def submit(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        work = SimWork(partial(func, **kwargs) if kwargs else func, args, Future())
+        if self._alone and self.under_way:
+            self._waiting.append(work)
+        else:
+            self._begin_work(work)
+        return work.done
+
+    def end_early(self, work: SimWork) -> None:
+        """End work before its time, since it has learned that it is in vain."""
+        assert work.timer is not None, "it is under way"
+        work.timer.cancel()
+        self._end_work(work)
+
+    def _begin_work(self, work: SimWork) -> None:
+        self.under_way.append(work)
+        heap, loop, work_s = self._loop._heap, self._loop, self._work_time(*work.args)
+        work.began_at = heap.now
+        work.timer = heap.call_later(work_s, f"{loop.process} works", partial(loop.deliver, self._end_work, work))
+
+    def _end_work(self, work: SimWork) -> None:
+        if work not in self.under_way:
+            return  # ended early while its time was over
+        try:
+            if work.done.set_running_or_notify_cancel():
+                work.done.set_result(work.func(*work.args))
+        except Exception as error:  # noqa: BLE001 (it is raised where the work is awaited)
+            work.done.set_exception(error)
+            if not isinstance(error, DipsError | OSError):
+                self._loop.fail(error)
+        self.under_way.remove(work)
+        self._worked_s += self._loop.time() - work.began_at
+        if self._waiting:
+            self._begin_work(self._waiting.popleft())
 
 
 class SimLog:
@@ -237,3 +298,6 @@ class SimLog:
             self._fail(exc_info)
 
     critical = error
+
+    def exception(self, event: str, **fields: Any) -> None:
+        """Do nothing: the work that has failed has ended the simulation."""

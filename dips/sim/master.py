@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any, Protocol, cast
 
 from google.protobuf.message import Message
 
 from dips.client.agent.agent import CALLS
-from dips.errors import DipsError
 from dips.master.core import Action, MasterCore, PollOptions, WriteRecords
 from dips.master.runtime import ClusterServicer, MasterOutside, OperatorServicer, Runtime, SlaveServicer
 from dips.protocol import events
@@ -35,9 +35,8 @@ from dips.sim.disk import LedgerDisk, SimLedger
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.loop import SimLog, SimLoop
 from dips.sim.network import Network
-from dips.tasks import start_task
 from dips.wire.generated import slave_pb2
-from dips.wire.messages import from_proto, to_proto, unwrap_oneof, wrap_oneof
+from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 
 # ---- calls to slaves ------------------------------------------------------------------------------------------------
 
@@ -53,12 +52,11 @@ class SimCalls:
 
     async def ask(self, request: Message, *, needs_listener: bool = False) -> slave_pb2.Answer:
         """Return the reply, however many messages it takes; raise the slave's error."""
-        order = from_proto(request, Order)
-        while (answer := await self._network.ask_host(self._loop, "master", self._slave, order, RESEND_S)) is None:
+        while (answer := await self._network.ask_host(self._loop, "master", self._slave, request, RESEND_S)) is None:
             pass
         if isinstance(answer, Failed):
             raise answer.error(answer.message)
-        return cast(slave_pb2.Answer, wrap_oneof(answer, slave_pb2.Answer))
+        return cast(slave_pb2.Answer, answer)
 
     async def close(self) -> None:
         """Do nothing: whoever waits is cancelled."""
@@ -246,25 +244,16 @@ class MasterProcess:
 
     def on_message(self, message: Any, answer: Answer) -> None:
         """Serve a call that has arrived, as gRPC would."""
-        self.loop.deliver(self._begin_call, message, answer)
+        self.loop.serve_call(partial(self._serve_call, message), answer)
 
     def put_event(self, event: events.Event) -> None:
         """Pass in an event of the process itself (`MasterReload`)."""
         self.loop.deliver(self.runtime.put_event, event)
 
-    def _begin_call(self, message: Any, answer: Answer) -> None:
-        start_task(self._serve_call(message, answer), self.loop.fail)
-
-    async def _serve_call(self, message: Any, answer: Answer) -> None:
-        kind = type(message)
-        plain = PLAIN_REPLIES.get(kind)
-        try:
-            reply = await self._methods[kind](to_proto(message), None)
-            result: Any = unwrap_oneof(reply) if plain is None else from_proto(reply, plain)
-        except DipsError as error:
-            result = Failed(type(error), str(error))
-        if self.alive:
-            answer(result)
+    async def _serve_call(self, message: Any) -> object:
+        plain = PLAIN_REPLIES.get(type(message))
+        reply = await self._methods[type(message)](to_proto(message), None)
+        return unwrap_oneof(reply) if plain is None else from_proto(reply, plain)
 
     def _step_watched(self, event: events.Event, now: float) -> list[Effect]:
         """Let the Coordinator process an event, with the observers' hooks around it."""
@@ -293,7 +282,7 @@ class MasterProcess:
             case Exit():
                 self.exit = action
 
-    def _write_time(self, work: object) -> float:
+    def _write_time(self, *args: object) -> float:
         return WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3) * self.machine.disk.slowness
 
     def _report_records(self, records: Sequence[Record]) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
 from random import Random
 from typing import Any, Protocol
 
-from dips.errors import DipsError, FailedMirror
+from dips.errors import FailedMirror
 from dips.ids import VersionId
 from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
 from dips.protocol.effects import (
     Apply,
     Commit,
-    Failed,
     Fold,
     KeepSeed,
     Measure,
@@ -30,35 +29,22 @@ from dips.protocol.effects import (
 from dips.protocol.events import MirrorReport
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
-from dips.sim.agent import error_of
+from dips.sim.agent import SimMasterLink
 from dips.sim.disk import SimDisk, Snapshot
 from dips.sim.flow import SimFlow
-from dips.sim.heap import Gate, Heap, Timer
+from dips.sim.heap import Chance, Heap
+from dips.sim.loop import SimExecutor, SimLog, SimLoop
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
 from dips.sim.streams import LANE_KEY, DataNetwork
 from dips.slave.core import SlaveCore
 from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan, Restored
-from dips.slave.ports import (
-    Actions,
-    AnswerOrder,
-    CallMaster,
-    EndSlave,
-    FlowEvent,
-    KeepInMirror,
-    Meters,
-    ReadSnapshot,
-    RestoreFromMirror,
-    ShardMethod,
-    ShardWork,
-    SlaveIdentity,
-    SlaveTiming,
-    WorkOnDisk,
-    WriteLog,
-)
+from dips.slave.ports import Meters, ReadSnapshot, ShardMethod, ShardWork, SlaveIdentity, SlaveTiming, WorkOnDisk
+from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.transport.backoff import Backoff
 from dips.wire.chunks import LayerLayout
+from dips.wire.generated import slave_pb2
 
 # ---- mirror ----------------------------------------------------------------------------------------------------------
 # A mirror survives every disk; it is slow, or gone, at times. A copy interrupted by a crash leaves no complete
@@ -67,12 +53,6 @@ from dips.wire.chunks import LayerLayout
 
 COPY_S = 0.4  # duration of a snapshot's copy, at most double
 MIRROR_BACKOFF_S = (0.5, 4.0)
-
-
-class Later(Protocol):
-    """Plans an action of this incarnation, done only if it still runs."""
-
-    def __call__(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
 
 
 class SimMirror:
@@ -104,27 +84,36 @@ class SimMirror:
 class MirrorShell:
     """Keeps the mirror of one incarnation of a slave."""
 
-    def __init__(self, mirror: SimMirror, later: Later, heap: Heap) -> None:
-        self._mirror, self._later, self._heap = mirror, later, heap
+    def __init__(self, mirror: SimMirror, loop: SimLoop) -> None:
+        self._mirror, self._loop = mirror, loop
         self._plan = MirrorPlan(Backoff(*MIRROR_BACKOFF_S, mirror.rng))
-        self._timer: Timer | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._rotten: dict[VersionId, Snapshot] = {}  # copies that this process has read and found rotten
 
     def report(self) -> MirrorReport:
         """Return the mirror's part of a heartbeat."""
-        return self._plan.report(self._heap.now)
+        return self._plan.report(self._loop.time())
 
     def want(self, versions: tuple[VersionId, ...]) -> None:
         """Set the versions that the mirror should hold, as the master orders."""
         self._plan.want(versions)
         self._look()
 
-    def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...]) -> Restored:
-        """Restore versions newer than the disk's, or requested ones. Raises FailedMirror if the mirror is gone."""
+    def begin_restore(
+        self,
+        on_disk: tuple[VersionId, ...],
+        look_for: tuple[VersionId, ...],
+        done: Callable[[Restored | Exception], None],
+    ) -> None:
+        """Restore at once, which fails if the mirror is gone."""
+        if self._mirror.gone:
+            self._plan.on_failed("the mirror is gone", self._loop.time())
+            done(FailedMirror("the mirror is gone"))
+        else:
+            done(self._restore(on_disk, look_for))
+
+    def _restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...]) -> Restored:
         disk, mirror = self._mirror.disk, self._mirror
-        if mirror.gone:
-            self._plan.on_failed("the mirror is gone", self._heap.now)
-            raise FailedMirror("the mirror is gone")
         newest = max((v.round for v in on_disk), default=0)
         newer = [v for v in self._list_whole() if v not in on_disk and (v.round > newest or v in look_for)]
         whole = tuple(v for v in newer if mirror.files[v].good)
@@ -146,16 +135,16 @@ class MirrorShell:
 
     def _look(self) -> None:
         """Begin the next job if one is due, else plan the next check."""
-        now = self._heap.now
+        now = self._loop.time()
         job = self._plan.next_job(now)
         if job is not None:
             work_s = COPY_S * self._mirror.slowness * (1.0 + self._mirror.rng.random())
-            self._later(work_s if job.kind is MirrorJobKind.COPY else 0.0, "a mirror works", lambda: self._end(job))
+            self._loop.call_later(work_s if job.kind is MirrorJobKind.COPY else 0.0, self._end, job)
             return
         due = self._plan.next_deadline(now)
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._later(due - now, "a mirror's deadline", self._look) if due < inf else None
+        self._timer = self._loop.call_at(due, self._look) if due < inf else None
 
     def _end(self, job: MirrorJob) -> None:
         mirror, problem = self._mirror, ""
@@ -175,10 +164,10 @@ class MirrorShell:
                 mirror.files[job.versions[0]] = replace(
                     snapshot
                 )  # a separate file, so that rot on the disk does not affect it
-                mirror.copied_at[job.versions[0]] = self._heap.now
+                mirror.copied_at[job.versions[0]] = self._loop.time()
                 self._plan.on_done(job)
         if problem:
-            self._plan.on_failed(problem, self._heap.now)
+            self._plan.on_failed(problem, self._loop.time())
         self._look()
 
 
@@ -208,44 +197,19 @@ def order_s(body: type, disk: SimDisk, rng: Random, least_s: float) -> float:
     return max(drawn_s, least_s) if body in GROWS else drawn_s
 
 
-def shard_work_s(work: ShardWork, disk: SimDisk, rng: Random, least_s: float) -> float:
-    """Draw the time for which the shard is busy with `work`; snapshots are written, read and deleted in parallel."""
-    return order_s(type(work.order.body), disk, rng, least_s) if work.method is ShardMethod.EXECUTE else 0.0
-
-
-def disk_work_s(work: WorkOnDisk | ReadSnapshot, disk: SimDisk, rng: Random, least_s: float) -> float:
-    """Draw the duration of `work` on the disk, in parallel to the shard's."""
-    if isinstance(work, ReadSnapshot) or isinstance(work.order.body, OpenPull):  # a pull of an archive reads it first
-        return max(LOAD_S, least_s)
-    drawn_s = order_s(type(work.order.body), disk, rng, least_s)
-    return drawn_s + disk.fsync_s if written_by(work) is not None else drawn_s
-
-
-def written_by(*works: ShardWork | WorkOnDisk | ReadSnapshot) -> VersionId | None:
-    """Return the version whose snapshot is being written, None if none of `works` writes one."""
-    for work in works:
-        match work:
-            case WorkOnDisk() | ShardWork(ShardMethod.BEGIN_ON_DISK):
-                if isinstance(work.order.body, Persist):
-                    return work.order.body.version
+def written_by(work: object) -> VersionId | None:
+    """Return the version whose snapshot `work` writes; None if it writes none."""
+    if isinstance(work, WorkOnDisk) and isinstance(work.order.body, Persist):
+        return work.order.body.version
     return None
 
 
-def attempt_work(work: Callable[..., object], *details: object) -> object:
-    """Return the result of work, or the error to be passed to the core."""
-    try:
-        return work(*details)
-    except (DipsError, OSError) as error:
-        return error
-
-
 # ---- slave ----------------------------------------------------------------------------------------------------------
-# It is a shell of `dips.slave.core`: the work that the daemon does with a thread, gRPC and a clock (slave/runtime.py)
-# is done here in simulated time. Work on the shard takes time and has its effect at the end; a crash in between may
-# leave a torn snapshot.
+# The daemon's SlaveRuntime and ShardThread on a loop of the world's time, around the real core and shard. Replaced are
+# the connections (SimMasterLink; orders arrive by `network.py`), the data flow (flow.py) and the disk. Work of threads
+# has its effect at the end of its time; a crash in between may leave a torn snapshot.
 
 
-DiskAction = WorkOnDisk | ReadSnapshot
 _OF_ORDERS = (ShardMethod.EXECUTE, ShardMethod.BEGIN_ON_DISK)
 _OF_REGISTRATION = (ShardMethod.FOLLOW, ShardMethod.END_LOAD)
 
@@ -279,6 +243,7 @@ class SlaveWorld(Protocol):
     """The parts of the world that a slave needs."""
 
     heap: Heap
+    chance: Chance
     network: Network
     data: DataNetwork
     scenario: Scenario
@@ -307,72 +272,92 @@ class SlaveHost(Protocol):
     def mark_touched(self) -> None: ...
 
 
+class WatchedShard(Shard):
+    """The shard of a simulated slave: the observers learn which orders it carries out."""
+
+    process: SlaveProcess
+
+    def perform_work(self, work: ShardWork) -> object:
+        process = self.process
+        process.machine.mark_touched()
+        try:
+            return self._watch_order(work) if work.method in _OF_ORDERS else super().perform_work(work)
+        finally:
+            if work.method in _OF_REGISTRATION:
+                process.undeceived = not process.world.master_is_deceived
+            process.stop_vain_writer()
+
+    def _watch_order(self, work: ShardWork) -> object:
+        process, monitor = self.process, self.process.world.monitor
+        if self.fences.has_answered(work.order.number):
+            monitor.rare_event_occurred("answer_lost")
+        monitor.before_order(process, work.order)
+        try:
+            return super().perform_work(work)
+        finally:
+            monitor.after_order(process, work.order)
+
+
 class SlaveProcess:
     """One incarnation of a slave."""
 
     def __init__(self, machine: SlaveHost, nonce: str) -> None:
         self.machine, self.world, self.name, self.nonce = machine, machine.world, machine.name, nonce
-        settings, heartbeat_s = self.world.scenario, self.world.options.timing.heartbeat_s
-        self.gate = Gate()  # closed while it is stopped
+        world, settings, rng = self.world, self.world.scenario, self.world.chance.generator_for(f"loop/{self.name}")
+        self.loop = SimLoop(world.heap, rng, self.name, self._work_time)
+        self._on_disk = self.loop.threads
+        self._on_shard = SimExecutor(self.loop, self._work_time, alone=True)
         self.flow = SimFlow(
-            self.world.heap,
+            self.loop,
             settings.run,
             self.name,
-            LayerLayout(self.world.manifest, machine.layers),
-            self.world.data.stall_s,
+            LayerLayout(world.manifest, machine.layers),
+            world.data.stall_s,
             settings.chunk_bytes,
             machine.mark_touched,
-            self.gate,
-            self.world.frame_refused,
+            world.frame_refused,
         )
         self.versions = Versions(
-            KernelPool(self.world.kernels), settings.slots, settings.pinned, settings.pull_codec,
+            KernelPool(world.kernels), settings.slots, settings.pinned, settings.pull_codec,
         )  # fmt: skip
-        self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self.on_flow_event, self._prepare)
+        log: Any = SimLog(self.loop.fail)
+        thread = ShardThread(self._on_shard, self.loop.time, log)
+        self.shard = WatchedShard(
+            self.name, self.versions, machine.disk, self.flow, thread.on_flow_event, self._prepare
+        )  # fmt: skip
+        self.shard.process = self
+        thread.own_shard(self.shard)
+        identity = SlaveIdentity(
+            settings.run, self.name, nonce, f"{self.name}:1", (f"{self.name}:2",), "master", LANE_KEY,
+            machine.disk.nonce,
+        )  # fmt: skip
         self.core = SlaveCore(
-            SlaveIdentity(
-                settings.run,
-                self.name,
-                nonce,
-                f"{self.name}:1",
-                (f"{self.name}:2",),
-                "master",
-                LANE_KEY,
-                machine.disk.nonce,
-            ),
-            SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
-            self.shard.take_standing,
+            identity,
+            SlaveTiming(world.options.timing.heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
+            lambda: thread.standing,
             self.flow.list_transfers,
             self._meters,
             machine.rng,
         )
-        self.alive = True
-        self._mirror = MirrorShell(machine.mirror, self._call_later, self.world.heap) if machine.mirror else None
+        self._mirror = MirrorShell(machine.mirror, self.loop) if machine.mirror else None
+        with self.loop.running():
+            master = SimMasterLink(world.network, self.loop, self.name)
+            self.runtime = SlaveRuntime(self.core, thread, master, log, self._mirror)
+        self.undeceived = False  # whether the master that last sent Hold has the newest ledger
         self._booted = False  # whether its control server answers
-        self._undeceived = False  # whether the master that last sent Hold has the newest ledger
-        self._work: deque[ShardWork] = deque()  # the first one is being done
-        self._on_disk: dict[str, tuple[DiskAction, Timer]] = {}  # disk work in parallel, at most one of each kind
-        self._began: dict[str, float] = {}  # start times of the present work, by kind
-        self._silent: set[str] = set()  # kinds that wait for an fsync, which reports no progress
-        self._worked_s = 0.0
-        self._orders: dict[int, Callable[[Any], None]] = {}  # ticket → receiver of the answer
-        self._tickets = 0
-        self._timer: Timer | None = None
-        self._call_later(BOOT_S, f"{self.name} begins", self._boot)
+        self.loop.call_later(BOOT_S, self._boot)
 
     @property
     def holds(self) -> bool:
         """Whether the present master has answered Hold, as far as the slave knows."""
-        return self.core.serving and self._undeceived
+        return self.core.serving and self.undeceived
 
     def kill_process(self) -> None:
         self.world.monitor.slave_crashed(self)
-        self.alive = self.flow.alive = False
-        if self._timer is not None:
-            self._timer.cancel()
-        version = written_by(*(work for work, _ in self._on_disk.values()), *([self._work[0]] if self._work else []))
-        if version is not None:
-            self._die_writing(version)
+        self.loop.kill()
+        for work in self._on_disk.under_way:
+            if (version := written_by(work.subject)) is not None:
+                self._die_writing(version)
 
     def _die_writing(self, version: VersionId) -> None:
         if version not in (self.versions.prepared, self.versions.served_version) or version in self.machine.disk.files:
@@ -384,187 +369,53 @@ class SlaveProcess:
         elif fate < 0.7 and self.machine.disk.takes_files:
             self.machine.disk.write_snapshot(version, theta, momentum)
 
-    # ---- messages in ---------------------------------------------------------------------------------------------
-
-    def take_order(self, order: Order, answer: Callable[[Any], None]) -> None:
-        """Pass an order of the master to the core."""
-        if self.alive and self._booted:
-            self._tickets += 1
-            self._orders[self._tickets] = answer
-            self._do_actions(self.core.orders.take_order(self._tickets, order, self.world.heap.now))
-
-    def on_flow_event(self, event: FlowEvent) -> None:
-        """Process an event of the data flow: a push is complete, is given up, or a pull no longer reads."""
-        self.shard.transfers.on_flow_event(event)
-        self._send_reports()
-
-    def _send_reports(self) -> None:
-        reports = self.shard.take_reports()
-        if reports:
-            self._do_actions(self.core.reports.add_reports(reports))
+    def take_order(self, request: slave_pb2.Order, answer: Callable[[Any], None]) -> None:
+        """Serve an order of the master that has arrived, as gRPC would."""
+        if self._booted:
+            self.loop.serve_call(partial(self.runtime.Execute, request, None), answer)
 
     def _boot(self) -> None:
         self._booted = True
         self.machine.mark_touched()
-        self._run_tick()
+        self.loop.create_task(self.runtime.run()).add_done_callback(self._on_end)
 
-    def _meters(self) -> Meters:
-        mirror = self._mirror.report() if self._mirror is not None else None
-        return Meters(work_bytes=self._worked(), mirror=mirror)
-
-    def _run_tick(self) -> None:
-        self._timer = None
-        self._do_actions(self.core.tick(self.world.heap.now))
-
-    # ---- actions of the core ---------------------------------------------------------------------------------
-
-    def _do_actions(self, actions: Actions) -> None:
-        for action in actions:
-            _SHELL[type(action)](self, action)
-        self._plan_tick()
-
-    def _call_master(self, action: CallMaster) -> None:
-        def on_reply(reply: Any) -> None:
-            self.gate.pass_on(partial(self._take_reply, action, reply))
-
-        self.world.network.call_host(self.name, "master", action.message, action.deadline_s, on_reply)
-
-    def _restore_from_mirror(self, action: RestoreFromMirror) -> None:
-        assert self._mirror is not None, "who has no mirror does not ask"
-        restored = attempt_work(self._mirror.restore, action.on_disk, action.look_for)
-        self._do_actions(self.core.on_done(action, restored, self.world.heap.now))
-
-    def _keep_in_mirror(self, action: KeepInMirror) -> None:
-        if self._mirror is not None:
-            self._mirror.want(action.versions)
-
-    def _end_process(self, action: EndSlave) -> None:
-        raise AssertionError(f"{self.name} ends: {action.error!r}")
-
-    def _skip_log(self, action: WriteLog) -> None:
-        """Do nothing: logs are not kept."""
+    def _on_end(self, run: asyncio.Task[None]) -> None:
+        if not run.cancelled():
+            self.loop.fail(AssertionError(f"{self.name} ends: {run.exception()!r}"))
 
     def _prepare(self, registered: Registered) -> None:
         self.machine.disk.nonce = self.nonce
         self.world.monitor.slave_registered(self, registered)
 
-    def _plan_tick(self) -> None:
-        due, timer = self.core.next_deadline(), self._timer
-        if timer is not None and timer.alive and timer.at <= due:
-            return  # early enough: later deadlines are planned then
-        if timer is not None:
-            timer.cancel()
-        if due < inf:
-            delay_s = max(0.0, due - self.world.heap.now)
-            self._timer = self._call_later(delay_s, f"{self.name}'s deadline", self._run_tick)
+    # ---- threads ---------------------------------------------------------------------------------------------------
 
-    def _answer_order(self, action: AnswerOrder) -> None:
-        answer, result = self._orders.pop(action.ticket), action.answer
-        if isinstance(result, Exception) and not isinstance(result, DipsError):
-            raise result
-        answer(Failed(type(result), str(result)) if isinstance(result, DipsError) else result)
+    def _work_time(self, work: object) -> float:
+        """Draw the duration of work on the shard, or beside it on the disk; events of the data flow take no time."""
+        disk, rng, least_s = self.machine.disk, self.machine.rng, self.world.scenario.work_s
+        match work:
+            case ReadSnapshot():
+                return max(LOAD_S, least_s)
+            case WorkOnDisk():
+                if isinstance(work.order.body, OpenPull):  # a pull of an archive reads it first
+                    return max(LOAD_S, least_s)
+                drawn_s = order_s(type(work.order.body), disk, rng, least_s)
+                return drawn_s + disk.fsync_s if written_by(work) is not None else drawn_s
+            case ShardWork(ShardMethod.EXECUTE):
+                if least_s and self.shard.fences.has_answered(work.order.number):
+                    return 0.0  # the answer is repeated without the work
+                return order_s(type(work.order.body), disk, rng, least_s)
+        return 0.0
 
-    def _take_reply(self, call: CallMaster, reply: Any) -> None:
-        if self.alive:
-            self._do_actions(self.core.on_reply(call, error_of(reply) or reply, self.world.heap.now))
+    def stop_vain_writer(self) -> None:
+        """End the writing of a snapshot whose version was abandoned: the writer notices at its next piece."""
+        for work in list(self._on_disk.under_way):
+            written = written_by(work.subject)
+            if written is not None and written not in (self.versions.prepared, self.versions.served_version):
+                self._on_disk.end_early(work)
 
-    # ---- work on the shard, one piece after another ----------------------------------------------------------------
-
-    def _queue_work(self, work: ShardWork) -> None:
-        self._work.append(work)
-        if len(self._work) == 1:
-            self._begin_work()
-
-    def _has_answered(self, work: ShardWork) -> bool:
-        return self.shard.fences.has_answered(work.order.number)
-
-    def _begin_work(self) -> None:
-        work = self._work[0]
-        work_s = shard_work_s(work, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
-        if self.world.scenario.work_s and work.method is ShardMethod.EXECUTE and self._has_answered(work):
-            work_s = 0.0  # the answer is repeated without the work
-        self._began["shard"] = self.world.heap.now
-        if work_s:
-            self._call_later(work_s, f"{self.name} works", self._end_work)
-        else:
-            self._end_work()
-
-    def _end_work(self) -> None:
-        work = self._work[0]
-        self.machine.mark_touched()
-        self._end_of("shard")
-        if work.method in _OF_ORDERS:
-            if self._has_answered(work):
-                self.world.monitor.rare_event_occurred("answer_lost")
-            self.world.monitor.before_order(self, work.order)
-            result = attempt_work(self.shard.perform_work, work)
-            self.world.monitor.after_order(self, work.order)
-        else:
-            result = attempt_work(self.shard.perform_work, work)
-        if work.method in _OF_REGISTRATION:
-            # The head of a master on an old ledger may be wrong.
-            self._undeceived = not self.world.master_is_deceived
-        self._do_actions(self.core.on_done(work, result, self.world.heap.now))
-        self._send_reports()
-        self._work.popleft()
-        if self._work:
-            self._begin_work()
-        if self._on_disk:
-            for beside, _ in list(self._on_disk.values()):
-                if self._is_abandoned(beside):
-                    self._end_on_disk(beside)
-
-    # ---- work on the disk, in parallel -------------------------------------------------------------------------------
-
-    def _begin_on_disk(self, work: DiskAction) -> None:
-        kind = type(work).__name__
-        assert kind not in self._on_disk, "snapshots are written and deleted one after another, and so are loads"
-        self._began[kind] = self.world.heap.now
-        work_s = disk_work_s(work, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
-        timer = self._call_later(work_s, f"{self.name}'s disk works", partial(self._end_on_disk, work))
-        self._on_disk[kind] = work, timer
-        if self.machine.disk.fsync_s and written_by(work) is not None:
-            self._silent.add(kind)
-
-    def _is_abandoned(self, work: DiskAction) -> bool:
-        """Return whether the version being written was abandoned; the writer notices at its next piece."""
-        written = written_by(work)
-        return written is not None and written not in (self.versions.prepared, self.versions.served_version)
-
-    def _end_on_disk(self, work: DiskAction) -> None:
-        self.machine.mark_touched()
-        kind = type(work).__name__
-        self._on_disk.pop(kind)[1].cancel()
-        self._end_of(kind)
-        self._do_actions(self.core.on_done(work, attempt_work(work.run), self.world.heap.now))
-
-    # ---- progress for heartbeats ---------------------------------------------------------------------------------
-
-    def _worked(self) -> int:
-        """Return the bytes worked through by kernels and disk: a constant rate while one of them works."""
-        now = self.world.heap.now
-        told = [now - began for what, began in self._began.items() if what not in self._silent]
-        return int(WORK_BYTES_PER_S * (self._worked_s + sum(told)))
-
-    def _end_of(self, what: str) -> None:
-        began = self._began.pop(what)
-        if what not in self._silent:
-            self._worked_s += self.world.heap.now - began
-        self._silent.discard(what)
-
-    def _call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
-        due = partial(self.gate.pass_on, lambda: action() if self.alive else None)
-        return self.world.heap.call_later(delay_s, what, due)
-
-
-_SHELL: Mapping[type, Callable[[SlaveProcess, Any], None]] = {
-    ShardWork: SlaveProcess._queue_work,
-    CallMaster: SlaveProcess._call_master,
-    AnswerOrder: SlaveProcess._answer_order,
-    WorkOnDisk: SlaveProcess._begin_on_disk,
-    ReadSnapshot: SlaveProcess._begin_on_disk,
-    RestoreFromMirror: SlaveProcess._restore_from_mirror,
-    KeepInMirror: SlaveProcess._keep_in_mirror,
-    EndSlave: SlaveProcess._end_process,
-    WriteLog: SlaveProcess._skip_log,
-}
+    def _meters(self) -> Meters:
+        """Return the bytes worked through by kernels and disk, at a constant rate but in an fsync; and the mirror."""
+        mirror = self._mirror.report() if self._mirror is not None else None
+        silent = self.machine.disk.fsync_s > 0.0
+        worked_s = self._on_shard.worked_s() + self._on_disk.worked_s(lambda work: not silent or not written_by(work))
+        return Meters(work_bytes=int(WORK_BYTES_PER_S * worked_s), mirror=mirror)

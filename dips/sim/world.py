@@ -16,7 +16,7 @@ import xxhash
 from dips.errors import ConfigError, Denied
 from dips.outer import reference
 from dips.outer.kernel_pool import Kernels
-from dips.protocol.effects import Exit, Failed, Order
+from dips.protocol.effects import Exit, Failed
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.protocol.slaves import EXIT_OLD_LEDGER
@@ -240,7 +240,7 @@ class World:
 
     def flow_of(self, slave: str) -> SimFlow | None:
         process = self.machines[slave].process
-        return process.flow if process is not None and not process.gate.closed else None
+        return process.flow if process is not None and not process.loop.stopped else None
 
     def frame_refused(self, why: str) -> None:
         """Count a frame that a slave or a rank refused."""
@@ -306,9 +306,8 @@ class SlaveMachine:
             process.kill_process()
 
     def on_message(self, sender: str, message: Any, answer: Callable[[Any], None]) -> None:
-        if self.process is not None and isinstance(message, Order):
-            process = self.process
-            process.gate.pass_on(lambda: process.take_order(message, answer))
+        if self.process is not None:
+            self.process.take_order(message, answer)
 
 
 # ---- master machine --------------------------------------------------------------------------------------------------

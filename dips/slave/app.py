@@ -34,7 +34,7 @@ from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES, available_bytes, mem
 from dips.slave.metrics import DiskRoom
 from dips.slave.ports import Meters, SlaveIdentity, SlaveTiming
 from dips.slave.registration import LastProcess
-from dips.slave.runtime import ShardThread, SlaveRuntime
+from dips.slave.runtime import ShardThread, SlaveRuntime, SlaveServiceLink
 from dips.slave.shard import Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
@@ -315,8 +315,8 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
         parts.read_meters,
         Random(),
     )
-    stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
-    return SlaveRuntime(core, parts.thread, *stubs, master, parts.log, parts.mirror)
+    link = SlaveServiceLink(SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel), master)
+    return SlaveRuntime(core, parts.thread, link, parts.log, parts.mirror)
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

@@ -2,9 +2,8 @@
 
 Pure: no clock, socket, thread or asyncio. A shell calls `tick` at `next_deadline`, passes in what arrives (an order to
 `orders.take_order`, the shard's reports to `reports.add_reports`, the end of work to `on_done`, the master's reply to
-`on_reply`), and carries out the returned actions (ports.py). The shells are the daemon's (runtime.py) and the
-simulation's (sim/slave.py). Registration and heartbeats are in registration.py; shard.py decides what an order does to
-layers and versions, and repeats the answer to a repeated order.
+`on_reply`), and carries out the returned actions (ports.py); it is runtime.py. Registration and heartbeats are in
+registration.py; shard.py decides what an order does to layers and versions, and repeats the answer to a repeated order.
 """
 
 from __future__ import annotations

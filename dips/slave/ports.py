@@ -193,11 +193,11 @@ class Tombstones:
 
 
 # ---- actions --------------------------------------------------------------------------------------------------------
-# The values exchanged between a slave's core (core.py) and its shell: inputs of the core, and actions that it returns.
+# The values exchanged between a slave's core (core.py) and its shell (runtime.py): inputs of the core, and actions that
+# it returns.
 #
-# The daemon's shell (runtime.py) carries actions out with a thread, gRPC and a clock; the simulation's (sim/slave.py)
-# in simulated time. What must stay true of a shell: work on the shard is done one piece after another, in the order in
-# which the core asked for it, and the end of all work, on the shard or beside it, is passed to `SlaveCore.on_done`.
+# What must stay true of a shell: work on the shard is done one piece after another, in the order in which the core
+# asked for it, and the end of all work, on the shard or beside it, is passed to `SlaveCore.on_done`.
 
 
 Ticket = int  # identifies a received order until it is answered
@@ -331,11 +331,14 @@ class KeepInMirror:
     versions: tuple[VersionId, ...]
 
 
+ToMaster = SlaveRegistered | SlaveHeartbeat | PushStaged | PushRefused
+
+
 @dataclass(frozen=True, slots=True)
 class CallMaster:
     """Call the master; at most one call of each kind of message is open."""
 
-    message: SlaveRegistered | SlaveHeartbeat | PushStaged | PushRefused
+    message: ToMaster
     deadline_s: float
 
 

@@ -7,22 +7,22 @@ thread, and passes results and reports to the loop.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dips.errors import UnavailableMaster
+from dips.ids import VersionId
 from dips.protocol.effects import Acknowledged, Apply, Commit, Order, Persist, Registered, name_subject
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave import ports
 from dips.slave.core import SlaveCore
+from dips.slave.mirror_plan import Restored
 from dips.slave.shard import Shard
-from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.tasks import start_task
 from dips.telemetry.logs import Log
 from dips.telemetry.metrics import Histogram
@@ -35,29 +35,17 @@ T = TypeVar("T")
 
 
 class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
-    """One incarnation of a slave, and the `OrderService` through which its master sends orders.
-
-    `stub` and `heartbeat_stub` are SlaveService stubs on separate channels.
-    """
+    """One incarnation of a slave, and the `OrderService` through which its master sends orders."""
 
     def __init__(
         self,
         core: SlaveCore,
         thread: ShardThread,
-        stub: Any,
-        heartbeat_stub: Any,
-        master: Endpoint,
+        calls: MasterCalls,
         log: Log,
-        mirror: SnapshotMirror | None = None,
+        mirror: SlaveMirror | None = None,
     ) -> None:
-        self.core, self._thread, self._log, self._mirror = core, thread, log, mirror
-        self._peer = master
-        self._calls: dict[type, tuple[Any, type]] = {
-            SlaveRegistered: (stub.Register, Registered),
-            SlaveHeartbeat: (heartbeat_stub.Heartbeat, SlaveHeartbeatAnswer),
-            PushStaged: (stub.Staged, Acknowledged),
-            PushRefused: (stub.Refused, Acknowledged),
-        }
+        self.core, self._thread, self._calls, self._log, self._mirror = core, thread, calls, log, mirror
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._answers: dict[ports.Ticket, asyncio.Future[Answer]] = {}
@@ -131,10 +119,11 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case ports.WorkOnDisk() | ports.ReadSnapshot():
-                done = self._loop.run_in_executor(None, action.run)
+                done = self._loop.run_in_executor(None, _work_beside, action)
                 done.add_done_callback(partial(self._on_done, action))
             case ports.RestoreFromMirror():
-                threading.Thread(target=self._restore_beside, args=(action,), name="restore", daemon=True).start()
+                assert self._mirror is not None, "a slave without a mirror has nothing to restore from"
+                self._mirror.begin_restore(action.on_disk, action.look_for, partial(self._on_restored, action))
             case ports.KeepInMirror(versions):
                 if self._mirror is not None:
                     self._mirror.want(versions)
@@ -143,14 +132,8 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
             case ports.EndSlave(error):
                 self.fail(error)
 
-    def _restore_beside(self, action: ports.RestoreFromMirror) -> None:
-        """Restore on a daemon thread, so that a mount that hangs does not keep the process alive."""
-        assert self._mirror is not None, "a slave without a mirror has nothing to restore from"
-        result: object
-        try:
-            result = self._mirror.restore(action.on_disk, action.look_for)
-        except Exception as error:  # noqa: BLE001 (the core decides by its class)
-            result = error
+    def _on_restored(self, action: ports.RestoreFromMirror, result: Restored | Exception) -> None:
+        """Pass the end of a restore to the loop; called on any thread."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._step_core, partial(self.core.on_done, action, result))
 
@@ -161,18 +144,9 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         self._step_core(partial(self.core.on_done, work, result))
 
     async def _call_master(self, action: ports.CallMaster) -> None:
-        method, kind = self._calls[type(action.message)]
         reply: object
         try:
-            raw = await call_method(
-                method,
-                to_proto(action.message),
-                deadline_s=action.deadline_s,
-                peer=self._peer,
-                unavailable=UnavailableMaster,
-                explain=isinstance(action.message, SlaveRegistered),
-            )
-            reply = from_proto(raw, kind)
+            reply = await self._calls.call_master(action.message, action.deadline_s)
         except Exception as error:  # noqa: BLE001 (the core decides by its class)
             reply = error
         self._step_core(partial(self.core.on_reply, action, reply))
@@ -187,14 +161,80 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
             waiting.set_result(answer)
 
     def _plan_tick(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        due = self.core.next_deadline()
-        self._timer = self._loop.call_at(due, self._step_core, self.core.tick) if due < inf else None
+        due, timer = self.core.next_deadline(), self._timer
+        if timer is not None:
+            if timer.when() <= due:
+                return  # later deadlines are planned then
+            timer.cancel()
+        self._timer = self._loop.call_at(due, self._run_tick) if due < inf else None
+
+    def _run_tick(self) -> None:
+        self._timer = None
+        self._step_core(self.core.tick)
 
     def _pass_reports(self, reports: list[ports.Report]) -> None:
         """Pass the shard's reports to the loop; called on the shard's thread."""
         self._loop.call_soon_threadsafe(self._step_core, lambda now: self.core.reports.add_reports(reports))
+
+
+def _work_beside(action: ports.WorkOnDisk | ports.ReadSnapshot) -> Answer | None:
+    """Do work on the disk, on any thread."""
+    return action.run()
+
+
+class MasterCalls(Protocol):
+    """The calls of a slave to its master."""
+
+    async def call_master(self, message: ports.ToMaster, deadline_s: float) -> object:
+        """Return the reply to `message`. Raises UnavailableMaster if none comes within `deadline_s`, and the errors
+        that the master raised.
+        """
+
+
+class SlaveMirror(Protocol):
+    """The mirror of a slave; both methods return at once."""
+
+    def want(self, versions: tuple[VersionId, ...]) -> None:
+        """Set the versions that the mirror should hold."""
+
+    def begin_restore(
+        self,
+        on_disk: tuple[VersionId, ...],
+        look_for: tuple[VersionId, ...],
+        done: Callable[[Restored | Exception], None],
+    ) -> None:
+        """Restore the versions that are newer than `on_disk`, and those of `look_for`; `done` gets the result or the
+        error, on any thread.
+        """
+
+
+class SlaveServiceLink:
+    """The calls of a slave to the SlaveService of its master, by gRPC.
+
+    `stub` and `heartbeat_stub` are on separate channels, so that no heartbeat waits for another call.
+    """
+
+    def __init__(self, stub: Any, heartbeat_stub: Any, master: Endpoint) -> None:
+        self._master = master
+        self._calls: dict[type, tuple[Any, type]] = {
+            SlaveRegistered: (stub.Register, Registered),
+            SlaveHeartbeat: (heartbeat_stub.Heartbeat, SlaveHeartbeatAnswer),
+            PushStaged: (stub.Staged, Acknowledged),
+            PushRefused: (stub.Refused, Acknowledged),
+        }
+
+    async def call_master(self, message: ports.ToMaster, deadline_s: float) -> object:
+        """Implements MasterCalls."""
+        method, kind = self._calls[type(message)]
+        reply = await call_method(
+            method,
+            to_proto(message),
+            deadline_s=deadline_s,
+            peer=self._master,
+            unavailable=UnavailableMaster,
+            explain=isinstance(message, SlaveRegistered),
+        )
+        return from_proto(reply, kind)
 
 
 class ShardThread:
@@ -230,13 +270,16 @@ class ShardThread:
 
     def perform_work(self, work: ports.ShardWork) -> Future[object]:
         """Submit work of the core after all earlier work; orders are timed."""
-        return self._thread.submit(self._run_job, partial(self._time_work, work))
+        return self._thread.submit(self._run_work, work)
 
     def on_flow_event(self, event: ports.FlowEvent) -> None:
         """Submit an event of the data flow; called from its threads."""
         self._thread.submit(self._take_event, event)
 
     # ---- on the shard's thread -----------------------------------------------------------------------
+
+    def _run_work(self, work: ports.ShardWork) -> object:
+        return self._run_job(partial(self._time_work, work))
 
     def _take_event(self, event: ports.FlowEvent) -> None:
         try:

@@ -137,6 +137,26 @@ class SnapshotMirror:
 
     # ---- before the slave serves -------------------------------------------------------------------------------------
 
+    def begin_restore(
+        self,
+        on_disk: tuple[VersionId, ...],
+        look_for: tuple[VersionId, ...],
+        done: Callable[[Restored | Exception], None],
+    ) -> None:
+        """Do `restore` on a daemon thread, so that a mount that hangs does not keep the process alive; `done` gets its
+        result or its error there.
+        """
+
+        def restore() -> None:
+            result: Restored | Exception
+            try:
+                result = self.restore(on_disk, look_for)
+            except Exception as error:  # noqa: BLE001 (the caller decides by its class)
+                result = error
+            done(result)
+
+        threading.Thread(target=restore, name="restore", daemon=True).start()
+
     def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...] = ()) -> Restored:
         """Restore every version of a later round than all on the disk, the newest first, and those of `look_for`.
 

@@ -62,7 +62,7 @@ def unpin_at_send() -> list[Patch]:
 
     def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, *more: Any) -> None:
         honest(self, pull, version, source, *more)
-        self._call_later(0.0, f"{pull} is sent", lambda: self._report_event(Released(pull, "sent")))
+        self._loop.call_later(0.0, self._report_event, Released(pull, "sent"))
 
     return [(SimFlow, "open_pull", open_pull)]
 
@@ -80,7 +80,7 @@ def free_at_move() -> list[Patch]:
 
     def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
         honest(self, pull, source)
-        self._call_later(0.0, f"{pull} moves", lambda: self._report_event(SourceMoved(pull)))
+        self._loop.call_later(0.0, self._report_event, SourceMoved(pull))
 
     return [(SimFlow, "move_pull", move_pull)]
 

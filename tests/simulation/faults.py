@@ -123,7 +123,7 @@ class Faults(Observer):
                 machine.mirror.repair_mirror()
             machine.start()
             if machine.process is not None:
-                machine.process.gate.open()
+                machine.process.loop.continue_process()
         for cluster in world.clusters.values():
             cluster.site.diverged = 0
             for agent in cluster.live_agents:

@@ -6,13 +6,14 @@ Both would end a master that believed them: it would give way to a successor tha
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from dips.errors import Busy, UnavailableMaster, UnavailableSlave
 from dips.protocol.claims import SILENT_HEARTBEATS
 from dips.protocol.effects import Abort, Failed, Order
 from dips.protocol.events import SlaveRegistered
 from dips.sim.world import SlaveMachine, World
+from dips.wire.messages import to_proto
 from tests.simulation.checks import Invariant
 
 FORGERIES = 8  # of each kind in a run, at any time
@@ -58,7 +59,7 @@ class ForgeryInvariant(Invariant):
             return
         shard = process.shard
         forged = Order(machine.name, shard.sinc, shard.term + AHEAD, ABSURD, Abort(ABSURD, "forged"), 1.0)
-        process.gate.pass_on(lambda: process.take_order(forged, partial(self._require_refusal, (UnavailableSlave,))))
+        process.take_order(cast(Any, to_proto(forged)), partial(self._require_refusal, (UnavailableSlave,)))
         self.world.monitor.rare_event_occurred("forged_order")
 
     def _require_refusal(self, errors: tuple[type[Exception], ...], answer: Any) -> None:

@@ -104,8 +104,9 @@ def restart_machine(world: World, machine: SlaveMachine, down_s: float) -> None:
 def pause_slave(world: World, rng: Random) -> None:
     process = choose_machine(world, rng).process
     if process is not None:
-        process.gate.close()
-        world.call_later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{process.name} goes on", process.gate.open)
+        process.loop.stop_process()
+        goes_on = process.loop.continue_process
+        world.call_later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{process.name} goes on", goes_on)
 
 
 def full_disk(world: World, rng: Random) -> None:

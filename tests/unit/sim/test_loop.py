@@ -23,7 +23,7 @@ class PlayedProcess:
 
     def __init__(self, seed: int = 0) -> None:
         self.heap = Heap()
-        self.loop = SimLoop(self.heap, Random(seed), "a process", lambda work: WORK_S)
+        self.loop = SimLoop(self.heap, Random(seed), "a process", lambda *args: WORK_S)
         self.did: list[tuple[float, Any]] = []
 
     def start(self, work: Any) -> asyncio.Task[Any]:

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,8 +45,9 @@ from dips.protocol.manifest import Manifest
 from dips.slave.core import SlaveCore
 from dips.slave.mirror_plan import Restored
 from dips.slave.ports import Arrays, FlowEvent, Meters, PushOver, SlaveIdentity, SlaveTiming, Staged
-from dips.slave.runtime import ShardThread, SlaveRuntime
+from dips.slave.runtime import ShardThread, SlaveRuntime, SlaveServiceLink
 from dips.slave.shard import OpenTransfers, Shard
+from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.transport.endpoints import master_peer
 from dips.wire.generated import slave_pb2
 from dips.wire.messages import from_proto, to_proto, unwrap_oneof
@@ -180,6 +180,13 @@ class ScriptedMaster:
             self.happened.notify_all()
 
 
+class ScriptedMirror(SnapshotMirror):
+    """Restores as a test says, on the thread of the real one."""
+
+    def __init__(self, restore: Callable[[tuple[VersionId, ...], tuple[VersionId, ...]], Restored]) -> None:
+        self.restore = restore  # type: ignore[assignment,method-assign]
+
+
 class RunningSlave:
     """A slave's runtime under way, its parts at hand."""
 
@@ -206,8 +213,9 @@ class RunningSlave:
             self.meters,
             Random(),
         )
-        mirror = None if restore is None else SimpleNamespace(restore=restore)
-        self.runtime = SlaveRuntime(self.core, self.thread, master, master, master_peer("m:1", None), log, mirror)
+        mirror = None if restore is None else ScriptedMirror(restore)
+        link = SlaveServiceLink(master, master, master_peer("m:1", None))
+        self.runtime = SlaveRuntime(self.core, self.thread, link, log, mirror)
         self.task = asyncio.create_task(self.runtime.run())
         self.master = master
         self.number = 0
