@@ -222,7 +222,7 @@ class SimWork:
     args: tuple[Any, ...]
     done: Future[Any]
     began_at: float = 0.0
-    timer: Timer | None = None  # None: it waits for the work before it
+    timer: Timer | None = None  # until its time is over
 
     @property
     def subject(self) -> object:
@@ -255,15 +255,18 @@ class SimExecutor(Executor):
 
     def end_early(self, work: SimWork) -> None:
         """End work before its time, since it has learned that it is in vain."""
-        assert work.timer is not None, "it is under way"
-        work.timer.cancel()
+        if work.timer is not None:
+            work.timer.cancel()
         self._end_work(work)
 
     def _begin_work(self, work: SimWork) -> None:
         self.under_way.append(work)
         heap, loop, work_s = self._loop._heap, self._loop, self._work_time(*work.args)
         work.began_at = heap.now
-        work.timer = heap.call_later(work_s, f"{loop.process} works", partial(loop.deliver, self._end_work, work))
+        if work_s:
+            work.timer = heap.call_later(work_s, f"{loop.process} works", partial(loop.deliver, self._end_work, work))
+        else:
+            loop.deliver(self._end_work, work)
 
     def _end_work(self, work: SimWork) -> None:
         if work not in self.under_way:

@@ -10,7 +10,7 @@ from math import inf
 from random import Random
 from typing import Any, Protocol
 
-from dips.errors import FailedMirror
+from dips.errors import DipsError, FailedMirror
 from dips.ids import VersionId
 from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
@@ -282,6 +282,10 @@ class WatchedShard(Shard):
         process.machine.mark_touched()
         try:
             return self._watch_order(work) if work.method in _OF_ORDERS else super().perform_work(work)
+        except Exception as error:
+            if not isinstance(error, DipsError | OSError):
+                process.loop.fail(error)
+            raise
         finally:
             if work.method in _OF_REGISTRATION:
                 process.undeceived = not process.world.master_is_deceived
@@ -389,7 +393,7 @@ class SlaveProcess:
 
     # ---- threads ---------------------------------------------------------------------------------------------------
 
-    def _work_time(self, work: object) -> float:
+    def _work_time(self, work: object, *done: object) -> float:
         """Draw the duration of work on the shard, or beside it on the disk; events of the data flow take no time."""
         disk, rng, least_s = self.machine.disk, self.machine.rng, self.world.scenario.work_s
         match work:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -110,8 +110,7 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
     def _do_action(self, action: ports.SlaveAction) -> None:
         match action:
             case ports.ShardWork():
-                worked = asyncio.wrap_future(self._thread.perform_work(action), loop=self._loop)
-                worked.add_done_callback(partial(self._on_done, action))
+                self._thread.perform_work(action, partial(self._pass_result, action))
             case ports.AnswerOrder(ticket, answer):
                 self._answer_order(ticket, answer)
             case ports.CallMaster():
@@ -120,10 +119,10 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
                 task.add_done_callback(self._tasks.discard)
             case ports.WorkOnDisk() | ports.ReadSnapshot():
                 done = self._loop.run_in_executor(None, _work_beside, action)
-                done.add_done_callback(partial(self._on_done, action))
+                done.add_done_callback(partial(self._on_disk_worked, action))
             case ports.RestoreFromMirror():
                 assert self._mirror is not None, "a slave without a mirror has nothing to restore from"
-                self._mirror.begin_restore(action.on_disk, action.look_for, partial(self._on_restored, action))
+                self._mirror.begin_restore(action.on_disk, action.look_for, partial(self._pass_result, action))
             case ports.KeepInMirror(versions):
                 if self._mirror is not None:
                     self._mirror.want(versions)
@@ -132,16 +131,14 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
             case ports.EndSlave(error):
                 self.fail(error)
 
-    def _on_restored(self, action: ports.RestoreFromMirror, result: Restored | Exception) -> None:
-        """Pass the end of a restore to the loop; called on any thread."""
+    def _pass_result(self, work: ports.SlaveWork, result: object) -> None:
+        """Pass the end of work to the loop; called on any thread."""
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._step_core, partial(self.core.on_done, action, result))
+            self._loop.call_soon_threadsafe(self._step_core, partial(self.core.on_done, work, result))
 
-    def _on_done(self, work: ports.SlaveWork, done: asyncio.Future[Any] | Future[Any]) -> None:
-        if done.cancelled():
-            return
-        result = done.exception() or done.result()
-        self._step_core(partial(self.core.on_done, work, result))
+    def _on_disk_worked(self, work: ports.SlaveWork, done: asyncio.Future[Any]) -> None:
+        if not done.cancelled():
+            self._step_core(partial(self.core.on_done, work, done.exception() or done.result()))
 
     async def _call_master(self, action: ports.CallMaster) -> None:
         reply: object
@@ -268,9 +265,9 @@ class ShardThread:
         self._shard = shard
         self.standing = shard.take_standing()
 
-    def perform_work(self, work: ports.ShardWork) -> Future[object]:
-        """Submit work of the core after all earlier work; orders are timed."""
-        return self._thread.submit(self._run_work, work)
+    def perform_work(self, work: ports.ShardWork, done: Callable[[object], None]) -> None:
+        """Submit work of the core after all earlier work; `done` gets its result or its error, on the thread."""
+        self._thread.submit(self._run_work, work, done)
 
     def on_flow_event(self, event: ports.FlowEvent) -> None:
         """Submit an event of the data flow; called from its threads."""
@@ -278,8 +275,13 @@ class ShardThread:
 
     # ---- on the shard's thread -----------------------------------------------------------------------
 
-    def _run_work(self, work: ports.ShardWork) -> object:
-        return self._run_job(partial(self._time_work, work))
+    def _run_work(self, work: ports.ShardWork, done: Callable[[object], None]) -> None:
+        result: object
+        try:
+            result = self._run_job(partial(self._time_work, work))
+        except Exception as error:  # noqa: BLE001 (the core decides by its class)
+            result = error
+        done(result)
 
     def _take_event(self, event: ports.FlowEvent) -> None:
         try:

@@ -77,7 +77,10 @@ MAY: dict[str, set[str]] = {
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.wire", "dips.tasks"}
     | {"dips.transport.intake"}
-    | {f"dips.slave.{pure}" for pure in ("admission", "core", "mirror_plan", "ports", "receiver", "sender", "shard")}
+    | {
+        f"dips.slave.{pure}"
+        for pure in ("admission", "core", "mirror_plan", "ports", "receiver", "runtime", "sender", "shard")
+    }
     | {f"dips.master.{pure}" for pure in ("core", "ledger", "restore", "runtime")}
     | {"dips.transport.backoff"}
     | {f"dips.client.agent.{pure}" for pure in ("agent", "core", "state", "account", "restarts")}

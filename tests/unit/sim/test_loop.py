@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dips.sim.heap import Heap
-from dips.sim.loop import SimLog, SimLoop
+from dips.sim.loop import SimExecutor, SimLog, SimLoop
 from dips.tasks import start_task
 
 WORK_S = 2.0
@@ -114,6 +114,28 @@ def test_work_of_a_thread_has_its_effect_at_its_end() -> None:
     process.start(work())
     process.play()
     assert process.did == [(WORK_S, "disk"), (2 * WORK_S, "done")]
+
+
+def test_one_thread_does_one_work_after_another() -> None:
+    """Work waits for the work before it; what has learned that it is in vain ends at once."""
+    process = PlayedProcess()
+    thread = SimExecutor(process.loop, lambda seconds: seconds, alone=True)
+    for seconds in (5.0, 1.0, 2.0):
+        thread.submit(process.note, seconds)
+    process.heap.call_later(3.0, "in vain", lambda: thread.end_early(thread.under_way[0]))
+    process.play()
+    assert process.did == [(3.0, 5.0), (4.0, 1.0), (6.0, 2.0)]
+    assert thread.worked_s() == 6.0
+
+
+def test_a_thread_of_a_stopped_process_waits() -> None:
+    """SIGSTOP stops all threads: what is over meanwhile has its effect when the process goes on."""
+    process = PlayedProcess()
+    SimExecutor(process.loop, lambda what: WORK_S).submit(process.note, "written")
+    process.heap.call_later(1.0, "SIGSTOP", process.loop.stop_process)
+    process.heap.call_later(8.0, "SIGCONT", process.loop.continue_process)
+    process.play()
+    assert process.did == [(8.0, "written")]
 
 
 def test_a_killed_process_does_nothing_more() -> None:
