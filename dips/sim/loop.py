@@ -10,6 +10,7 @@ they run: mostly at once, sometimes a little later, so that several arrivals are
 from __future__ import annotations
 
 import asyncio
+import sys
 from asyncio import events
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -239,6 +240,7 @@ class SimExecutor(Executor):
         self.under_way: list[SimWork] = []
         self._waiting: deque[SimWork] = deque()
         self._worked_s = 0.0  # by work that is over
+        self.ended: Callable[[], None] = lambda: None  # called at the end of each work
 
     def worked_s(self, counts: Callable[[SimWork], bool] = lambda work: True) -> float:
         """Return the seconds worked so far; of work under way, those of which `counts` is true."""
@@ -280,6 +282,7 @@ class SimExecutor(Executor):
                 self._loop.fail(error)
         self.under_way.remove(work)
         self._worked_s += self._loop.time() - work.began_at
+        self.ended()
         if self._waiting:
             self._begin_work(self._waiting.popleft())
 
@@ -303,4 +306,5 @@ class SimLog:
     critical = error
 
     def exception(self, event: str, **fields: Any) -> None:
-        """Do nothing: the work that has failed has ended the simulation."""
+        """End the simulation with the exception that is being handled."""
+        self.error(event, sys.exc_info()[1])

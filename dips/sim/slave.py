@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from dips.errors import DipsError, FailedMirror
 from dips.ids import VersionId
@@ -31,19 +31,21 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.agent import SimMasterLink
 from dips.sim.disk import SimDisk, Snapshot
-from dips.sim.flow import SimFlow
+from dips.sim.flow import SimLane
 from dips.sim.heap import Chance, Heap
 from dips.sim.loop import SimExecutor, SimLog, SimLoop
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
 from dips.sim.streams import LANE_KEY, DataNetwork
 from dips.slave.core import SlaveCore
+from dips.slave.flow import ZmqFlow
 from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.ports import Meters, ReadSnapshot, ShardMethod, ShardWork, SlaveIdentity, SlaveTiming, WorkOnDisk
 from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.transport.backoff import Backoff
-from dips.wire.chunks import LayerLayout
+from dips.transport.intake import FLOOR_BYTES
+from dips.transport.seal import KeyPair
 from dips.wire.generated import slave_pb2
 
 # ---- mirror ----------------------------------------------------------------------------------------------------------
@@ -206,7 +208,7 @@ def written_by(work: object) -> VersionId | None:
 
 # ---- slave ----------------------------------------------------------------------------------------------------------
 # The daemon's SlaveRuntime and ShardThread on a loop of the world's time, around the real core and shard. Replaced are
-# the connections (SimMasterLink; orders arrive by `network.py`), the data flow (flow.py) and the disk. Work of threads
+# the connections (SimMasterLink; orders arrive by `network.py`), the lane (flow.py) and the disk. Work of threads
 # has its effect at the end of its time; a crash in between may leave a torn snapshot.
 
 
@@ -218,6 +220,8 @@ CALL_S = 2.0
 BACKOFF_S = (0.2, 1.6)
 BUSY_RETRY_S = 0.3
 WORK_BYTES_PER_S = 1000.0
+TRANSIT_CHUNKS = 12  # chunks requested at once: few, so that the pool is exhausted at times
+CONCURRENT_STREAMS = 4
 
 
 class SlaveObserver:
@@ -279,7 +283,6 @@ class WatchedShard(Shard):
 
     def perform_work(self, work: ShardWork) -> object:
         process = self.process
-        process.machine.mark_touched()
         try:
             return self._watch_order(work) if work.method in _OF_ORDERS else super().perform_work(work)
         except Exception as error:
@@ -302,6 +305,18 @@ class WatchedShard(Shard):
             monitor.after_order(process, work.order)
 
 
+class SlaveLog(SimLog):
+    """The log of a slave: the world counts the frames that it refuses."""
+
+    def __init__(self, fail: Callable[[BaseException], None], frame_refused: Callable[[str], None]) -> None:
+        super().__init__(fail)
+        self._frame_refused = frame_refused
+
+    def debug(self, event: str, **fields: Any) -> None:
+        if event == "frame_refused":
+            self._frame_refused(fields["reason"])
+
+
 class SlaveProcess:
     """One incarnation of a slave."""
 
@@ -311,20 +326,26 @@ class SlaveProcess:
         self.loop = SimLoop(world.heap, rng, self.name, self._work_time)
         self._on_disk = self.loop.threads
         self._on_shard = SimExecutor(self.loop, self._work_time, alone=True)
-        self.flow = SimFlow(
-            self.loop,
+        self._on_disk.ended = self._on_shard.ended = machine.mark_touched
+        log: Any = SlaveLog(self.loop.fail, world.frame_refused)
+        self.flow = ZmqFlow(
             settings.run,
             self.name,
-            LayerLayout(world.manifest, machine.layers),
-            world.data.stall_s,
+            (f"{self.name}:2",),
             settings.chunk_bytes,
-            machine.mark_touched,
-            world.frame_refused,
+            TRANSIT_CHUNKS * max(settings.chunk_bytes, FLOOR_BYTES),
+            CONCURRENT_STREAMS,
+            world.data.stall_s,
+            self.loop.time,
+            KeyPair(LANE_KEY, cast(Any, None)),
+            log=log,
+            make_lane=self._make_lane,
+            in_place=True,
         )
+        self.flow.set_layers(world.manifest, machine.layers)
         self.versions = Versions(
             KernelPool(world.kernels), settings.slots, settings.pinned, settings.pull_codec,
         )  # fmt: skip
-        log: Any = SimLog(self.loop.fail)
         thread = ShardThread(self._on_shard, self.loop.time, log)
         self.shard = WatchedShard(
             self.name, self.versions, machine.disk, self.flow, thread.on_flow_event, self._prepare
@@ -350,6 +371,10 @@ class SlaveProcess:
         self.undeceived = False  # whether the master that last sent Hold has the newest ledger
         self._booted = False  # whether its control server answers
         self.loop.call_later(BOOT_S, self._boot)
+
+    def _make_lane(self, *arguments: Any) -> SimLane:
+        self.lane = SimLane(self.loop, self.machine.mark_touched, *arguments)
+        return self.lane
 
     @property
     def holds(self) -> bool:

@@ -1,8 +1,8 @@
 """The simulated network of data, and the rank's ends of its streams: HELLO with rising epochs, until all is moved or it
 gives up.
 
-A transfer is ranks × slaves streams, each with HELLO, WANT, chunks and DONE as on the wire; the slave's end is real
-(flow.py).
+A transfer is ranks × slaves streams, each with HELLO, WANT, chunks and DONE as on the wire; the slave's end is real,
+but for its lane (flow.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Manifest
 from dips.protocol.rank_keys import KEY_CHARS
-from dips.sim.flow import SimFlow, SimTracker
+from dips.sim.flow import SimLane, SimTracker
 from dips.sim.heap import Gate, Heap, Timer
 from dips.slave.ports import F32
-from dips.slave.sender import ChunkSend
 from dips.wire.chunks import LayerLayout, put_pulled, split_chunks
 from dips.wire.frame import (
     Buffer,
@@ -35,6 +34,12 @@ from dips.wire.frame import (
     decode_error,
     decode_want,
     decode_welcome,
+    encode_done,
+    encode_hello,
+    encode_ready,
+    encode_want,
+    make_message,
+    pack_header,
     pulled_range_type,
     run_id,
 )
@@ -102,10 +107,10 @@ STEADY = SimLinks(
 )
 
 
-class Flows(Protocol):
-    """Returns the present data flow of a slave, and is notified of faults."""
+class Lanes(Protocol):
+    """Returns the present lane of a slave, and is notified of faults."""
 
-    def flow_of(self, slave: str) -> SimFlow | None: ...
+    def lane_of(self, slave: str) -> SimLane | None: ...
     def frame_refused(self, why: str) -> None: ...
     def updates_landed(self, depth: int) -> None: ...
 
@@ -186,7 +191,7 @@ class SimStream(ABC):
         self._transfer, self._version, self._held = name, version, held
         self._peer = b""
         self._stream = 0
-        self._flow: SimFlow | None = None
+        self._lane: SimLane | None = None
         self._last_message_at = 0.0
         self._free_at = 0.0  # arrival of the last chunk in transit, if chunks are sent one after the other
         self._welcomed, self._told_ready = False, 0
@@ -194,15 +199,15 @@ class SimStream(ABC):
 
     def begin_epoch(self) -> None:
         """Send HELLO with the next epoch, on a new connection."""
-        if self._flow is not None:
-            self._flow.drop_connection(self._peer)
+        if self._lane is not None:
+            self._lane.drop_connection(self._peer)
         self.epoch += 1
         self._last_message_at, self._welcomed = self.net.heap.now, False
         self._send_message(f"hello {self.label}", self._send_hello)
         if self._timer is None:
             self._watch_for_stall(self.net.stall_s)
 
-    def on_message(self, peer: bytes, kind: Kind, body: bytes) -> None:
+    def on_message(self, peer: bytes, kind: Kind, body: Buffer) -> None:
         """Process a message of the slave; messages of an older connection, or of a stream that is over, are ignored."""
         if peer != self._peer or not self._is_current(self.epoch):
             return
@@ -226,16 +231,20 @@ class SimStream(ABC):
         return sum(self.moving.is_open(piece.layer) for piece in self.pieces)
 
     @abstractmethod
-    def _on_message(self, kind: Kind, body: bytes) -> None:
+    def _on_message(self, kind: Kind, body: Buffer) -> None:
         """Process WELCOME, WANT or DONE."""
+
+    def carry_chunk(self, chunk: Range, body: Buffer, tracker: SimTracker) -> None:
+        """Carry a chunk that the slave sends; a rank that pushes is sent none."""
+        raise AssertionError(f"{self.label} is sent {chunk}")
 
     @abstractmethod
     def _give_up(self) -> None:
         """Process the final failure of the stream."""
 
     def _send_hello(self) -> None:
-        flow = self._flow = self.net.flows.flow_of(self.address.name)
-        if flow is None:
+        lane = self._lane = self.net.lanes.lane_of(self.address.name)
+        if lane is None:
             self._on_break(self.epoch)
             return
         t, rank = self._transfer, self.rank
@@ -253,9 +262,17 @@ class SimStream(ABC):
             self._version,
             held=self._held,
         )
-        self._peer, self._stream, self._told_ready = self.net.new_connection(), name.stream_id, self._ready
-        if not flow.begin_stream(self._peer, self, name, self.pieces, self._told_ready, self._key):
+        self._peer, self._stream = self._key.encode() + self.net.new_connection(), name.stream_id
+        self._told_ready = self._ready
+        if lane.connect(self._peer, self, self._key):
+            self._tell_slave(Kind.HELLO, encode_hello(name, self.pieces, self._told_ready))
+        else:
             self._on_break(self.epoch)
+
+    def _tell_slave(self, kind: Kind, body: bytes) -> None:
+        """Pass a message of this stream to the slave, at once."""
+        assert self._lane is not None
+        self._lane.take_frame(self._peer, *make_message(kind, self.net.run_id, self._stream, body))
 
     def _chunk_delay(self) -> float:
         """Return the time until a chunk that leaves now has arrived."""
@@ -298,8 +315,8 @@ class SimStream(ABC):
         self.over = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._flow is not None:
-            self._flow.drop_connection(self._peer)
+        if self._lane is not None:
+            self._lane.drop_connection(self._peer)
 
     def _is_owed(self) -> bool:
         """Return whether the slave owes an answer to HELLO, or requested chunks."""
@@ -313,7 +330,7 @@ class SimStream(ABC):
         if self.over or not self.moving.rank_runs(self.rank):
             return
         left_s = self._last_message_at + self.net.stall_s - self.net.heap.now
-        if left_s <= 0.0 and (self._is_owed() or self.net.flows.flow_of(self.address.name) is not self._flow):
+        if left_s <= 0.0 and (self._is_owed() or self.net.lanes.lane_of(self.address.name) is not self._lane):
             self._on_break(self.epoch)
         if not self.over:
             self._watch_for_stall(left_s if left_s > 0.0 else self.net.stall_s)
@@ -354,13 +371,13 @@ class PushStream(SimStream):
             self._send_message(f"ready {self.label}", lambda: self._tell_ready(ready))
 
     def _tell_ready(self, ready: int) -> None:
-        flow = self.net.flows.flow_of(self.address.name)
-        if flow is None or flow is not self._flow:
+        lane = self.net.lanes.lane_of(self.address.name)
+        if lane is None or lane is not self._lane:
             self._on_break(self.epoch)
         else:
-            flow.take_ready(self._peer, self._stream, ready)
+            self._tell_slave(Kind.READY, encode_ready(ready))
 
-    def _on_message(self, kind: Kind, body: bytes) -> None:
+    def _on_message(self, kind: Kind, body: Buffer) -> None:
         if kind is Kind.WELCOME:
             self.on_opened()
         elif kind is Kind.WANT:
@@ -376,17 +393,8 @@ class PushStream(SimStream):
         broken, corrupt = rng.random() < links.broken_share, rng.random() < links.corrupt_share
         late = rng.random() < links.late_share
         checksum = xxhash.xxh3_64_intdigest(body) ^ corrupt
-        header = Header(
-            Kind.CHUNK,
-            net.run_id,
-            self._stream,
-            len(body),
-            checksum,
-            chunk.layer,
-            chunk.param,
-            chunk.offset,
-            self._dtype,
-        )
+        place = chunk.layer, chunk.param, chunk.offset
+        header = pack_header(Header(Kind.CHUNK, net.run_id, self._stream, len(body), checksum, *place, self._dtype))
         what = f"chunk {self.label}"
         if broken:
             self._send_message(f"broken {what}", lambda: self._on_break(epoch))
@@ -396,23 +404,20 @@ class PushStream(SimStream):
             delay_s = net.chunk_delay(self.moving.cluster) + links.late_s * rng.random()
             net.heap.call_later(delay_s, f"late {what}", lambda: self._arrive_again(peer, header, body))
 
-    def _on_chunk(self, header: Header, body: Buffer) -> None:
-        flow = self.net.flows.flow_of(self.address.name)
-        if flow is None or flow is not self._flow:
+    def _on_chunk(self, header: bytes, body: Buffer) -> None:
+        lane = self.net.lanes.lane_of(self.address.name)
+        if lane is None or lane is not self._lane:
             self._on_break(self.epoch)
             return
         self._last_message_at = self.net.heap.now
-        refused = flow.take_chunk(self._peer, header, body)
-        if not refused:
-            self.moving.meter.nbytes += len(body)
-        elif refused != "body_checksum":  # that chunk is requested again; after any other refusal the stream is void
-            self._on_break(self.epoch)
+        lane.take_chunk(self._peer, header, body)
+        self.moving.meter.nbytes += len(body)
 
-    def _arrive_again(self, peer: bytes, header: Header, body: Buffer) -> None:
+    def _arrive_again(self, peer: bytes, header: bytes, body: Buffer) -> None:
         """Deliver a copy that the network kept: its sender may be dead, and its receiver another process."""
-        flow = self.net.flows.flow_of(self.address.name)
-        if flow is not None:
-            flow.take_chunk(peer, header, body)
+        lane = self.net.lanes.lane_of(self.address.name)
+        if lane is not None and lane.is_served:
+            lane.take_chunk(peer, header, body)
 
     def _on_done(self) -> None:
         if self.net.rng.random() < self.net.links.unheard_share:
@@ -481,7 +486,7 @@ class PullStream(SimStream):
             self._last_message_at = self.net.heap.now
             self._send_want(tuple(c for c in self._missing if c.layer % self.moving.fragments == self.moving.open - 1))
 
-    def _on_message(self, kind: Kind, body: bytes) -> None:
+    def _on_message(self, kind: Kind, body: Buffer) -> None:
         assert kind is Kind.WELCOME, kind
         welcome = decode_welcome(body)
         self._ranges = pulled_range_type(welcome.dtype, welcome.depth)
@@ -489,39 +494,36 @@ class PullStream(SimStream):
         self._end_if_whole()
 
     def _send_want(self, chunks: tuple[Range, ...]) -> None:
-        flow = self._flow
-        assert flow is not None
-        for send, tracker in flow.take_want(self._peer, self._stream, chunks) if chunks else ():
-            self._carry_chunk(flow, send, tracker)
+        if chunks:
+            self._tell_slave(Kind.WANT, encode_want(chunks))
 
-    def _carry_chunk(self, flow: SimFlow, send: ChunkSend, tracker: SimTracker) -> None:
+    def carry_chunk(self, chunk: Range, body: Buffer, tracker: SimTracker) -> None:
         """Transfer one chunk: its bytes are read when the last of them has left."""
-        net, epoch = self.net, self.epoch
+        net, epoch, lane = self.net, self.epoch, self._lane
         rng, links, what = net.rng, net.links, f"chunk {self.label}"
         broken, corrupt = rng.random() < links.broken_share, rng.random() < links.corrupt_share
         passes = self._link_passes()
         held_s = links.held_s * rng.random() if rng.random() < links.held_share else 0.0
 
         def leave_slave() -> None:
-            body = bytes(send.make_body())
+            arrived = bytes(body)
             if held_s:
                 net.heap.call_later(held_s, f"libzmq lets go of a {what}", let_go)
             else:
                 let_go()
-            self.moving.gate.pass_on(lambda: arrive_at_rank(body) if self._is_current(epoch) else None)
+            self.moving.gate.pass_on(lambda: arrive_at_rank(arrived) if self._is_current(epoch) else None)
 
         def let_go() -> None:
             tracker.done = True
-            flow.on_chunk_left()
 
-        def arrive_at_rank(body: bytes) -> None:
-            if broken or not passes or self.net.flows.flow_of(self.address.name) is not flow:
+        def arrive_at_rank(arrived: bytes) -> None:
+            if broken or not passes or self.net.lanes.lane_of(self.address.name) is not lane:
                 self._on_break(epoch)
             elif corrupt:
-                net.flows.frame_refused("checksum")
-                self._send_want((send.chunk,))
+                net.lanes.frame_refused("checksum")
+                self._send_want((chunk,))
             else:
-                self._on_chunk(send.chunk, body)
+                self._on_chunk(chunk, arrived)
 
         delay_s = self._chunk_delay() if passes else STALL_S
         net.heap.call_later(delay_s, what, leave_slave)
@@ -550,11 +552,10 @@ class PullStream(SimStream):
 
     def _end_if_whole(self) -> None:
         if not self._missing:
-            assert self._flow is not None
-            self._flow.take_done(self._peer, self._stream)
+            self._tell_slave(Kind.DONE, encode_done(sum(piece.nbytes for piece in self.pieces)))
             self._end_stream()
             if self.pieces and (depth := self._ranges(*self.pieces[0]).depth):
-                self.net.flows.updates_landed(depth)
+                self.net.lanes.updates_landed(depth)
             self.ended()
 
     def _give_up(self) -> None:
@@ -573,14 +574,14 @@ class DataNetwork:
         self,
         heap: Heap,
         rng: Random,
-        flows: Flows,
+        lanes: Lanes,
         run: str,
         manifest: Manifest,
         slowness: Mapping[str, float],
         stall_s: float,
     ) -> None:
         """Create the links; `slowness` is the factor of all delays on a cluster's link, by default 1."""
-        self.heap, self.rng, self.flows, self.slowness = heap, rng, flows, slowness
+        self.heap, self.rng, self.lanes, self.slowness = heap, rng, lanes, slowness
         self.run, self.run_id, self.stall_s = run, run_id(run), stall_s
         self.manifest, self.layout = manifest, LayerLayout(manifest, range(len(manifest.layers)))
         self._connections = count(1)

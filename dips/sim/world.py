@@ -22,7 +22,7 @@ from dips.protocol.records import Record, RunRow
 from dips.protocol.slaves import EXIT_OLD_LEDGER
 from dips.sim.agent import SimCluster
 from dips.sim.disk import LedgerDisk, SimDisk
-from dips.sim.flow import SimFlow
+from dips.sim.flow import SimLane
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.master import Answer, MasterProcess, MasterWorld
 from dips.sim.network import Network
@@ -238,9 +238,9 @@ class World:
 
     # ---- calls between the parts --------------------------------------------------------------------------
 
-    def flow_of(self, slave: str) -> SimFlow | None:
+    def lane_of(self, slave: str) -> SimLane | None:
         process = self.machines[slave].process
-        return process.flow if process is not None and not process.loop.stopped else None
+        return process.lane if process is not None and not process.loop.stopped else None
 
     def frame_refused(self, why: str) -> None:
         """Count a frame that a slave or a rank refused."""

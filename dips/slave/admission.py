@@ -88,7 +88,7 @@ class Keyring:
 
 # ---- admission ------------------------------------------------------------------------------------------------------
 # Admission of ranks' streams: a HELLO must be meant for this run, slave and incarnation, and come from the rank that it
-# names; then it is passed to the receiver or the sender. Pure; used by the ZeroMQ flow and by the simulated one.
+# names; then it is passed to the receiver or the sender. Pure.
 
 
 class Admission:

@@ -254,6 +254,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
         STALL_HEARTBEATS * config.shared.heartbeat_s,
         key=seal.new_keys() if config.tls else None,  # in memory only; sent with Register
         copies_bytes=COPIES_BYTES,
+        log=log,
     )
     stack.callback(flow.close)
     timeline = Timeline(section.directory, run, "slave", name, TIMELINE_BYTES)

@@ -23,9 +23,18 @@ from dips.slave.admission import Admission, Keyring
 from dips.slave.ports import Arrays, FlowEvent, FrameCounters, FrameRefused, Move, PushOver, Released, Say, Wake
 from dips.slave.receiver import ClaimedChunk, Receiver
 from dips.slave.sender import ChunkSend, Sender
+from dips.telemetry.logs import Log
 from dips.transport.intake import MOST_BYTES, Transit
-from dips.transport.lane import Lane, Outgoing, Stage, available_cores, most_connections, spare_threads
-from dips.transport.memory import keep_message_memory
+from dips.transport.lane import (
+    Lane,
+    LanePort,
+    MakeLane,
+    Outgoing,
+    Stage,
+    available_cores,
+    most_connections,
+    spare_threads,
+)
 from dips.transport.seal import KEY_CHARS, KeyPair
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import (
@@ -101,8 +110,6 @@ class Probes:
 TICK_S = 0.05  # interval at which stalls, deadlines and trackers are checked
 OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet hashed; 16 streams at full credit
 
-_log = structlog.get_logger(__name__)
-
 P = ParamSpec("P")
 
 
@@ -117,7 +124,7 @@ def _catch_bad_frames(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable
             flow._count_refused(bad)
         except Exception:  # noqa: BLE001  a lane that dies of one push's bug takes every cluster with it
             flow._counters.add_refused("failed")
-            _log.exception("flow_failed", slave=flow._slave, where=work.__name__)
+            flow._log.exception("flow_failed", slave=flow._slave, where=work.__name__)
 
     return catch_bad_frame
 
@@ -137,14 +144,19 @@ class ZmqFlow:
         clock: Callable[[], float] = time.monotonic,
         key: KeyPair | None = None,
         copies_bytes: int = MOST_BYTES,
+        log: Log | None = None,
+        make_lane: MakeLane = Lane,
+        in_place: bool = False,
     ) -> None:
         """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound.
 
         copies_bytes  most bytes of chunks that are sent from copies: sealed, or of updates
         key           of all lanes, which are encrypted and admit ranks of open transfers; None: they are open to all
+        in_place      chunks are checked, copied and hashed on their lane's thread, without stages beside it
         """
         self.public_key = "" if key is None else key.public
-        keep_message_memory()
+        self._log: Log = log or structlog.get_logger(__name__)
+        self._in_place = in_place
         self._run, self._slave = run_id(run), slave
         self._chunk_bytes = chunk_bytes
         self._clock = clock
@@ -156,7 +168,7 @@ class ZmqFlow:
         self._on_event: Callable[[FlowEvent], None] | None = None
         self._ticked_at = [0.0] * len(lanes)
         self._counters = FrameCounters()
-        self._lanes: list[Lane] = []
+        self._lanes: list[LanePort] = []
         self._intake: list[Stage[ClaimedChunk]] = []
         self._outgo: list[Stage[ChunkSend]] = []
         self._started = self._over = False
@@ -165,7 +177,7 @@ class ZmqFlow:
             most = most_connections(len(lanes))
             for index, address in enumerate(lanes):
                 host, port = host_port(address)
-                self._lanes.append(Lane(index, host, port, stall_s, key, self._admit_key, most))
+                self._lanes.append(make_lane(index, host, port, stall_s, key, self._admit_key, most))
         except BaseException:
             self.close()
             raise
@@ -212,10 +224,9 @@ class ZmqFlow:
             self._started = True
             for lane in self._lanes:
                 name = f"lane-{lane.index}"
-                self._intake.append(Stage(f"{name}-intake", self._pool.most_chunks, self._stage_chunk))
-                self._outgo.append(
-                    Stage(f"{name}-outgo", OUTGO_DEPTH, self._send_chunk, spare_threads(available_cores()))
-                )
+                threads = (0, 0) if self._in_place else (1, spare_threads(available_cores()))
+                self._intake.append(Stage(f"{name}-intake", self._pool.most_chunks, self._stage_chunk, threads[0]))
+                self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._send_chunk, threads[1]))
             for lane in self._lanes:
                 lane.start(self)
 
@@ -425,11 +436,11 @@ class ZmqFlow:
     def _report_event(self, event: FlowEvent) -> None:
         assert self._on_event is not None, "start() comes before any stream"
         if isinstance(event, PushOver):
-            _log.warning("push_refused", slave=self._slave, push=str(event.push), reason=event.reason)
+            self._log.warning("push_refused", slave=self._slave, push=str(event.push), reason=event.reason)
         elif isinstance(event, Released):
             self._forget_keys(event.pull)
         self._on_event(event)
 
     def _count_refused(self, bad: BadFrame) -> None:
         self._counters.add_refused(bad.reason)
-        _log.debug("frame_refused", slave=self._slave, reason=bad.reason, message=str(bad))
+        self._log.debug("frame_refused", slave=self._slave, reason=bad.reason, message=str(bad))

@@ -564,12 +564,6 @@ class Sender:
         return Released(pull.pull, pull.closed)
 
     @property
-    def is_draining(self) -> bool:
-        """Whether some source is held only until libzmq releases it, which `tick` will find."""
-        with self._lock:
-            return any(pull.closed or pull.former for pull in self._pulls.values())
-
-    @property
     def holds_sources(self) -> bool:
         """Whether some source is not released."""
         return bool(self._pulls)

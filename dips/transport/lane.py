@@ -22,6 +22,7 @@ from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.telemetry.refusals import count_refusal
 from dips.transport.intake import MOST_CHUNKS
+from dips.transport.memory import keep_message_memory
 from dips.transport.seal import KEY_CHARS, USER_ID, Admit, KeyPair, Sessions, ZapHandler
 from dips.wire.frame import CHECKSUMS, FRAME_LIMIT, Buffer, FrameGuard, Header
 
@@ -302,6 +303,24 @@ class Waker:
         self.theirs.close()
 
 
+class LanePort(Protocol):
+    """What the data flow needs of a lane; the methods are those of `Lane`."""
+
+    index: int
+    address: str
+    sessions: Sessions | None
+
+    def start(self, handler: Handler) -> None: ...
+    def post_frame(self, frame: Outgoing) -> None: ...
+    def find_guard(self, peer: bytes) -> FrameGuard | None: ...
+    def wake(self) -> None: ...
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
+MakeLane = Callable[[int, str, int, float, KeyPair | None, Admit, int], LanePort]  # with the arguments of `Lane`
+
+
 class Lane:
     """One ROUTER socket; bound when it is made, served from `start` to `close`."""
 
@@ -325,6 +344,7 @@ class Lane:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._waker = Waker()
+        keep_message_memory()
         self._outbox: deque[Outgoing] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from dips.codecs import ITEM_BYTES, Codec
 from dips.ids import PullId, PushId, VersionId
@@ -10,7 +10,7 @@ from dips.outer.updates import Update
 from dips.protocol.effects import Apply, Fold, Order, Registered
 from dips.protocol.events import Answer, Folded
 from dips.sim.disk import SimDisk
-from dips.sim.flow import SimFlow
+from dips.slave.flow import ZmqFlow
 from dips.slave.ports import Arrays, Released, SourceMoved, Tombstones
 from dips.slave.receiver import Receiver
 from dips.slave.sender import OutgoingPull
@@ -58,13 +58,13 @@ def refold_on_retry() -> list[Patch]:
 
 
 def unpin_at_send() -> list[Patch]:
-    honest = SimFlow.open_pull
+    honest = ZmqFlow.open_pull
 
-    def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, *more: Any) -> None:
+    def open_pull(self: ZmqFlow, pull: PullId, version: VersionId, source: Arrays, *more: Any) -> None:
         honest(self, pull, version, source, *more)
-        self._loop.call_later(0.0, self._report_event, Released(pull, "sent"))
+        cast(Any, self._lanes[0]).loop.call_later(0.0, self._on_event, Released(pull, "sent"))
 
-    return [(SimFlow, "open_pull", open_pull)]
+    return [(ZmqFlow, "open_pull", open_pull)]
 
 
 def update_from_anywhere() -> list[Patch]:
@@ -76,13 +76,13 @@ def update_from_anywhere() -> list[Patch]:
 
 
 def free_at_move() -> list[Patch]:
-    honest = SimFlow.move_pull
+    honest = ZmqFlow.move_pull
 
-    def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
+    def move_pull(self: ZmqFlow, pull: PullId, source: Arrays) -> None:
         honest(self, pull, source)
-        self._loop.call_later(0.0, self._report_event, SourceMoved(pull))
+        cast(Any, self._lanes[0]).loop.call_later(0.0, self._on_event, SourceMoved(pull))
 
-    return [(SimFlow, "move_pull", move_pull)]
+    return [(ZmqFlow, "move_pull", move_pull)]
 
 
 def keep_local() -> list[Patch]:
@@ -105,9 +105,9 @@ def accept_old_stream() -> list[Patch]:
             kept[id(self), name.stream_id] = (self._layout, push.targets, push.codec)
         return honest_hello(self, lane, peer, name, pieces, now, *ready)
 
-    def claim(self: Receiver, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> Any:
+    def claim(self: Receiver, lane: int, peer: bytes, header: Header, body: Buffer, now: float, *guard: Any) -> Any:
         try:
-            return honest_claim(self, lane, peer, header, body, now)
+            return honest_claim(self, lane, peer, header, body, now, *guard)
         except BadFrame:
             if (id(self), header.stream) in kept:
                 layout, targets, codec = kept[id(self), header.stream]

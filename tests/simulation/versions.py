@@ -57,7 +57,7 @@ class LineageInvariant(Invariant):
             if process is None or memory is None:
                 continue
             self._is_served(machine.name, process.versions, memory, machine.layers)
-            for pull, version, sources in process.flow.sender.list_sources():
+            for pull, version, sources in process.flow._sender.list_sources():
                 for layer, (expected_theta, _) in self._expected(version, machine.layers):
                     for source in sources:
                         if source.views[layer].tobytes() != expected_theta:
@@ -130,7 +130,7 @@ class CommitInvariant(Invariant):
             memory, head = process.versions.served_version, self.head
             if memory is not None and memory is not head and memory not in self.rows:
                 self.fail(f"{machine.name} serves {memory}, which has no row")
-            for pull, version, _ in process.flow.sender.list_sources():
+            for pull, version, _ in process.flow._sender.list_sources():
                 if version is not head and version not in self.rows:
                     self.fail(f"{machine.name} opened {pull} on {version}, which has no row")
             if memory is not head and process.holds and memory != head and process.versions.prepared != head:

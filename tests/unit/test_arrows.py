@@ -76,11 +76,8 @@ MAY: dict[str, set[str]] = {
     # The real deciding, computing and holding parts, and the shells that run on its loop.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.wire", "dips.tasks"}
-    | {"dips.transport.intake"}
-    | {
-        f"dips.slave.{pure}"
-        for pure in ("admission", "core", "mirror_plan", "ports", "receiver", "runtime", "sender", "shard")
-    }
+    | {"dips.transport.intake", "dips.transport.lane", "dips.transport.seal"}
+    | {f"dips.slave.{pure}" for pure in ("core", "flow", "mirror_plan", "ports", "runtime", "shard")}
     | {f"dips.master.{pure}" for pure in ("core", "ledger", "restore", "runtime")}
     | {"dips.transport.backoff"}
     | {f"dips.client.agent.{pure}" for pure in ("agent", "core", "state", "account", "restarts")}
