@@ -77,7 +77,7 @@ MAY: dict[str, set[str]] = {
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.wire", "dips.tasks"}
     | {"dips.transport.intake", "dips.transport.lane", "dips.transport.seal"}
-    | {f"dips.slave.{pure}" for pure in ("core", "flow", "mirror_plan", "ports", "runtime", "shard")}
+    | {f"dips.slave.{pure}" for pure in ("core", "flow", "mirror_plan", "ports", "runtime", "sender", "shard")}
     | {f"dips.master.{pure}" for pure in ("core", "ledger", "restore", "runtime")}
     | {"dips.transport.backoff"}
     | {f"dips.client.agent.{pure}" for pure in ("agent", "core", "state", "account", "restarts")}
