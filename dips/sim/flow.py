@@ -39,7 +39,7 @@ class RankEnd(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FramePart:
     """A part of a message, as a frame of ZeroMQ has it."""
 
     buffer: Buffer
@@ -133,5 +133,5 @@ class SimLane:
 
     def _on_frame(self, peer: bytes, header: bytes, body: Buffer) -> None:
         assert self._handler is not None
-        self._handler.on_message(self.index, peer, [Part(header), Part(body)])  # type: ignore[list-item]
+        self._handler.on_message(self.index, peer, [FramePart(header), FramePart(body)])  # type: ignore[list-item]
         self._take_turn()

@@ -119,6 +119,8 @@ class World:
             self.monitor.at_rest()
         finally:
             self.master.close()
+            for machine in self.machines.values():
+                machine.close()
             for cluster in self.clusters.values():
                 cluster.close()
 
@@ -304,6 +306,11 @@ class SlaveMachine:
         process, self.process = self.process, None
         if process is not None:
             process.kill_process()
+
+    def close(self) -> None:
+        """End the process with the world."""
+        if self.process is not None:
+            self.process.loop.kill()
 
     def on_message(self, sender: str, message: Any, answer: Callable[[Any], None]) -> None:
         if self.process is not None:
