@@ -304,7 +304,7 @@ class Waker:
 
 
 class LanePort(Protocol):
-    """What the data flow needs of a lane; the methods are those of `Lane`."""
+    """The part of a lane that the data flow uses; the methods are those of `Lane`."""
 
     index: int
     address: str
