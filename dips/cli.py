@@ -81,7 +81,7 @@ Operation:
   dips rollback vN@rM --config dips.yaml                    make an older version the head again
   dips drain SLAVE|--all --config dips.yaml                 take one slave or all out of service without a skipped round
   dips finalise --config dips.yaml                          end an upgrade: nobody goes back to the former release
-  dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or different slaves
+  dips rebalance --config new.yaml                          move the layers to more, fewer or different slaves
   dips-master replay master/                                repeat a master's decisions from its journal
   dips recover --config dips.yaml --model model.safetensors    continue from a saved model after a disk was lost
   dips-master recover --config dips.yaml                    prepare a restored ledger for serving

@@ -78,8 +78,8 @@ async def pull_version(
 class VersionPuller:
     """One incarnation that only pulls, from `async with` to its end. It has joined, and its heartbeats keep its lease.
 
-    Attributes: `run` and `manifest` of the run; `head`, its newest version as of the last heartbeat, at most two
-    seconds ago; `finished`, the version with which the run has ended, None while it goes on.
+    Attributes: `run`, `manifest` and `shared` options of the run; `head`, its newest version as of the last heartbeat,
+    at most two seconds ago; `finished`, the version with which the run has ended, None while it goes on.
 
     Errors of `async with`: UnavailableMaster; Denied: the name belongs to another, or may not pull.
     """
@@ -94,7 +94,8 @@ class VersionPuller:
     async def __aenter__(self) -> VersionPuller:
         described = await _describe_run(self._master)
         self.run, self.manifest = str(described["run"]), Manifest.from_json(described["manifest"])
-        self._link = MasterLink(self._master, described["shared"])
+        self.shared: dict[str, Any] = described["shared"]
+        self._link = MasterLink(self._master, self.shared)
         try:
             joined = await self._join(described["config_digest"])
         except BaseException:

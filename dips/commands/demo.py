@@ -41,7 +41,7 @@ def demo(
     With --mirror, slaves and master copy their state to a directory that stands for another disk. Halfway the slave and
     the master are killed and their directories removed, as if their machines were lost: both restore from the mirror.
     With --recover nothing is copied, and the directory of the slave is removed: `dips recover` continues from the last
-    exported model.
+    exported model, while all others run.
 
     With --secure an authority and a certificate for each process are made first, by `dips certs`.
 

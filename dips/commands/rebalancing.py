@@ -1,238 +1,217 @@
-"""The steps of `dips rebalance`, in order: lock everything, read, plan, copy, read back, write the row, clean up.
+"""One host's part of `dips rebalance`, whether slaves share a disk or not.
 
-At any interruption the old placement is complete until the row is written, and the new placement afterwards; a
-repetition starts again and skips completed steps.
+The master plans while the run is up (dips/protocol/rebalancing.py). This host copies what its own directories have,
+pulls the other layers of its slaves, θ and m, from the slaves that hold them, and stages them durably; then it tells
+the digests until all hosts have, and the row is written. It asks all along, which keeps the run from going on to
+another version. Whatever fails leaves the run as it was, and is repeated by the same command, which copies nothing
+twice.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-from dips.cgroup import available_memory
+from dips.client.version_pull import VersionPuller, pulling_name
+from dips.commands.operator import ask_master
 from dips.config import RunFile, SlaveSection
-from dips.errors import ConfigError
+from dips.differences import differing_options
+from dips.errors import ConfigError, DipsError, UnavailableMaster
 from dips.files import PidLock
-from dips.ids import GENESIS, VersionId
+from dips.ids import VersionId
 from dips.master.genesis import check_is_of_run, ledger_path
 from dips.master.ledger import Ledger
-from dips.master.local_audit import make_local_row
+from dips.protocol.effects import Acknowledged, Pending, RebalancePlanned, Refused
+from dips.protocol.events import RebalanceAsked
 from dips.protocol.manifest import Manifest
-from dips.protocol.rebalancing import RebalancePlan, plan_rebalance
-from dips.protocol.records import LedgerState
-from dips.protocol.run_state import OLD_LEDGER
+from dips.protocol.placement import moves_between, rebalance_layers
 from dips.slave import staging
-from dips.slave.machine import memory_of
-from dips.store.files import delete_version, keep_version, promote_version
+from dips.slave.machine import available_bytes, memory_of
+from dips.store.tensorfile import F32
+from dips.transport.endpoints import Endpoint
 
+ASK_S = 1.0  # pause between two questions; a lease is ten seconds by default
+LOCK = ".rebalance.lock"  # beside the slave's own, which it holds as long as it serves its present layers
 MOST_MOVES = 40  # layers that the plan lists by name
 
-
-@dataclass(frozen=True, slots=True)
-class Rebalancing:
-    """The plan of a rebalance, and the copies on disk that it needs."""
-
-    plan: RebalancePlan
-    run: str
-    model: Manifest
-    copies: tuple[staging.VersionPart, ...]
-    kept: Mapping[str, staging.Placed]  # snapshots of slaves whose layers do not change
-
-    @property
-    def changes_nothing(self) -> bool:
-        return not self.copies and set(self.plan.before) == set(self.plan.after)
+Say = Callable[[str], None]
 
 
-def show_plan(after: RunFile, before: RunFile | None) -> None:
-    """Print the plan of `rebalance_run`; raises the errors that it would raise before copying."""
-    with closing(Ledger.open(ledger_path(after), readonly=True)) as ledger:
-        _describe(_plan(after, before, ledger), after)
+def rebalance_run(config: RunFile, slaves: Sequence[str], master: Endpoint, wait_s: float, say: Say) -> None:
+    """Copy the layers that `slaves` have by the run file's placement into their directories; return when they are their
+    own.
 
-
-def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> None:
-    """Move the layers to the slaves of `after`; `before` gives the directories of slaves that `after` does not name.
-
-    Raises ConfigError if a daemon runs or a file is not usable, CorruptSnapshot, FailedDisk: then nothing has changed.
+    wait_s  the longest time without what is waited for: the master, open pushes, the other hosts
+    Errors  ConfigError: no such slave or directory here, too little memory, or the master refuses; UnavailableMaster,
+            UnavailableSlave, CorruptSnapshot, FailedDisk: the run is as it was
     """
-    sections = _sections(after, before)
-    discard = keep_version if keep_old else delete_version
-    with _holding(after, sections) as ledger:
-        _finish_last(ledger, sections, discard)
-        work = _plan(after, before, ledger)
-        _describe(work, after)
-        version = work.plan.version
-        if not work.changes_nothing:
-            digests = _make_snapshots(work)
-            ledger.start_term()  # from here on a former master that was taken for dead cannot write
-            placed = ", ".join(name for name, _ in work.plan.after)
-            ledger.write_records([*work.plan.records(digests), make_local_row("rebalance", f"to {placed}")])
-            for copy in work.copies:
-                promote_version(copy.directory, version, discard)
-        in_use = {section.directory.resolve() for section in after.slaves}
+    sections = [config.slave_section(name) for name in dict.fromkeys(slaves)]
+    _require_directories(sections)
+    with ExitStack() as held:
         for section in sections:
-            present = version if section.directory.resolve() in in_use else None
-            staging.clean_directory(section.directory, work.run, present, discard)
-        names = ", ".join(section.name for section in after.slaves)
-        print(f"{version} lies on {names}: start the master and these slaves with the new run file")
+            busy = f"another `dips rebalance` copies into {section.directory}"
+            held.enter_context(closing(PidLock(section.directory / LOCK, busy=busy, advice="wait for it")))
+        asyncio.run(_move_all([_HostCopy(config, section, master, wait_s, say) for section in sections]))
 
 
-def _sections(after: RunFile, before: RunFile | None) -> list[SlaveSection]:
-    """Return every old and new slave once per directory. Raises ConfigError if a directory is missing or used by two
-    slaves.
-    """
-    found: dict[Path, SlaveSection] = {}
-    for section in (*after.slaves, *(before.slaves if before else ())):
-        if not section.directory.is_dir():
-            if section in after.slaves:
-                raise ConfigError(
-                    f"slaves.{section.name}.directory: {section.directory} is not here: mount it, or make it if it is "
-                    "to be new"
-                )
-            continue  # find_placed raises if it is needed
-        owner = found.setdefault(section.directory.resolve(), section)
-        if owner.name != section.name:
-            raise ConfigError(
-                f"directory: {section.directory} is said to be of {owner.name} and of {section.name}: each slave has "
-                "its own"
-            )
-    return list(found.values())
-
-
-@contextmanager
-def _holding(after: RunFile, sections: Sequence[SlaveSection]) -> Iterator[Ledger]:
-    """Lock the ledger and all directories, so that no daemon starts meanwhile. Raises ConfigError naming all
-    that run.
-    """
-    running: list[str] = []
-    with ExitStack() as stack:
-        try:
-            ledger = Ledger.open(ledger_path(after), wall=time.time)
-            stack.callback(ledger.close)
-        except ConfigError as error:
-            running.append(str(error))
-        for section in sections:
-            try:
-                lock = PidLock(section.lock, busy=f"{section.name} runs on {section.directory}", advice="stop it first")
-                stack.callback(lock.close)
-            except ConfigError as error:
-                running.append(str(error))
-            except OSError as error:
-                running.append(f"slaves.{section.name}.directory: {section.directory} cannot be used: {error}")
-        if running:
-            raise ConfigError("; ".join(running))
-        yield ledger
-
-
-def _finish_last(ledger: Ledger, sections: Sequence[SlaveSection], discard: Callable[[Path], None]) -> None:
-    """Finish an interrupted rebalance whose row is in the ledger: rename its staged snapshots."""
-    digests, placed = ledger.read_digests(), dict(ledger.run_row().placement)
+def _require_directories(sections: Sequence[SlaveSection]) -> None:
+    """Raise ConfigError if a directory is missing, or used by two slaves."""
+    owners = dict[Any, str]()
     for section in sections:
-        if section.name in placed:
-            staging.finish_staged(section.directory, section.name, digests, lambda e: print(f"note: {e}"), discard)
-
-
-def _plan(after: RunFile, before: RunFile | None, ledger: Ledger) -> Rebalancing:
-    state, digests = ledger.read_state(), ledger.read_digests()
-    for run_file in (after, before):
-        if run_file is not None:
-            check_is_of_run(run_file, state.row)
-    run, model = state.row.run, Manifest.from_json(state.row.manifest)
-    held = {
-        name: staging.find_placed(_where(name, after, before), run, name, layers, digests)
-        for name, layers in state.row.placement
-    }
-    _check_ledger_is_new(state, held)
-    plan = plan_rebalance(state, model, held, [section.name for section in after.slaves])
-    _check_memory(plan, model, after)
-    if plan.version == GENESIS:  # read from the initial model, independent of the placement
-        return Rebalancing(plan, run, model, (), {})
-    holder = {layer: held[name][plan.version] for name, layers in plan.before for layer in layers}
-    incarnations, was = dict(plan.incarnations), dict(plan.before)
-    copies, kept = [], {}
-    for name, layers in plan.after:
-        directory = after.slave_section(name).directory
-        if was.get(name) == layers and held[name][plan.version][0].parent.resolve() == directory.resolve():
-            kept[name] = held[name][plan.version]
-        else:
-            sources = {layer: holder[layer] for layer in layers}
-            owner = (run, name, incarnations[name])
-            copies.append(staging.plan_copy(owner, plan.version, directory, model, sources))
-    return Rebalancing(plan, run, model, tuple(copies), kept)
-
-
-def _where(name: str, after: RunFile, before: RunFile | None) -> list[Path]:
-    """Return the directories that may hold a slave's snapshots, by the new run file or the old one."""
-    sections = [s for f in (after, before) if f is not None for s in f.slaves if s.name == name]
-    if not sections:
-        known = "the run file of --old does not name it either" if before else "name its run file by --old"
-        raise ConfigError(f"{name} holds layers, and the new run file does not say where: {known}")
-    return list(dict.fromkeys(section.directory for section in sections))
-
-
-def _check_ledger_is_new(state: LedgerState, held: Mapping[str, Collection[VersionId]]) -> None:
-    """Raise ConfigError if a snapshot's round is not reserved in this ledger, as the master does when slaves
-    register.
-    """
-    for name, versions in held.items():
-        newest = max((version.round for version in versions), default=0)
-        if newest >= state.next_round:
+        if not section.directory.is_dir():
             raise ConfigError(
-                f"{name} holds a version of round {newest}, this ledger knows rounds below {state.next_round}: "
-                f"{OLD_LEDGER}"
+                f"slaves.{section.name}.directory: {section.directory} is not here: call this command on the host of "
+                f"{section.name}, with --slave for the slaves of that host; make the directory if it is to be new"
+            )
+        owner = owners.setdefault(section.directory.resolve(), section.name)
+        if owner != section.name:
+            raise ConfigError(
+                f"directory: {section.directory} is said to be of {owner} and of {section.name}: each slave has its "
+                "own; if they are on two hosts, name the one of this host by --slave"
             )
 
 
-def _check_memory(plan: RebalancePlan, model: Manifest, after: RunFile) -> None:
-    """Compare each slave's memory sum with its `memory_bytes`, or with this machine's memory."""
-    for name, layers in plan.after:
-        section = after.slave_section(name)
-        memory = memory_of(section, sum(model.layers[layer].numel for layer in layers), after.shared.pull_codec)
+async def _move_all(copies: Sequence[_HostCopy]) -> None:
+    """Stage for one slave at a time, since pullers of one name exclude each other. The first that learns of the row
+    ends the waiting of all: the master ends with the row, and the others would get no answer from it.
+    """
+    staging_one = asyncio.Lock()
+    tasks = [asyncio.create_task(copy.move_layers(staging_one)) for copy in copies]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _HostCopy:
+    """The copy of one slave's layers."""
+
+    def __init__(self, config: RunFile, section: SlaveSection, master: Endpoint, wait_s: float, say: Say) -> None:
+        self._config, self._section, self._master, self._wait_s, self._say = config, section, master, wait_s, say
+        self._run, self._slaves = config.shared.run, tuple(sorted(one.name for one in config.slaves))
+        self._said = ""
+
+    async def move_layers(self, staging_one: asyncio.Lock) -> None:
+        """Stage what the master plans until the placement is valid; `staging_one` is held while bytes move."""
+        version, digest = None, ""
+        while (planned := await self._ask_until(version, digest)) is not None:
+            holding = asyncio.create_task(self._hold_head())
+            try:
+                async with staging_one:
+                    version, digest = planned.version, await self._stage_layers(planned)
+            finally:
+                holding.cancel()
+                with suppress(asyncio.CancelledError):
+                    await holding
+            self._say(f"{version} is staged for {self._section.name}")
+
+    async def _ask_until(self, version: VersionId | None, digest: str) -> RebalancePlanned | None:
+        """Ask until the master has a plan, for a digest another one than that, or the placement is valid: None."""
+        until = time.monotonic() + self._wait_s
+        while True:
+            try:
+                result = await self._ask(version, digest)
+            except UnavailableMaster as error:
+                self._say_once(str(error))
+                if time.monotonic() >= until:
+                    raise
+            else:
+                match result:
+                    case Acknowledged():
+                        return None
+                    case RebalancePlanned():
+                        return result
+                    case Refused():
+                        raise ConfigError(result.reason)
+                    case Pending(reason):
+                        self._say_once(reason)
+                if time.monotonic() >= until:
+                    raise UnavailableMaster(f"given up after {self._wait_s:g} s: {self._said}; repeat the command")
+            await asyncio.sleep(ASK_S)
+
+    async def _ask(self, version: VersionId | None, digest: str) -> Any:
+        return await ask_master(self._master, RebalanceAsked(0, self._section.name, self._slaves, version, digest))
+
+    async def _hold_head(self) -> None:
+        """Keep the lease while the layers move. If it ends all the same, and the head moves, they are copied again."""
+        while True:
+            await asyncio.sleep(ASK_S)
+            try:
+                await self._ask(None, "")
+            except DipsError as error:
+                self._say_once(str(error))
+
+    async def _stage_layers(self, planned: RebalancePlanned) -> str:
+        """Make the layers durable in the slave's directory; return the digest of their manifest."""
+        directory, name = self._section.directory, self._section.name
+        path = directory / str(planned.version)
+        held = staging.find_version(path, self._run, name)
+        if held is not None and tuple(record.index for record in held.layers) == planned.layers:
+            await asyncio.to_thread(staging.read_kept, path, held)
+            return held.digest
+        loop = asyncio.get_running_loop()
+        async with VersionPuller(self._master, pulling_name(self._master, f"rebalance-{name}")) as puller:
+            self._require_same_run(puller)
+            self._require_memory(puller.manifest, planned.layers)
+
+            def fetch(layers: Mapping[int, tuple[F32, F32]]) -> Mapping[int, tuple[str, str]]:
+                pulled = asyncio.run_coroutine_threadsafe(puller.pull_layers(planned.version, layers), loop)
+                return pulled.result()
+
+            owner = (self._run, name, planned.sinc)
+            part = staging.plan_fetch(owner, planned.version, directory, puller.manifest, planned.layers, fetch)
+            return (await asyncio.to_thread(staging.stage_parts, (part,), show=self._say))[name]
+
+    def _require_same_run(self, puller: VersionPuller) -> None:
+        """Raise ConfigError if the master would not start with this run file."""
+        if puller.run != self._run:
+            raise ConfigError(f"shared.run: the master serves run {puller.run!r}, the run file's is {self._run!r}")
+        if lines := differing_options(self._config.shared.agreed, puller.shared):
+            raise ConfigError(f"{'; '.join(lines)}: put the options back as they are in the run")
+
+    def _require_memory(self, model: Manifest, layers: Sequence[int]) -> None:
+        """Raise ConfigError if this machine has too little memory for the slave with these layers."""
+        memory = memory_of(self._section, sum(model.layers[i].numel for i in layers), self._config.shared.pull_codec)
         try:
-            memory.require_memory(section.memory_bytes or available_memory())
+            memory.require_memory(available_bytes(self._section))
         except ConfigError as error:
-            hint = "" if section.memory_bytes else "; if its machine is another one, say slaves.memory_bytes"
-            raise ConfigError(f"slaves.{name}: {error}{hint}") from error
+            raise ConfigError(f"slaves.{self._section.name}: {error}") from error
 
-
-def _make_snapshots(work: Rebalancing) -> dict[str, str]:
-    """Copy and verify all snapshots of the new placement; return their digests. On failure nothing is left behind."""
-    total = 2 * sum(copy.nbytes for copy in work.copies) + sum(manifest.nbytes for _, manifest in work.kept.values())
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        return staging.stage_parts(
-            work.copies,
-            work.kept,
-            lambda nbytes: progress.advance(task, nbytes),
-            lambda what: progress.update(task, description=what),
-        )
+    def _say_once(self, reason: str) -> None:
+        if reason != self._said:
+            self._say(reason)
+        self._said = reason
 
 
 # ---- the plan, for a person ------------------------------------------------------------------------------------------
 
 
-def _describe(work: Rebalancing, after: RunFile) -> None:
-    """Print the moves, the snapshots to be written, and each slave's memory sum."""
-    plan, model = work.plan, work.model
-    print(f"run {work.run}: {plan.version} lies on {', '.join(name for name, _ in plan.before)}")
-    if plan.undone:
-        print(f"undone, since they are not on every disk: {', '.join(map(str, plan.undone))}")
-    for move in plan.moves[:MOST_MOVES]:
+def show_plan(after: RunFile) -> None:
+    """Print the moves from the ledger's slaves to those of `after`, and each slave's memory sum. Raise ConfigError if
+    the run file is not the run's, or has more slaves than the model has layers.
+    """
+    with closing(Ledger.open(ledger_path(after), readonly=True)) as ledger:
+        row = ledger.run_row()
+    check_is_of_run(after, row)
+    model = Manifest.from_json(row.manifest)
+    placement = rebalance_layers(model, row.placement, [section.name for section in after.slaves])
+    moves = moves_between(row.placement, placement)
+    print(f"run {row.run}: the layers lie on {', '.join(name for name, _ in row.placement)}")
+    for move in moves[:MOST_MOVES]:
         layer = model.layers[move.layer]
         print(f"  {layer.name}: {move.source} → {move.target}, {_megabytes(2 * layer.nbytes)}")
-    if len(plan.moves) > MOST_MOVES:
-        print(f"  and {len(plan.moves) - MOST_MOVES} more")
-    moved = sum(2 * model.layers[move.layer].nbytes for move in plan.moves)
-    written = sum(copy.nbytes for copy in work.copies)
-    print(f"moved: {len(plan.moves)} of {len(model.layers)} layers, {_megabytes(moved)} of θ and m")
-    print(f"written: {len(work.copies)} whole snapshots, {_megabytes(written)}")
-    for name, layers in plan.after:
+    if len(moves) > MOST_MOVES:
+        print(f"  and {len(moves) - MOST_MOVES} more")
+    moved = sum(2 * model.layers[move.layer].nbytes for move in moves)
+    print(f"moved: {len(moves)} of {len(model.layers)} layers, {_megabytes(moved)} of θ and m")
+    for name, layers in placement:
         numel = sum(model.layers[layer].numel for layer in layers)
         memory = memory_of(after.slave_section(name), numel, after.shared.pull_codec)
         print(f"{name}: {len(layers)} layers, memory {memory.describe_sum()}")

@@ -1,8 +1,8 @@
-"""The steps of `dips recover`, in order: lock everything, read, ask, stage, write the row, rename.
+"""The steps of `dips recover --lost-ledger`, in order: lock everything, read, ask, stage, write the row, rename.
 
 Until the row is written its work counts for nothing: neither for a master that is started instead, nor for a
-repetition, which starts again. After the row a repetition, or the slaves themselves, rename the staged snapshots. A new
-ledger is built aside and renamed once the row is in it.
+repetition, which starts again. After the row a repetition, or the slaves themselves, rename the staged snapshots. The
+new ledger is built aside and renamed once the row is in it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dips.master.ledger import Ledger, hold_ledger, put_in_place
 from dips.master.local_audit import make_local_row
 from dips.master.restore import newest_term
 from dips.protocol.records import RoundReserved, RunRow
+from dips.protocol.seeding import records_of_model
 from dips.slave.staging import Rebuild, SlaveFinding
 from dips.telemetry.logs import Log
 
@@ -39,8 +40,8 @@ def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], b
     _require_stopped(config)
     path = genesis.ledger_path(config)
     with ExitStack() as held:
-        lost = not path.exists()
-        ledger = held.enter_context(_ledger_anew(config, model) if lost else counters.open_ledger(config))
+        there = path.exists()  # of an earlier try, whose row is in it
+        ledger = held.enter_context(counters.open_ledger(config) if there else _ledger_anew(config, model))
         state = ledger.read_state()
         genesis.check_is_of_run(config, state.row)
         rebuild = Rebuild(config, state.row, ledger.read_digests(), model, log)
@@ -49,7 +50,10 @@ def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], b
         if head in rebuild.finished and ledger.read_history(1)[-1].recovered is not None:
             print(f"note: {head} had its row; its snapshots have their names now")
             return head
-        found, version = rebuild.look_at_disks(), counters.successor(state)
+        if there:
+            raise ConfigError(f"{path}: the ledger is here: start master and slaves, and leave out --lost-ledger")
+        found = rebuild.look_at_disks()
+        version = VersionId(head.version + 1, state.next_round)
         _print_plan(head, version, model, found)
         if not agree(f"Make {version} of {model}?"):
             return None
@@ -57,13 +61,12 @@ def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], b
         ledger.write_records([RoundReserved(version.round, 0.0)], time.time())
         digests = rebuild.stage_version(version, found, max((peer.inc for peer in state.slaves), default=0))
         without = rebuild.layer_names([layer for one in found if one.momentum_of is None for layer in one.layers])
-        records = counters.version_of_file(state, version, str(model), without, digests)
+        records = records_of_model(version, head, state.history, str(model), without, digests, 0.0)
         ledger.write_records([*records, make_local_row("recover", f"{version} of {model}")], time.time())
-        if lost:
-            genesis.put_initial(_aside(path).parent, config.master.directory)
-            genesis.mirror_initial(config)
-            ledger.close()  # the last connection moves the WAL into the file
-            put_in_place(_aside(path), path)
+        genesis.put_initial(_aside(path).parent, config.master.directory)
+        genesis.mirror_initial(config)
+        ledger.close()  # the last connection moves the WAL into the file
+        put_in_place(_aside(path), path)
         rebuild.place_version(version)
     return version
 

@@ -19,7 +19,7 @@ from dips.config import load_run
 from dips.errors import ConfigError
 from dips.ids import GENESIS
 from dips.protocol.enums import LayerUnit
-from dips.protocol.events import RunProposed
+from dips.protocol.events import RunProposed, SeedAsked
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
 from dips.transport.endpoints import Endpoint
@@ -70,7 +70,7 @@ def seed(
     if model is None and factory is None and config is not None:
         model = _model_of_init(config)
     check_source(model, factory)  # before waiting for a master
-    with _SeedBar() as bar:
+    with SeedBar() as bar:
         asyncio.run(
             _bring_model(
                 peer, lambda shared: load_tensors(model, factory, number, trainable or (), shared), bar, wait_s
@@ -88,7 +88,7 @@ def _model_of_init(config: Path) -> Path:
     return path
 
 
-async def _bring_model(peer: Endpoint, load: Any, bar: _SeedBar, wait_s: float) -> None:
+async def _bring_model(peer: Endpoint, load: Any, bar: SeedBar, wait_s: float) -> None:
     from dips.commands.seed_lanes import SeedTransfer, SeedWatch, await_master
     from dips.master.waiting import propose_run
 
@@ -103,7 +103,7 @@ async def _bring_model(peer: Endpoint, load: Any, bar: _SeedBar, wait_s: float) 
         bar.show_wait("the run's ledger is made")
     manifest = Manifest.from_json(unpack_manifest(proposed.packed, proposed.digest))
     transfer = SeedTransfer(peer, str(found["run"]), manifest, tensors, watch, wait_s)
-    await transfer.bring_model(proposed.genesis)
+    await transfer.bring_model(SeedAsked(0, "", proposed.genesis))
 
 
 async def _describe(peer: Endpoint) -> dict[str, Any]:
@@ -112,7 +112,7 @@ async def _describe(peer: Endpoint) -> dict[str, Any]:
     return await describe_run(peer)
 
 
-class _SeedBar:
+class SeedBar:
     """Shows bytes, rate and the reason for waiting on standard error."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _SeedBar:
         self._task = self._progress.add_task("waits", total=None)
         self._said = ""
 
-    def __enter__(self) -> _SeedBar:
+    def __enter__(self) -> SeedBar:
         self._progress.start()
         return self
 

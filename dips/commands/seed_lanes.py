@@ -1,4 +1,5 @@
-"""Sends the first model to the slaves over their lanes, as a push that the master grants to an operator.
+"""Sends a model to the slaves over their lanes, as a push that the master grants to an operator: the first one (`dips
+seed`), or a saved one (`dips recover`).
 
 The master is asked repeatedly: its answer says what to do next, so that a restart of any process costs only time.
 Layers that a slave has on its disk are not sent again.
@@ -12,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ import numpy as np
 from dips.client.rank.transfer import TransferIdentity, TransferRate, push_pieces
 from dips.commands import operator
 from dips.errors import ConfigError, DipsError, UnavailableMaster, UnavailableSlave
+from dips.ids import VersionId
 from dips.protocol.effects import Acknowledged, Dropped, Grant, Pending, Refused, Result, SeedGranted
-from dips.protocol.events import SeedAsked
+from dips.protocol.events import RecoverAsked, SeedAsked
 from dips.protocol.manifest import Manifest
 from dips.transport import seal
 from dips.transport.endpoints import Endpoint
@@ -72,36 +74,40 @@ class SeedTransfer:
         self._pieces = list_seed_pieces(manifest, tensors)
         self._nonce, self._keys = uuid.uuid4().hex, seal.new_keys()
         self._moving: _Moving | None = None
+        self.version: VersionId | None = None  # that the last grant was for; v0@r0 for the first model
         self._drops = 0
         self._progress_at = time.monotonic()
 
-    async def bring_model(self, genesis: tuple[str, ...]) -> None:
-        """Send the model; return when every slave has it on its disk.
+    async def bring_model(self, question: SeedAsked | RecoverAsked) -> None:
+        """Send the model; return when every slave has it on its disk, and a saved one is the head.
 
-        Errors  ConfigError: the run has another first model, or has begun; UnavailableMaster, UnavailableSlave: nothing
-                moved within the time to wait, or the slaves dropped the transfer repeatedly
+        question  with the model's digests; what names this process in it is filled in here
+        Errors    ConfigError: the run has another first model, or has begun; nothing is lost; UnavailableMaster,
+                  UnavailableSlave: nothing moved within the time to wait, or the slaves dropped the transfer repeatedly
         """
         try:
             while True:
-                result = await self._ask_master(genesis)
-                if isinstance(result, Acknowledged) or (isinstance(result, Refused) and self._has_moved()):
-                    return  # the run has begun, with this model: with another one the answer would have been an error
+                result = await self._ask_master(question)
+                begun = isinstance(question, SeedAsked) and isinstance(result, Refused) and self._has_moved()
+                if begun or isinstance(result, Acknowledged):
+                    return  # begun: with this model, since with another one the answer would have been an error
                 await self._follow_result(result)
                 await asyncio.sleep(ASK_S)
         finally:
             if self._moving is not None:
                 await self._moving.end()
 
-    async def _ask_master(self, genesis: tuple[str, ...]) -> Result:
+    async def _ask_master(self, question: SeedAsked | RecoverAsked) -> Result:
         """Ask the master for the next step; a master that is away is asked again, and has forgotten the transfer when
         it returns.
         """
         broken = self._moving is not None and self._moving.over and self._moving.error is not None
         given_up = self._moving.granted.push.seq if broken and self._moving is not None else 0
         try:
-            result: Result = await operator.ask_master(
-                self._master, SeedAsked(0, self._nonce, genesis, given_up, (self._keys.public,))
-            )
+            question = replace(question, seeder=self._nonce, given_up=given_up, keys=(self._keys.public,))
+            if isinstance(question, RecoverAsked):
+                question = replace(question, version=self.version)
+            result: Result = await operator.ask_master(self._master, question)
         except UnavailableMaster as error:
             self._say_waits(str(error), error)
             return Pending(str(error))
@@ -129,7 +135,7 @@ class SeedTransfer:
             case Refused():
                 raise ConfigError(result.reason)
             case _:
-                raise UnavailableMaster(f"the master answered {type(result).__name__} to `dips seed`")
+                raise UnavailableMaster(f"the master answered {type(result).__name__} to the offer of a model")
 
     async def _begin_transfer(self, granted: SeedGranted) -> None:
         """Start the granted transfer, unless it is moving already."""
@@ -137,7 +143,8 @@ class SeedTransfer:
             return
         if self._moving is not None:
             await self._moving.end()
-        moving = self._moving = _Moving(granted)
+        moving, self.version = _Moving(granted), granted.grant.version
+        self._moving = moving
         moving.task = asyncio.create_task(asyncio.to_thread(self._move, moving))
 
     def _move(self, moving: _Moving) -> None:

@@ -57,6 +57,7 @@ RIGHTS: Mapping[str, Right] = {
     "/dips.v1.OperatorService/Quarantine": Right(_OPERATOR),
     "/dips.v1.OperatorService/Begin": Right(_OPERATOR),
     "/dips.v1.OperatorService/Seed": Right(_OPERATOR),
+    "/dips.v1.OperatorService/Recover": Right(_OPERATOR),
     "/dips.v1.OperatorService/Rollback": Right(_OPERATOR),
     "/dips.v1.OperatorService/Rebalance": Right(_OPERATOR),
     "/dips.v1.OperatorService/Drain": Right(_OPERATOR | _SLAVE, "slave", own_of=_SLAVE),  # before its pod ends

@@ -33,7 +33,6 @@ from dips.protocol.records import (
     RoundEnded,
     RoundReserved,
     VersionCommitted,
-    VersionRecovered,
 )
 from dips.store.mirror import MirrorStore
 
@@ -165,23 +164,6 @@ def make_plan(
         adopted=adopt,
         digests=tuple((s.name, _manifest_digest(config, s, adopt)) for s in here if adopt),
     )
-
-
-def successor(state: LedgerState) -> VersionId:
-    """Return the name of the version after the head, with a round that was never used."""
-    return VersionId(state.versions[-1].version.version + 1, state.next_round)
-
-
-def version_of_file(
-    state: LedgerState, version: VersionId, source: str, lost: tuple[str, ...], digests: tuple[tuple[str, str], ...]
-) -> list[Record]:
-    """Return the records of a version that an operator made from a file, with a reserved round; `lost`: layers without
-    momentum.
-    """
-    row = VersionCommitted(
-        version, state.versions[-1].version, True, (), (), NO_STEP, 0.0, False, digests, (), state.history, 0.0
-    )
-    return [row, VersionRecovered(version, source, lost)]
 
 
 def _check_adoptable(version: VersionId, state: LedgerState, held: dict[str, bool]) -> None:

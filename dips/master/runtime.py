@@ -730,6 +730,7 @@ class OperatorServicer(OperatorServiceServicer):
         return cast(operator_pb2.BeginReply, messages.wrap_oneof(Acknowledged(), operator_pb2.BeginReply))
 
     Seed = _audited(events.SeedAsked, operator_pb2.SeedReply)
+    Recover = _audited(events.RecoverAsked, operator_pb2.SeedReply)
     Readmit = _audited(events.ReadmissionAsked, operator_pb2.ReadmitReply)
     Rollback = _audited(events.RollbackAsked, operator_pb2.RollbackReply)
     Rebalance = _audited(events.RebalanceAsked, operator_pb2.RebalanceReply)

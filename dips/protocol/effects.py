@@ -30,7 +30,7 @@ class OpenPush:
     base: VersionId | None = None  # the version that fills the slot before the first difference arrives; None for fp32
     first: int = 0  # rank r is worker first + r; no other moving push has the same worker numbers
     keys: tuple[str, ...] = ()  # public key of each rank; empty: the lanes are not encrypted
-    seed: bool = False  # the push brings v0@r0: legal for a slave that holds no version
+    seed: bool = False  # the push brings a model: legal for a slave that holds no version
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,13 @@ class DropPush:
 
 @dataclass(frozen=True, slots=True)
 class KeepSeed:
-    """Check the staged push of a seed against the digests of v0@r0 and write it to the disk."""
+    """Compare the staged push of a seed with the digests and write it to the disk: as v0@r0, or as `version`, with m of
+    the newest snapshot.
+    """
 
     push: PushId
+    version: VersionId | None = added(2, None)  # None: v0@r0, whose digests the slave knows
+    digests: tuple[str, ...] = added(2, ())  # of θ of each of the slave's layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,9 @@ class Pull:
 
 @dataclass
 class Seed:
-    """The transfer of v0@r0 to the slaves that lack it; not kept over a restart of the master."""
+    """The transfer of v0@r0 to the slaves that lack it, or of a saved model to all; not kept over a restart of the
+    master.
+    """
 
     push: PushId
     seeder: str  # nonce of the process that sends it
@@ -135,6 +137,19 @@ class Seed:
     slaves: dict[str, int]  # slaves that have yet to keep it → their incarnation
     opened: bool = False  # all these slaves have a slot for it
     unstaged: dict[str, None] = field(default_factory=dict)
+    recovery: Recovery | None = added(2, None)  # None: it is v0@r0
+
+
+@dataclass
+class Recovery:
+    """The version that a saved model becomes."""
+
+    version: VersionId  # of a reserved round
+    parent: VersionId  # the head, which a slave has lost
+    source: str
+    digests: tuple[str, ...]  # of θ of each layer
+    kept: dict[str, str] = field(default_factory=dict)  # slave → digest of the manifest on its disk
+    without: dict[str, None] = field(default_factory=dict)  # slaves that had no snapshot to take m from
 
 
 @dataclass

@@ -307,6 +307,21 @@ class SeedAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoverAsked:
+    """A process offered to send θ of a saved model, since a slave has lost the head; repeated until the version that it
+    makes is the head.
+    """
+
+    req: int
+    seeder: str  # nonce of the process
+    digests: tuple[str, ...]  # of θ of each layer
+    source: str  # the file's name, for the history
+    given_up: int = 0  # as in SeedAsked
+    keys: tuple[str, ...] = ()
+    version: VersionId | None = None  # that its last grant was for
+
+
+@dataclass(frozen=True, slots=True)
 class RollbackAsked:
     """An operator makes this older version the head again; repeated until it is."""
 
@@ -341,6 +356,7 @@ OperatorRequest = (
     | TuningAsked
     | QuarantineAsked
     | SeedAsked
+    | RecoverAsked
     | RollbackAsked
     | FinaliseAsked
     | RebalanceAsked
@@ -519,7 +535,15 @@ class Persisted:
     digest: str  # of the snapshot's manifest
 
 
-Answer = Done | Measured | Folded | Prepared | Persisted | Pinned
+@dataclass(frozen=True, slots=True)
+class ModelKept:
+    """A recovered version is on the disk, with m of the slave's newest snapshot."""
+
+    digest: str  # of its manifest
+    momentum_of: VersionId | None  # None: there was none, and m is 0
+
+
+Answer = Done | ModelKept | Measured | Folded | Prepared | Persisted | Pinned
 
 Event = (
     SlaveRegistered
@@ -548,6 +572,7 @@ Event = (
     | OperatorReported
     | ClusterExpelled
     | SeedAsked
+    | RecoverAsked
     | RollbackAsked
     | FinaliseAsked
     | TrainerChanged

@@ -351,5 +351,6 @@ REQUESTS: dict[type, RequestKind] = {
     events.RebalanceAsked: RequestKind(
         "rebalance", rebalancing.answer_asked, lambda e: f"to {', '.join(e.slaves)}, by the host of {e.slave}"
     ),
+    events.RecoverAsked: RequestKind("recover", seeding.answer_recovery, lambda e: f"from {e.source}"),
     events.SeedAsked: RequestKind("seed", seeding.answer_asked, lambda e: f"process {e.seeder}", changes_ledger=False),
 }

@@ -5,9 +5,7 @@ durable at its new owner; no durable version is lost; older versions, whose snap
 retired in the same transaction; the rebalance is an incarnation of every slave, so messages of former processes are
 fenced (docs/architecture.md#invariant-5).
 
-There are two ways to the row. With master and slaves stopped, and all directories in reach, the ledger and the disks
-are the whole state: `plan_rebalance`. Where slaves share no disk, the run is up, and the new owners' hosts pull their
-layers from the former owners: `answer_asked`.
+The run is up, and the new owners' hosts pull their layers from the former owners:
 
     asked → no push begins, open ones end → planned: version and layers → each host pulls and stages → the row, Exit
 
@@ -18,7 +16,7 @@ slaves are bound to their layers as long as they run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
@@ -27,17 +25,8 @@ from dips.protocol import effects
 from dips.protocol.entities import Rebalance
 from dips.protocol.enums import Role
 from dips.protocol.events import RebalanceAsked
-from dips.protocol.manifest import Manifest
-from dips.protocol.placement import LayerMove, Placement, moves_between, rebalance_layers
-from dips.protocol.records import (
-    IncarnationGiven,
-    LedgerState,
-    Rebalanced,
-    Record,
-    RolledBack,
-    VersionRow,
-    VersionsRetired,
-)
+from dips.protocol.placement import Placement, rebalance_layers
+from dips.protocol.records import IncarnationGiven, Rebalanced, Record, VersionsRetired
 from dips.protocol.run_state import RunState, name_some
 
 ADDED_IN = 2  # protocol: the release before knows neither the question nor a pull of m
@@ -46,71 +35,21 @@ EXIT_REBALANCED = 78  # a restart with the same run file could not serve: its sl
 
 @dataclass(frozen=True, slots=True)
 class RebalancePlan:
-    """Layers to move, and versions that are given up."""
+    """The new placement of the head's layers, and versions that are given up."""
 
-    version: VersionId  # version whose layers are copied: the head afterwards
+    version: VersionId  # the head, whose layers are copied
     before: Placement
     after: Placement
     incarnations: tuple[tuple[str, int], ...]  # of present and former slaves: the rebalance itself
-    undone: tuple[VersionId, ...]  # newer than `version`, committed and not durable
+    undone: tuple[VersionId, ...]  # wart: none; journals of the release before list this class with its fields
     retired: tuple[VersionId, ...]  # versions whose snapshots may be deleted
-
-    @property
-    def moves(self) -> tuple[LayerMove, ...]:
-        return moves_between(self.before, self.after)
 
     def records(self, digests: Mapping[str, str]) -> list[Record]:
         """Return the records of the transaction; `digests` are those of the manifests of the new slaves' snapshots."""
         why = f"rebalanced at {self.version}"
-        records: list[Record] = []
-        if self.undone:
-            records.append(RolledBack(self.version, self.undone, f"{why}: not on every disk", 0.0))
-        if self.retired:
-            records.append(VersionsRetired(self.retired))
+        records: list[Record] = [VersionsRetired(self.retired)] if self.retired else []
         records += [IncarnationGiven(Role.SLAVE, name, inc, why) for name, inc in self.incarnations]
         return [*records, Rebalanced(self.version, self.after, tuple(sorted(digests.items())))]
-
-
-def plan_rebalance(
-    state: LedgerState, manifest: Manifest, held: Mapping[str, Collection[VersionId]], slaves: Sequence[str]
-) -> RebalancePlan:
-    """Plan a rebalance; `held` names the versions with complete snapshots in the directory of each present slave.
-
-    Raise ConfigError if a slave lacks the newest durable version, or there are more `slaves` than layers.
-    """
-    after = rebalance_layers(manifest, state.row.placement, slaves)
-    known = {peer.name: peer.inc for peer in state.slaves}
-    given = {name: known.get(name, 0) + 1 for name in sorted({*known, *slaves})}
-    return _plan_at(_newest_held(state, held), state.versions, state.row.placement, after, given)
-
-
-def _plan_at(
-    version: VersionId, versions: Iterable[VersionRow], before: Placement, after: Placement, given: Mapping[str, int]
-) -> RebalancePlan:
-    """Plan with the incarnations that the rebalance is; `versions` is the lineage."""
-    lineage = [v for v in versions if v.version != GENESIS]
-    undone = tuple(v.version for v in lineage if v.version.version > version.version)
-    retired = tuple(v.version for v in lineage if not v.retired and v.version != version)
-    return RebalancePlan(version, before, after, tuple(sorted(given.items())), undone, retired)
-
-
-def _newest_held(state: LedgerState, held: Mapping[str, Collection[VersionId]]) -> VersionId:
-    """Return the newest version of the lineage that every slave holds; at least the newest durable one."""
-    durable = next(v.version for v in reversed(state.versions) if v.durable)  # v0@r0 is
-    for row in reversed(state.versions):
-        if row.version.version > durable.version and all(row.version in versions for versions in held.values()):
-            return row.version
-    lacking = [name for name, versions in held.items() if durable not in versions]
-    if lacking and durable != GENESIS:
-        told = "; ".join(f"{n} holds {', '.join(map(str, sorted(held[n]))) or 'nothing'}" for n in lacking)
-        raise ConfigError(
-            f"{durable}, the newest durable version, is not in the directory of every slave: {told}; restore it, or "
-            "start the run once, so that it is rolled back, and stop it again"
-        )
-    return durable
-
-
-# ---- over the lanes --------------------------------------------------------------------------------------------------
 
 
 def answer_asked(run: RunState, event: RebalanceAsked) -> effects.Result:
@@ -158,9 +97,10 @@ def answer_asked(run: RunState, event: RebalanceAsked) -> effects.Result:
 def _plan_of_head(run: RunState, slaves: tuple[str, ...]) -> RebalancePlan:
     before = tuple((slave.name, slave.layers) for slave in run.slaves.values())
     known = {**run.former_slaves, **{slave.name: slave.sinc for slave in run.slaves.values()}}
-    given = {name: run.next_incarnation(known.get(name, 0)) for name in sorted({*known, *slaves})}
+    given = tuple((name, run.next_incarnation(known.get(name, 0))) for name in sorted({*known, *slaves}))
     after = rebalance_layers(run.manifest, before, slaves)
-    return _plan_at(run.head, run.versions.values(), before, after, given)
+    retired = (v.version for v in run.versions.values() if not v.retired and v.version not in (GENESIS, run.head))
+    return RebalancePlan(run.head, before, after, given, (), tuple(retired))
 
 
 def _open_work(run: RunState) -> str:

@@ -213,17 +213,22 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
         if not row.retired:
             run.undone_kept[row.version] = None
         _undo_shares(run, row)
+    move_head(run, head, f"the head is {head} again")
+    if run.finished is not None and run.finished not in run.versions:
+        run.finished = None
+    run.emit_note("rolled_back", head=head, undone=",".join(str(v.version) for v in undone), reason=reason)
+
+
+def move_head(run: RunState, head: VersionId, reason: str) -> None:
+    """Make a version that is on the disks the head; slaves that serve another one register again, and load it."""
     run.head = head
     for slave in run.slaves.values():
         durability.count_mirror(run, slave)
         note_offer(run, slave)
     durability.advance_target(run)
-    if run.finished is not None and run.finished not in run.versions:
-        run.finished = None
     for slave in run.ready_slaves():
         if slave.memory != head:
-            _ask_offer(run, slave, f"the head is {head} again")
-    run.emit_note("rolled_back", head=head, undone=",".join(str(v.version) for v in undone), reason=reason)
+            _ask_offer(run, slave, reason)
 
 
 def _undo_shares(run: RunState, row: VersionRow) -> None:

@@ -211,7 +211,9 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
             {slave.name: Abort(last, "it left no version that stands")},
             run.options.timing.order_s,
         )
-    if garbage := tuple(v for v in (*event.complete, *event.unread) if not run.is_kept(v)):
+    recovery = run.seed.recovery if run.seed is not None else None
+    wanted = None if recovery is None else recovery.version  # it is on the disk already, and has no row yet
+    if garbage := tuple(v for v in (*event.complete, *event.unread) if not run.is_kept(v) and v != wanted):
         run.roster.garbage[slave.name] = garbage
 
 

@@ -223,6 +223,11 @@ class SimDisk:
             raise CorruptSnapshot("what was brought is not this run's first model")
         self.seeded = True
 
+    def keep_model(self, version: VersionId, theta: Arrays, digests: tuple[str, ...]) -> tuple[str, VersionId | None]:
+        newest = max((v for v in self.files if self.files[v].good), key=lambda v: v.round, default=None)
+        zeros = {layer: np.zeros_like(a) for layer, a in theta.items()}
+        return self.write_snapshot(version, theta, self.files[newest].momentum if newest else zeros), newest
+
     def map_theta(self, version: VersionId) -> Arrays | None:
         """Return the θ of a snapshot, which a reader keeps when the file is deleted; None if there is none. v0@r0 has
         no file.

@@ -481,6 +481,11 @@ class Disk(Protocol):
     def keep_initial(self, theta: Arrays) -> None:
         """Make v0@r0 durable, read it back and compare digests; raise CorruptSnapshot if it is another model."""
 
+    def keep_model(self, version: VersionId, theta: Arrays, digests: tuple[str, ...]) -> tuple[str, VersionId | None]:
+        """Make a version durable, with m of the newest snapshot of these layers, 0 without one; return the digest of
+        its manifest, and that snapshot's version. Raise CorruptSnapshot if θ does not have its digests.
+        """
+
     def map_theta(self, version: VersionId) -> Arrays | None:
         """Map θ of a verified snapshot, readable even after the snapshot is deleted; return None if there is none.
 

@@ -33,7 +33,7 @@ from dips.outer.versions import Versions
 from dips.protocol import effects as e
 from dips.protocol.claims import MOST_TERMS_AHEAD
 from dips.protocol.effects import Abort, Apply, Commit, Fold, Measure, OpenPull, OpenPush, RankKeys
-from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Pinned, Prepared, SlaveRegistered
+from dips.protocol.events import Answer, Done, Folded, Measured, ModelKept, Persisted, Pinned, Prepared, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.order import MAX_RANKS, places_for_slave
@@ -520,6 +520,14 @@ class ShardSnapshots:
         """Return the function that writes v0@r0 durably, if the digests agree."""
         return self._work_on_disk("write the first model", lambda: self._disk.keep_initial(theta))
 
+    def begin_keeping_model(self, version: VersionId, theta: Arrays, digests: tuple[str, ...]) -> DiskWork:
+        """Return the function that writes a recovered version durably, with m of the newest snapshot."""
+
+        def keep_model() -> Answer:
+            return ModelKept(*self._disk.keep_model(version, theta, digests))
+
+        return self._work_on_disk(f"write {version}", keep_model)
+
     def _work_on_disk(self, what: str, work: Callable[[], Answer | None]) -> DiskWork:
         def run() -> Answer:
             try:
@@ -663,7 +671,7 @@ class Shard:
         return Done()
 
     def _open_push(self, order: e.OpenPush, opened: Opened) -> None:
-        """Legal when a version is held, or to seed v0@r0; reserves a slot; above the tombstone. Idempotent."""
+        """Legal when a version is held, or to seed a model; reserves a slot; above the tombstone. Idempotent."""
         if order.seed:
             self.transfers.drop_others(order.push)  # of a master that did not live to drop it
         elif self.versions.served_version is None:
@@ -697,7 +705,10 @@ class Shard:
             return self._snapshots.begin_reading(order.body.version)
         if isinstance(order.body, e.KeepSeed):
             self.transfers.staged_push(order.body.push)
-            return self._snapshots.begin_keeping(self.versions.slot_arrays(order.body.push))
+            theta, version = self.versions.slot_arrays(order.body.push), order.body.version
+            if version is not None:
+                return self._snapshots.begin_keeping_model(version, theta, order.body.digests)
+            return self._snapshots.begin_keeping(theta)
         assert isinstance(order.body, e.Persist)
         self._require_loaded(order)
         return self._snapshots.begin_writing(order.body.version, *self._to_write(order.body))

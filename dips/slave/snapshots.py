@@ -9,15 +9,17 @@ decides what is written and deleted; by itself a slave removes only what it had 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+
+import numpy as np
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
 from dips.files import PidLock, make_directory, sync_path
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
-from dips.protocol.manifest import Manifest
+from dips.protocol.manifest import Layer, Manifest
 from dips.slave.ports import READ_AT_START, Arrays
 from dips.store.files import (
     ASIDE,
@@ -32,7 +34,7 @@ from dips.store.files import (
     staged_versions,
     write_version,
 )
-from dips.store.tensorfile import OnPiece
+from dips.store.tensorfile import F32, OnPiece
 from dips.store.version import MANIFEST_FILE, OLD_LAYOUT, VersionManifest, digest_of, version_of
 from dips.telemetry.logs import Log
 
@@ -350,6 +352,57 @@ class Snapshots:
             put_version(aside, path)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+    def keep_model(self, version: VersionId, theta: Arrays, digests: tuple[str, ...]) -> tuple[str, VersionId | None]:
+        """Make a version durable, with m of the newest snapshot of these layers, 0 without one, and read it back;
+        return the digest of its manifest, and that snapshot's version.
+
+        Raise CorruptSnapshot, and keep nothing, if θ does not have its digests: its slot was freed meanwhile, or the
+        disk is faulty.
+        """
+        self._require_directory()
+        model, aside = self._require_model(f"{version}"), self._aside_path(version)
+        momentum_of = self.newest_of({index: model.layers[index] for index in self._genesis})
+        flat = self.merge_momentum(((index, theta[index]) for index in self._genesis), momentum_of)
+        try:
+            aside.mkdir(exist_ok=True)
+            owner = (self._run, self._slave, self._sinc)
+            digest = write_version(aside, owner, version, model, self._genesis, flat, self._meter.add)
+            manifest = read_manifest(aside)
+            for record, expected in zip(manifest.layers, digests, strict=True):
+                if record.theta != expected:
+                    got = f"expected xxh3-128 {expected}, got {record.theta}"
+                    raise CorruptSnapshot(f"{aside}: layer {record.layer.name} of {version}: {got}")
+            read_through(aside, manifest, self._meter.add)
+            put_version(aside, self._directory / str(version))
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self._whole.add(version)
+        return digest, momentum_of
+
+    def newest_of(self, layers: Mapping[int, Layer]) -> VersionId | None:
+        """Return the newest whole snapshot of just these layers, verified; None if there is none. Another ledger may
+        have placed other layers on this slave.
+        """
+        for version in sorted(self._list_versions(), key=lambda v: -v.round):
+            if not self._verify_once(version):
+                continue
+            records = read_manifest(self._path_of(version)).layers
+            if {record.index: record.layer for record in records} == layers:
+                return version
+        return None
+
+    def merge_momentum(self, thetas: Iterable[tuple[int, F32]], momentum_of: VersionId | None) -> Iterator[F32]:
+        """Iterate over θ of each layer, as given, and m of it from a snapshot, 0 without one; in one layer's memory."""
+        folder = None if momentum_of is None else self._path_of(momentum_of)
+        manifest = None if folder is None else read_manifest(folder)
+        records = {} if manifest is None else {record.index: record for record in manifest.layers}
+        for index, theta in thetas:
+            yield theta
+            momentum = np.zeros_like(theta)
+            if folder is not None and manifest is not None:
+                read_layer(folder, manifest, records[index], None, momentum)
+            yield momentum
 
     def map_theta(self, version: VersionId) -> Arrays | None:
         """Map θ of a snapshot that this process wrote or verified; return None if there is none.

@@ -1,4 +1,4 @@
-"""Versions staged in the slaves' roots while no slave runs: what `dips rebalance` and `dips recover` do to disks.
+"""Versions staged in the slaves' roots beside what they serve: what `dips rebalance` and `dips recover` do to disks.
 
 A version is made in parts, one for each slave: written aside, staged beside what is there and read back, in all roots
 or in none. Existing versions are not changed before the ledger has the row; then the parts get their names. It does not
@@ -19,21 +19,17 @@ import numpy as np
 from dips.config import RunFile, SlaveSection
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk, FailedMirror
-from dips.ids import GENESIS, VersionId
+from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
 from dips.store.files import (
     ASIDE,
-    STAGED,
     SyncQueue,
     copy_layer,
-    delete_version,
-    find_complete,
     make_manifest,
     promote_version,
-    read_layer,
     read_manifest,
     read_through,
     reserve_version,
@@ -52,13 +48,10 @@ from dips.store.version import (
     layer_file,
     layer_header,
     split_layer,
-    text_digest,
-    version_of,
 )
 from dips.telemetry.logs import Log
 
 Digests = Mapping[tuple[int, str], str]  # (round, slave) → digest of the manifest, from the ledger
-Placed = tuple[Path, VersionManifest]  # a version's directory, and what is in it
 
 # ---- staging --------------------------------------------------------------------------------------------------------
 
@@ -91,17 +84,14 @@ class VersionPart:
 
 
 def stage_parts(
-    parts: Sequence[VersionPart],
-    kept: Mapping[str, Placed],
-    report: OnPiece = lambda _: None,
-    show: Callable[[str], None] = lambda _: None,
+    parts: Sequence[VersionPart], report: OnPiece = lambda _: None, show: Callable[[str], None] = lambda _: None
 ) -> dict[str, str]:
-    """Stage all parts and read them back, and the versions that stay where they are; return the digests by slave.
+    """Stage all parts and read them back; return the digests by slave.
 
     Room for all is reserved before any is written. Raise CorruptSnapshot naming what is damaged, FailedDisk: then
     nothing is left of any part.
     """
-    digests = {name: manifest.digest for name, (_, manifest) in kept.items()}
+    digests = dict[str, str]()
     try:
         for part in parts:
             _make_room(part)
@@ -111,9 +101,6 @@ def stage_parts(
         for part in parts:
             show(f"{part.slave} {part.version}: reading back")
             read_through(part.staged, read_manifest(part.staged), report)
-        for name, (path, manifest) in kept.items():
-            show(f"{name} {manifest.version}: reading")
-            read_through(path, manifest, report)
     except (OSError, DipsError) as error:
         for part in parts:
             for path in (part.aside, part.staged):
@@ -151,11 +138,7 @@ def _is_staged(part: VersionPart) -> bool:
 
 
 def finish_staged(
-    directory: Path,
-    slave: str,
-    digests: Digests,
-    on_damaged: Callable[[CorruptSnapshot], None],
-    discard: Callable[[Path], None] = delete_version,
+    directory: Path, slave: str, digests: Digests, on_damaged: Callable[[CorruptSnapshot], None]
 ) -> tuple[list[VersionId], list[VersionId]]:
     """Promote the staged snapshots that have a row; return (promoted, staged without a row).
 
@@ -169,7 +152,7 @@ def finish_staged(
             on_damaged(error)
             continue
         if digest == digests.get((version.round, slave)):
-            promote_version(directory, version, discard)
+            promote_version(directory, version)
             finished.append(version)
         else:
             without_row.append(version)
@@ -177,60 +160,14 @@ def finish_staged(
 
 
 # ---- rebalance ------------------------------------------------------------------------------------------------------
-# A layer's file is copied as it is, from the root that holds it, and verified on the way.
-
-
-def find_placed(
-    directories: Sequence[Path], run: str, slave: str, layers: Sequence[int], digests: Digests
-) -> dict[VersionId, Placed]:
-    """Return the complete snapshots of a slave that hold just `layers`, from all directories that it may have.
-
-    Raise ConfigError if no directory is there, or one is of another run. Bytes are not verified here; copying does
-    that.
-    """
-    here = [directory for directory in directories if directory.is_dir()]
-    if not here:
-        raise ConfigError(
-            f"{slave}: its snapshots are to be read from {' or '.join(map(str, directories))}, which is not here: "
-            "mount it, or restore it"
-        )
-    found: dict[VersionId, Placed] = {}
-    for directory in here:
-        for version, manifest in find_complete(directory).items():
-            path = directory / str(version)
-            if manifest.run != run:
-                raise ConfigError(f"{path} is a snapshot of run {manifest.run!r}, expected run {run!r}")
-            ours = manifest.slave == slave and {r.index for r in manifest.layers} == set(layers)
-            if ours and digests.get((version.round, slave), manifest.digest) == manifest.digest:
-                found.setdefault(version, (path, manifest))
-    return found
-
-
-def plan_copy(
-    owner: tuple[str, str, int], version: VersionId, directory: Path, model: Manifest, sources: Mapping[int, Placed]
-) -> VersionPart:
-    """Return the part that copies its layers from `sources`, which are in the model's order; nothing is copied yet.
-
-    owner  run, slave and incarnation
-    """
-    records = {r.index: (placed, r) for placed in sources.values() for r in placed[1].layers if r.index in sources}
-    ordered = [records[layer] for layer in sources]
-    text = make_manifest(owner, version, model, (record for _, record in ordered)).to_json()
-    fill = partial(_copy_layers, ordered, text)
-    return VersionPart(owner[0], owner[1], version, directory, model, tuple(sources), fill, text_digest(text))
-
-
-def _copy_layers(sources: Sequence[tuple[Placed, LayerRecord]], text: bytes, aside: Path, report: OnPiece) -> str:
-    queue = SyncQueue()
-    _copy_records(sources, aside, queue, report)
-    queue.sync_files()
-    return write_manifest(aside, text)
+# A layer's file is copied as it is, from the version that the slave has, or fetched; both are verified on the way.
 
 
 def _copy_records(
-    sources: Iterable[tuple[Placed, LayerRecord]], aside: Path, queue: SyncQueue, report: OnPiece
-) -> None:
-    for (folder, manifest), record in sources:
+    folder: Path, manifest: VersionManifest, records: Iterable[LayerRecord], aside: Path, queue: SyncQueue,
+    report: OnPiece,
+) -> None:  # fmt: skip
+    for record in records:
         path = folder / record.file
         with path.open("rb") as source, (aside / record.file).open("r+b") as target:  # its room is reserved
             copy_layer(source, target, manifest, record, str(path), report)
@@ -275,7 +212,7 @@ def _fetch_layers(
     queue, folder = SyncQueue(), near[0]
     records = {r.index: r for r in near[1].layers if r.index in layers} if near[1] is not None else {}
     if near[1] is not None:
-        _copy_records([((folder, near[1]), record) for record in records.values()], aside, queue, report)
+        _copy_records(folder, near[1], records.values(), aside, queue, report)
     away = [index for index in layers if index not in records]
     for begin in range(0, len(away), FETCHED):
         for record in _fetch_some(owner[0], version, model, away[begin : begin + FETCHED], fetch, aside):
@@ -308,24 +245,12 @@ def _fetch_some(
         yield LayerRecord(index, layer, *found, len(headers[index]) + 2 * layer.nbytes)
 
 
-def clean_directory(directory: Path, run: str, present: VersionId | None, discard: Callable[[Path], None]) -> None:
-    """Discard the snapshots of this run of versions other than `present`, and delete unfinished and staged ones.
-
-    Damaged snapshots and those of another run are left for a person.
-    """
-    for path in sorted(directory.glob("v*@r*")):
-        version = version_of(path)
-        if version not in (None, GENESIS, present) and _is_of_run(path, run):
-            discard(path)
-    for path in [*directory.glob(f"{STAGED}*"), *directory.glob(f"{ASIDE}*")]:
-        delete_version(path) if path.name.startswith(STAGED) else shutil.rmtree(path)
-
-
-def _is_of_run(path: Path, run: str) -> bool:
+def read_kept(folder: Path, manifest: VersionManifest) -> None:
+    """Read a version that stays where it is, before the older ones, its only substitutes, are given up."""
     try:
-        return read_manifest(path).run == run
-    except CorruptSnapshot:
-        return False
+        read_through(folder, manifest)
+    except OSError as error:
+        raise FailedDisk(f"the run is as it was: {error}") from error
 
 
 # ---- recover --------------------------------------------------------------------------------------------------------
@@ -399,7 +324,7 @@ class Rebuild:
             )
             for one in found
         ]  # fmt: skip
-        return tuple(stage_parts(parts, {}).items())
+        return tuple(stage_parts(parts).items())
 
     def place_version(self, version: VersionId) -> None:
         """Promote the staged snapshots of a version whose row is durable."""
@@ -431,33 +356,12 @@ class Rebuild:
         return SnapshotMirror(store, directory, run, name, self._log, time.monotonic)
 
     def _newest_of(self, name: str, layers: Sequence[int]) -> VersionId | None:
-        """Return the newest snapshot of these layers whose digests agree; None if there is none. Another ledger may
-        have placed other layers on this slave.
-        """
-        disk, wanted = self._disks[name], {i: self._manifest.layers[i] for i in layers}
-        for version in sorted((*disk.complete_versions(), *disk.unread_versions()), key=lambda v: -v.round):
-            if version not in disk.complete_versions((version,)):
-                continue
-            records = read_manifest(self._sections[name].directory / str(version)).layers
-            if {record.index: record.layer for record in records} == wanted:
-                return version
-        return None
+        return self._disks[name].newest_of({index: self._manifest.layers[index] for index in layers})
 
     def _write_part(self, version: VersionId, found: SlaveFinding, sinc: int, aside: Path, report: OnPiece) -> str:
-        owner, flat = (self._row.run, found.slave, sinc), self._merge_layers(found)
+        flat = self._disks[found.slave].merge_momentum(self._read_model(found.layers), found.momentum_of)
+        owner = (self._row.run, found.slave, sinc)
         return write_version(aside, owner, version, self._manifest, found.layers, flat, report)
-
-    def _merge_layers(self, found: SlaveFinding) -> Iterator[F32]:
-        """Iterate over θ of the file and m of the slave's newest snapshot, with the memory of one layer."""
-        folder = self._sections[found.slave].directory / str(found.momentum_of)
-        manifest = None if found.momentum_of is None else read_manifest(folder)
-        records = {} if manifest is None else {record.index: record for record in manifest.layers}
-        for layer, theta in self._read_model(found.layers):
-            yield theta
-            momentum = np.zeros_like(theta)
-            if manifest is not None:
-                read_layer(folder, manifest, records[layer], None, momentum)
-            yield momentum
 
     def _check_model(self) -> None:
         """Check, before anything is written, that the file has every parameter, in fp32 and finite."""

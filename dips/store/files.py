@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, count
 from pathlib import Path
 from typing import IO
 
@@ -293,14 +292,13 @@ def copy_layer(
 #
 #     .rebalanced-v12@r17   complete; beside v12@r17, which holds the former layers, or without it
 #
-# A crash may follow the row, so they are promoted by the command when it is repeated, or by the slave when the master
-# names its layers. Before the row a rebalanced one is ignored: the layers that the master names are still those of
-# v12@r17. A recovered one is of a round that the ledger has reserved, so the master orders it deleted, like the
+# A crash may follow the row, so they are promoted by `dips recover` when it is repeated, or by the slave when the
+# master names its layers. Before the row a rebalanced one is ignored: the layers that the master names are still those
+# of v12@r17. A recovered one is of a round that the ledger has reserved, so the master orders it deleted, like the
 # snapshots of a round that was skipped.
 
 
 STAGED = ".rebalanced-"
-KEPT = "old-"  # prefix with --keep-old; a person may delete these
 
 
 def staged_path(root: Path, version: VersionId) -> Path:
@@ -330,17 +328,17 @@ def promote_if_ours(root: Path, version: VersionId, layers: Collection[int]) -> 
     return True
 
 
-def promote_version(root: Path, version: VersionId, discard: Callable[[Path], None] | None = None) -> None:
-    """Rename a staged version to its final name after `discard` of the present one. It has one of the two names at any
+def promote_version(root: Path, version: VersionId) -> None:
+    """Rename a staged version to its final name after deleting the present one. It has one of the two names at any
     time.
     """
-    put_version(staged_path(root, version), root / str(version), discard)
+    put_version(staged_path(root, version), root / str(version))
 
 
-def put_version(aside: Path, path: Path, discard: Callable[[Path], None] | None = None) -> None:
-    """Rename a durable version to its final name in the same root, after `discard` of the one that is there."""
+def put_version(aside: Path, path: Path) -> None:
+    """Rename a durable version to its final name in the same root, after deleting the one that is there."""
     if path.exists():
-        (discard or delete_version)(path)
+        delete_version(path)
     aside.rename(path)
     sync_path(path.parent)
 
@@ -351,13 +349,6 @@ def delete_version(path: Path) -> None:
     path.rename(aside)
     sync_path(path.parent)
     shutil.rmtree(aside)
-
-
-def keep_version(path: Path) -> None:
-    """Rename a version so that it is neither read nor deleted any more; earlier kept ones stay."""
-    names = (path.with_name(f"{KEPT}{path.name}{again}") for again in chain([""], (f"-{n}" for n in count(2))))
-    path.rename(next(name for name in names if not name.exists()))
-    sync_path(path.parent)
 
 
 def _layers_of(folder: Path) -> set[int] | None:

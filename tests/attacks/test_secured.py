@@ -231,10 +231,11 @@ def test_whom_the_master_refuses(
         ("OperatorService/Extend", operator_pb2.ExtensionAsked()),
         ("OperatorService/Rollback", operator_pb2.RollbackAsked()),
         ("OperatorService/Rebalance", operator_pb2.RebalanceAsked(slave="ps0", slaves=["ps0", "ps9"])),
+        ("OperatorService/Recover", operator_pb2.RecoverAsked(source="mine")),
         (REGISTER, register("ps0")),
     ],
     ids=["push", "lease", "pull as another", "join as a cluster", "join as a cluster of its name", "look", "tune",
-         "quarantine", "drain", "extend", "roll back", "rebalance", "register"],
+         "quarantine", "drain", "extend", "roll back", "rebalance", "recover", "register"],
 )  # fmt: skip
 def test_what_a_puller_may_not(secured: AttackedRun, request: pytest.FixtureRequest, method: str, said: object) -> None:
     """A stolen puller's key gives the parameters away, as any follower must have them, and nothing else."""

@@ -35,7 +35,7 @@ def spell_order(body: e.OrderBody) -> str:
         case e.Reorder():
             return f"Reorder {body.push}, its ranks at places {_list(body.places)}"
         case e.KeepSeed():
-            return f"KeepSeed {body.push}"
+            return f"KeepSeed {body.push}" + (f" as {body.version}" if body.version else "")
         case e.DropPush():
             return f"DropPush {body.push}: {body.reason}"
         case e.Measure():

@@ -1,4 +1,6 @@
-"""`dips recover`: a saved model makes up for a lost directory or ledger; nothing is written while anybody serves."""
+"""`dips recover --lost-ledger`: a saved model makes up for a lost ledger, and for a slave's directory besides; nothing
+is written while anybody serves. tests/integration/test_recover.py recovers over the lanes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 from dips.cli import cli
 from dips.commands import recovering
 from dips.config import RunFile, load_run
-from dips.errors import ConfigError, FailedDisk, StaleTerm
+from dips.errors import ConfigError, FailedDisk
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
@@ -80,7 +82,9 @@ def opened(config: RunFile, name: str) -> Snapshots:
 
 def recover(tmp_path: Path, *words: str) -> Any:
     file, model = str(tmp_path / "dips.yaml"), str(tmp_path / "saved.safetensors")
-    return CliRunner().invoke(cli, ["recover", "--config", file, "--model", model, *(words or ("--yes",))])
+    return CliRunner().invoke(
+        cli, ["recover", "--lost-ledger", "--config", file, "--model", model, *(words or ("--yes",))]
+    )
 
 
 def content(config: RunFile, version: VersionId) -> Mapping[str, np.ndarray]:
@@ -91,11 +95,12 @@ def content(config: RunFile, version: VersionId) -> Mapping[str, np.ndarray]:
 
 def test_a_lost_directory_loses_momentum_and_nothing_else(config: RunFile, tmp_path: Path) -> None:
     """The new version has the file's θ everywhere, the living slave's momentum, and 0 for the lost layers."""
+    shutil.rmtree(config.master.directory)
     shutil.rmtree(config.slave_section("s1").directory)
     done = recover(tmp_path)
     assert done.exit_code == 0, done.output
     assert "s1: 1 layers, no snapshot is left: momentum 0" in done.output
-    head = VersionId(2, 2)
+    head = head_of(config)
     found = content(config, head)
     (lost,) = [name for name, shape in SHAPES.items() if not found[f"momentum.{name}"].any()]
     (kept,) = SHAPES.keys() - {lost}
@@ -103,15 +108,24 @@ def test_a_lost_directory_loses_momentum_and_nothing_else(config: RunFile, tmp_p
     assert (found[f"momentum.{kept}"] == 5.0).all()
     with closing(Ledger.open(genesis.ledger_path(config), readonly=True)) as ledger:
         state, (*_, newest) = ledger.read_state(), ledger.read_history()
-        assert set(ledger.read_digests()) == {(2, "s0"), (2, "s1")}
-    assert [v.version for v in state.versions] == [GENESIS, V1, head]
-    assert state.versions[-1].durable
-    assert state.history == ScoreHistory((), (1.0,)), "what the penalty knows stays"
+        assert set(ledger.read_digests()) == {(head.round, "s0"), (head.round, "s1")}
+    assert [v.version for v in state.versions] == [GENESIS, head] and state.versions[-1].durable
     assert newest.recovered == f"from {tmp_path / 'saved.safetensors'}: layers {lost[0]} lost their momentum"
     told = CliRunner().invoke(cli, ["history", "--config", str(tmp_path / "dips.yaml")], env={"COLUMNS": "200"})
     assert "recovered: from" in told.output and "lost their momentum" in told.output
     verified = CliRunner().invoke(cli, ["verify", "--config", str(tmp_path / "dips.yaml")])
     assert verified.exit_code == 0, verified.output
+
+
+def test_a_ledger_that_is_here_is_not_lost(config: RunFile, tmp_path: Path) -> None:
+    """The other way needs no directories, and no daemon stopped."""
+    before = genesis.ledger_path(config).read_bytes()
+    done = recover(tmp_path)
+    assert isinstance(done.exception, ConfigError) and "leave out --lost-ledger" in str(done.exception)
+    assert genesis.ledger_path(config).read_bytes() == before
+    words = ["recover", "--lost-ledger", "--master", "127.0.0.1:1", "--model", str(tmp_path / "saved.safetensors")]
+    done = CliRunner().invoke(cli, words)
+    assert isinstance(done.exception, ConfigError) and "give --config FILE" in str(done.exception)
 
 
 def test_a_lost_ledger_begins_anew_above_every_name(config: RunFile, tmp_path: Path) -> None:
@@ -172,11 +186,9 @@ def test_mirrors_of_slaves_are_no_reason_to_refuse(config: RunFile, tmp_path: Pa
 
 
 def test_a_mirror_that_cannot_be_read(config: RunFile, tmp_path: Path) -> None:
-    """It may hold rounds that a new ledger would give again; one that is there knows its rounds, and goes on."""
+    """It may hold rounds that a new ledger would give again."""
     config = mirrored(config, tmp_path, "s1")
     (tmp_path / "mirror").rename(tmp_path / "unmounted")
-    done = recover(tmp_path)
-    assert done.exit_code == 0 and "(its mirror: mirror: " in done.output, done.output
     shutil.rmtree(config.master.directory)
     refused = recover(tmp_path)
     assert isinstance(refused.exception, ConfigError)
@@ -203,7 +215,7 @@ def test_no_with_a_lost_ledger_makes_none(config: RunFile, tmp_path: Path) -> No
     """The plan needs a ledger to look at; it is built aside."""
     shutil.rmtree(config.master.directory)
     file, model = str(tmp_path / "dips.yaml"), str(tmp_path / "saved.safetensors")
-    done = CliRunner().invoke(cli, ["recover", "--config", file, "--model", model], input="n\n")
+    done = CliRunner().invoke(cli, ["recover", "--lost-ledger", "--config", file, "--model", model], input="n\n")
     assert done.exit_code == 1 and "momentum of v1@r1" in done.output
     assert [path.name for path in config.master.directory.iterdir()] == ["ledger.sqlite.lock"]
 
@@ -257,15 +269,12 @@ def assert_recovered(config: RunFile) -> None:
     assert newest.recovered is not None and newest.recovered.endswith(f"layers {layer} lost their momentum")
 
 
-@pytest.mark.parametrize("ledger_lost", [False, True])
-def test_killed_anywhere_nothing_half_done_is_believed(config: RunFile, tmp_path: Path, ledger_lost: bool) -> None:
-    """Before the row the run is as it was, and a master that is started serves it; after it the slaves, or the repeated
-    command, find the version."""
+def test_killed_anywhere_nothing_half_done_is_believed(config: RunFile, tmp_path: Path) -> None:
+    """Before the row there is no ledger; after it the slaves, or the repeated command, find the version."""
     shutil.rmtree(config.slave_section("s1").directory)
-    if ledger_lost:
-        shutil.rmtree(config.master.directory)
+    shutil.rmtree(config.master.directory)
     shutil.copytree(tmp_path, made := tmp_path.with_name(f"{tmp_path.name}-made"))
-    before, seen = None if ledger_lost else V1, set[bool]()
+    seen = set[bool]()
     for at in range(1, 200):
         shutil.rmtree(tmp_path)
         shutil.copytree(made, tmp_path)
@@ -278,16 +287,13 @@ def test_killed_anywhere_nothing_half_done_is_believed(config: RunFile, tmp_path
             if not guillotine.fell:
                 assert done.exit_code == 0, done.output
                 break
-        there = genesis.ledger_path(config).exists()
-        committed = there and head_of(config) != before
-        assert there or ledger_lost
+        committed = genesis.ledger_path(config).exists()
         seen.add(committed)
-        if there:
+        if committed:
             assert refused_by_the_master(config) == []
-            if committed:
-                slaves_learn_their_layers(config)
-                assert_recovered(config)
-                continue
+            slaves_learn_their_layers(config)
+            assert_recovered(config)
+            continue
         again = recover(tmp_path)
         assert again.exit_code == 0, again.output
         assert_recovered(config)
@@ -297,13 +303,9 @@ def test_killed_anywhere_nothing_half_done_is_believed(config: RunFile, tmp_path
     assert_recovered(config)
 
 
-@pytest.mark.parametrize("ledger_lost", [False, True])
-def test_what_it_wrote_outlives_a_power_cut(
-    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ledger_lost: bool
-) -> None:
+def test_what_it_wrote_outlives_a_power_cut(config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is staged, before its row; its names, the ledger's and the initial model's, before the command says done."""
-    if ledger_lost:
-        shutil.rmtree(config.master.directory)
+    shutil.rmtree(config.master.directory)
     cut, at_row = PowerCut(tmp_path, monkeypatch), list[list[str]]()
     write_records = Ledger.write_records
 
@@ -321,15 +323,15 @@ def test_what_it_wrote_outlives_a_power_cut(
     for slave in config.slaves:
         assert cut.find_lost(slave.directory / str(head)) == []
         assert not cut.would_return(slave.directory / f".rebalanced-{head}")
-    if ledger_lost:
-        for name in (genesis.LEDGER, genesis.INITIAL_SHARED, genesis.INITIAL_VERSION):
-            assert cut.find_lost(config.master.directory / name) == []
+    for name in (genesis.LEDGER, genesis.INITIAL_SHARED, genesis.INITIAL_VERSION):
+        assert cut.find_lost(config.master.directory / name) == []
     cut.close()
 
 
 def test_what_was_killed_behind_its_row_is_finished(config: RunFile, tmp_path: Path) -> None:
     """The same command gives the staged snapshots their names, and makes no version more."""
     shutil.rmtree(config.slave_section("s1").directory)
+    shutil.rmtree(config.master.directory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rebuild, "place_version", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
@@ -342,12 +344,13 @@ def test_what_was_killed_behind_its_row_is_finished(config: RunFile, tmp_path: P
 
 
 def test_a_full_disk_leaves_the_run_as_it_was(config: RunFile, tmp_path: Path) -> None:
-    """Found before any is written; what was reserved is free again, and a master that is started serves the run."""
-    real, seen = tensorfile._reserve_space, list[int]()
+    """Found before any slave's disk is written; what was reserved is free again."""
+    shutil.rmtree(config.master.directory)
+    real, seen, initial = tensorfile._reserve_space, list[int](), len(SHAPES)  # layers of v0@r0, for the ledger
 
     def fills_up(fd: int, size: int) -> None:
         seen.append(size)
-        if len(seen) == 2:
+        if len(seen) == initial + 2:
             raise OSError(28, "No space left on device")
         real(fd, size)
 
@@ -355,21 +358,10 @@ def test_a_full_disk_leaves_the_run_as_it_was(config: RunFile, tmp_path: Path) -
         patch.setattr(tensorfile, "_reserve_space", fills_up)
         done = recover(tmp_path)
     assert isinstance(done.exception, FailedDisk) and "the run is as it was: " in str(done.exception)
-    assert len(seen) == 2, "something was written before all was reserved"
+    assert len(seen) == initial + 2, "something was written before all was reserved"
     for slave in config.slaves:
         assert {path.name for path in slave.directory.iterdir()} == {".lock", str(V1)}
-    assert head_of(config) == V1 and refused_by_the_master(config) == []
-
-
-def test_a_master_of_before_is_fenced(config: RunFile, tmp_path: Path) -> None:
-    """Stopped and taken for dead, on a file system without locks: what it writes afterwards is refused."""
-    with closing(Ledger.open(genesis.ledger_path(config), wall=time.time)) as stopped:
-        term = stopped.start_term()
-        assert stopped._lock is not None
-        stopped._lock.close()
-        assert recover(tmp_path).exit_code == 0
-        with pytest.raises(StaleTerm, match=f"this master began term {term} of the ledger, term {term + 1} has begun"):
-            stopped.write_records([RoundReserved(9, 0.0)])
+    assert not genesis.ledger_path(config).exists()
 
 
 def test_it_is_refused_while_anybody_serves(config: RunFile, tmp_path: Path) -> None:
@@ -386,25 +378,16 @@ def test_it_is_refused_while_anybody_serves(config: RunFile, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("saved", "problem"),
     [
-        ({"a.w": np.ones(3, np.float32)}, "expected a tensor 'b.w', it is missing"),
-        ({**tensors(1.0), "b.w": np.ones((2, 3), np.float32)}, "tensor 'b.w': expected"),
-        ({**tensors(1.0), "b.w": np.ones((2, 2), np.float16)}, "tensor 'b.w': expected"),
-        ({**tensors(1.0), "b.w": np.full((2, 2), np.nan, np.float32)}, "layer b is not finite"),
+        ({**tensors(1.0), "b.w": np.ones((2, 2), np.float16)}, "expected parameters in float32, got: b.w is float16"),
+        ({**tensors(1.0), "b.w": np.full((2, 2), np.nan, np.float32)}, "not finite: b.w"),
     ],
 )
-def test_a_file_that_is_not_the_model_is_refused(
+def test_a_file_that_is_no_model_is_refused(
     config: RunFile, tmp_path: Path, saved: dict[str, np.ndarray], problem: str
 ) -> None:
-    """What is missing, of another shape or type, or not finite is named; nothing was written."""
+    """What is of another type, or not finite, is named; nothing was written."""
+    shutil.rmtree(config.master.directory)
     save_file(saved, tmp_path / "saved.safetensors")
     done = recover(tmp_path)
     assert isinstance(done.exception, ConfigError) and problem in str(done.exception)
-    assert not list(tmp_path.glob("s*/v2@*"))
-
-
-def test_no_is_an_answer(config: RunFile, tmp_path: Path) -> None:
-    """Asked, and told no: the plan was shown, nothing was written."""
-    file, model = str(tmp_path / "dips.yaml"), str(tmp_path / "saved.safetensors")
-    done = CliRunner().invoke(cli, ["recover", "--config", file, "--model", model], input="n\n")
-    assert done.exit_code == 1 and "momentum of v1@r1" in done.output
-    assert not list(tmp_path.glob("s*/v2@*"))
+    assert not list(tmp_path.glob("s*/.rebalanced*")) and not genesis.ledger_path(config).exists()

@@ -26,7 +26,7 @@ from dips.wire.generated import cluster_pb2 as dips_dot_v1_dot_cluster__pb2
 from dips.wire.generated import names_pb2 as dips_dot_v1_dot_names__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64ips/v1/operator.proto\x12\x07\x64ips.v1\x1a\x15\x64ips/v1/cluster.proto\x1a\x13\x64ips/v1/names.proto\"#\n\x10ReadmissionAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\"\x1b\n\nDrainAsked\x12\r\n\x05slave\x18\x01 \x01(\t\"\x0f\n\rDrainAllAsked\"*\n\x0cTargetChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"8\n\x0e\x45xtensionAsked\x12&\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x15.dips.v1.TargetChange\"6\n\x0bTunedOption\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0b\n\x03off\x18\x03 \x01(\x08\"4\n\x0bTuningAsked\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.dips.v1.TunedOption\".\n\x05Tuned\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.dips.v1.TunedOption\"2\n\x0fQuarantineAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"[\n\x0bRunProposed\x12\x0e\n\x06packed\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x15\n\rgenesis_norms\x18\x03 \x03(\x01J\x04\x08\x01\x10\x02\"L\n\tSeedAsked\x12\x0e\n\x06seeder\x18\x01 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x10\n\x08given_up\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x03(\t\"K\n\x0bSeedGranted\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x1d\n\x05grant\x18\x02 \x01(\x0b\x32\x0e.dips.v1.Grant\"K\n\x07Targets\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x10\n\x08versions\x18\x02 \x01(\x04\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x65pochs\x18\x04 \x01(\x04\"R\n\x08\x45xtended\x12!\n\x07targets\x18\x01 \x01(\x0b\x32\x10.dips.v1.Targets\x12#\n\x07resumed\x18\x02 \x01(\x0b\x32\x12.dips.v1.VersionId\"4\n\rRollbackAsked\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.dips.v1.VersionId\"!\n\rFinaliseAsked\x12\x10\n\x08protocol\x18\x01 \x01(\x04\"m\n\rFinaliseReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"d\n\x0eRebalanceAsked\x12\r\n\x05slave\x18\x01 \x01(\t\x12\x0e\n\x06slaves\x18\x02 \x03(\t\x12#\n\x07version\x18\x03 \x01(\x0b\x32\x12.dips.v1.VersionId\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"U\n\x10RebalancePlanned\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.dips.v1.VersionId\x12\x0e\n\x06layers\x18\x02 \x03(\x04\x12\x0c\n\x04sinc\x18\x03 \x01(\x04\"\xcb\x01\n\x0eRebalanceReply\x12\x36\n\x11rebalance_planned\x18\x01 \x01(\x0b\x32\x19.dips.v1.RebalancePlannedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x12-\n\x0c\x61\x63knowledged\x18\x04 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x42\x08\n\x06result\"l\n\x0cReadmitReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x8f\x01\n\nDrainReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x92\x01\n\rRollbackReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"c\n\x0b\x45xtendReply\x12%\n\x08\x65xtended\x18\x01 \x01(\x0b\x32\x11.dips.v1.ExtendedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"[\n\tTuneReply\x12\x1f\n\x05tuned\x18\x01 \x01(\x0b\x32\x0e.dips.v1.TunedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"o\n\x0fQuarantineReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"j\n\nBeginReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\xe1\x01\n\tSeedReply\x12,\n\x0cseed_granted\x18\x01 \x01(\x0b\x32\x14.dips.v1.SeedGrantedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x12#\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x10.dips.v1.DroppedH\x00\x12-\n\x0c\x61\x63knowledged\x18\x05 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x42\x08\n\x06result2\x82\x05\n\x0fOperatorService\x12;\n\x07Readmit\x12\x19.dips.v1.ReadmissionAsked\x1a\x15.dips.v1.ReadmitReply\x12\x31\n\x05\x44rain\x12\x13.dips.v1.DrainAsked\x1a\x13.dips.v1.DrainReply\x12\x37\n\x08\x44rainAll\x12\x16.dips.v1.DrainAllAsked\x1a\x13.dips.v1.DrainReply\x12\x37\n\x06\x45xtend\x12\x17.dips.v1.ExtensionAsked\x1a\x14.dips.v1.ExtendReply\x12\x30\n\x04Tune\x12\x14.dips.v1.TuningAsked\x1a\x12.dips.v1.TuneReply\x12@\n\nQuarantine\x12\x18.dips.v1.QuarantineAsked\x1a\x18.dips.v1.QuarantineReply\x12\x32\n\x05\x42\x65gin\x12\x14.dips.v1.RunProposed\x1a\x13.dips.v1.BeginReply\x12.\n\x04Seed\x12\x12.dips.v1.SeedAsked\x1a\x12.dips.v1.SeedReply\x12:\n\x08Rollback\x12\x16.dips.v1.RollbackAsked\x1a\x16.dips.v1.RollbackReply\x12:\n\x08\x46inalise\x12\x16.dips.v1.FinaliseAsked\x1a\x16.dips.v1.FinaliseReply\x12=\n\tRebalance\x12\x17.dips.v1.RebalanceAsked\x1a\x17.dips.v1.RebalanceReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64ips/v1/operator.proto\x12\x07\x64ips.v1\x1a\x15\x64ips/v1/cluster.proto\x1a\x13\x64ips/v1/names.proto\"#\n\x10ReadmissionAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\"\x1b\n\nDrainAsked\x12\r\n\x05slave\x18\x01 \x01(\t\"\x0f\n\rDrainAllAsked\"*\n\x0cTargetChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"8\n\x0e\x45xtensionAsked\x12&\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x15.dips.v1.TargetChange\"6\n\x0bTunedOption\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0b\n\x03off\x18\x03 \x01(\x08\"4\n\x0bTuningAsked\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.dips.v1.TunedOption\".\n\x05Tuned\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.dips.v1.TunedOption\"2\n\x0fQuarantineAsked\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"[\n\x0bRunProposed\x12\x0e\n\x06packed\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x15\n\rgenesis_norms\x18\x03 \x03(\x01J\x04\x08\x01\x10\x02\"L\n\tSeedAsked\x12\x0e\n\x06seeder\x18\x01 \x01(\t\x12\x0f\n\x07genesis\x18\x02 \x03(\t\x12\x10\n\x08given_up\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x03(\t\"\x84\x01\n\x0cRecoverAsked\x12\x0e\n\x06seeder\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x10\n\x08given_up\x18\x04 \x01(\x04\x12\x0c\n\x04keys\x18\x05 \x03(\t\x12#\n\x07version\x18\x06 \x01(\x0b\x32\x12.dips.v1.VersionId\"K\n\x0bSeedGranted\x12\x1d\n\x04push\x18\x01 \x01(\x0b\x32\x0f.dips.v1.PushId\x12\x1d\n\x05grant\x18\x02 \x01(\x0b\x32\x0e.dips.v1.Grant\"K\n\x07Targets\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x10\n\x08versions\x18\x02 \x01(\x04\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x65pochs\x18\x04 \x01(\x04\"R\n\x08\x45xtended\x12!\n\x07targets\x18\x01 \x01(\x0b\x32\x10.dips.v1.Targets\x12#\n\x07resumed\x18\x02 \x01(\x0b\x32\x12.dips.v1.VersionId\"4\n\rRollbackAsked\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.dips.v1.VersionId\"!\n\rFinaliseAsked\x12\x10\n\x08protocol\x18\x01 \x01(\x04\"m\n\rFinaliseReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"d\n\x0eRebalanceAsked\x12\r\n\x05slave\x18\x01 \x01(\t\x12\x0e\n\x06slaves\x18\x02 \x03(\t\x12#\n\x07version\x18\x03 \x01(\x0b\x32\x12.dips.v1.VersionId\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"U\n\x10RebalancePlanned\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.dips.v1.VersionId\x12\x0e\n\x06layers\x18\x02 \x03(\x04\x12\x0c\n\x04sinc\x18\x03 \x01(\x04\"\xcb\x01\n\x0eRebalanceReply\x12\x36\n\x11rebalance_planned\x18\x01 \x01(\x0b\x32\x19.dips.v1.RebalancePlannedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x12-\n\x0c\x61\x63knowledged\x18\x04 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x42\x08\n\x06result\"l\n\x0cReadmitReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x8f\x01\n\nDrainReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\x92\x01\n\rRollbackReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"c\n\x0b\x45xtendReply\x12%\n\x08\x65xtended\x18\x01 \x01(\x0b\x32\x11.dips.v1.ExtendedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"[\n\tTuneReply\x12\x1f\n\x05tuned\x18\x01 \x01(\x0b\x32\x0e.dips.v1.TunedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"o\n\x0fQuarantineReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"j\n\nBeginReply\x12-\n\x0c\x61\x63knowledged\x18\x01 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x12#\n\x07refused\x18\x02 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x42\x08\n\x06result\"\xe1\x01\n\tSeedReply\x12,\n\x0cseed_granted\x18\x01 \x01(\x0b\x32\x14.dips.v1.SeedGrantedH\x00\x12#\n\x07pending\x18\x02 \x01(\x0b\x32\x10.dips.v1.PendingH\x00\x12#\n\x07refused\x18\x03 \x01(\x0b\x32\x10.dips.v1.RefusedH\x00\x12#\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x10.dips.v1.DroppedH\x00\x12-\n\x0c\x61\x63knowledged\x18\x05 \x01(\x0b\x32\x15.dips.v1.AcknowledgedH\x00\x42\x08\n\x06result2\xb8\x05\n\x0fOperatorService\x12;\n\x07Readmit\x12\x19.dips.v1.ReadmissionAsked\x1a\x15.dips.v1.ReadmitReply\x12\x31\n\x05\x44rain\x12\x13.dips.v1.DrainAsked\x1a\x13.dips.v1.DrainReply\x12\x37\n\x08\x44rainAll\x12\x16.dips.v1.DrainAllAsked\x1a\x13.dips.v1.DrainReply\x12\x37\n\x06\x45xtend\x12\x17.dips.v1.ExtensionAsked\x1a\x14.dips.v1.ExtendReply\x12\x30\n\x04Tune\x12\x14.dips.v1.TuningAsked\x1a\x12.dips.v1.TuneReply\x12@\n\nQuarantine\x12\x18.dips.v1.QuarantineAsked\x1a\x18.dips.v1.QuarantineReply\x12\x32\n\x05\x42\x65gin\x12\x14.dips.v1.RunProposed\x1a\x13.dips.v1.BeginReply\x12.\n\x04Seed\x12\x12.dips.v1.SeedAsked\x1a\x12.dips.v1.SeedReply\x12\x34\n\x07Recover\x12\x15.dips.v1.RecoverAsked\x1a\x12.dips.v1.SeedReply\x12:\n\x08Rollback\x12\x16.dips.v1.RollbackAsked\x1a\x16.dips.v1.RollbackReply\x12:\n\x08\x46inalise\x12\x16.dips.v1.FinaliseAsked\x1a\x16.dips.v1.FinaliseReply\x12=\n\tRebalance\x12\x17.dips.v1.RebalanceAsked\x1a\x17.dips.v1.RebalanceReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -55,40 +55,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNPROPOSED']._serialized_end=565
   _globals['_SEEDASKED']._serialized_start=567
   _globals['_SEEDASKED']._serialized_end=643
-  _globals['_SEEDGRANTED']._serialized_start=645
-  _globals['_SEEDGRANTED']._serialized_end=720
-  _globals['_TARGETS']._serialized_start=722
-  _globals['_TARGETS']._serialized_end=797
-  _globals['_EXTENDED']._serialized_start=799
-  _globals['_EXTENDED']._serialized_end=881
-  _globals['_ROLLBACKASKED']._serialized_start=883
-  _globals['_ROLLBACKASKED']._serialized_end=935
-  _globals['_FINALISEASKED']._serialized_start=937
-  _globals['_FINALISEASKED']._serialized_end=970
-  _globals['_FINALISEREPLY']._serialized_start=972
-  _globals['_FINALISEREPLY']._serialized_end=1081
-  _globals['_REBALANCEASKED']._serialized_start=1083
-  _globals['_REBALANCEASKED']._serialized_end=1183
-  _globals['_REBALANCEPLANNED']._serialized_start=1185
-  _globals['_REBALANCEPLANNED']._serialized_end=1270
-  _globals['_REBALANCEREPLY']._serialized_start=1273
-  _globals['_REBALANCEREPLY']._serialized_end=1476
-  _globals['_READMITREPLY']._serialized_start=1478
-  _globals['_READMITREPLY']._serialized_end=1586
-  _globals['_DRAINREPLY']._serialized_start=1589
-  _globals['_DRAINREPLY']._serialized_end=1732
-  _globals['_ROLLBACKREPLY']._serialized_start=1735
-  _globals['_ROLLBACKREPLY']._serialized_end=1881
-  _globals['_EXTENDREPLY']._serialized_start=1883
-  _globals['_EXTENDREPLY']._serialized_end=1982
-  _globals['_TUNEREPLY']._serialized_start=1984
-  _globals['_TUNEREPLY']._serialized_end=2075
-  _globals['_QUARANTINEREPLY']._serialized_start=2077
-  _globals['_QUARANTINEREPLY']._serialized_end=2188
-  _globals['_BEGINREPLY']._serialized_start=2190
-  _globals['_BEGINREPLY']._serialized_end=2296
-  _globals['_SEEDREPLY']._serialized_start=2299
-  _globals['_SEEDREPLY']._serialized_end=2524
-  _globals['_OPERATORSERVICE']._serialized_start=2527
-  _globals['_OPERATORSERVICE']._serialized_end=3169
+  _globals['_RECOVERASKED']._serialized_start=646
+  _globals['_RECOVERASKED']._serialized_end=778
+  _globals['_SEEDGRANTED']._serialized_start=780
+  _globals['_SEEDGRANTED']._serialized_end=855
+  _globals['_TARGETS']._serialized_start=857
+  _globals['_TARGETS']._serialized_end=932
+  _globals['_EXTENDED']._serialized_start=934
+  _globals['_EXTENDED']._serialized_end=1016
+  _globals['_ROLLBACKASKED']._serialized_start=1018
+  _globals['_ROLLBACKASKED']._serialized_end=1070
+  _globals['_FINALISEASKED']._serialized_start=1072
+  _globals['_FINALISEASKED']._serialized_end=1105
+  _globals['_FINALISEREPLY']._serialized_start=1107
+  _globals['_FINALISEREPLY']._serialized_end=1216
+  _globals['_REBALANCEASKED']._serialized_start=1218
+  _globals['_REBALANCEASKED']._serialized_end=1318
+  _globals['_REBALANCEPLANNED']._serialized_start=1320
+  _globals['_REBALANCEPLANNED']._serialized_end=1405
+  _globals['_REBALANCEREPLY']._serialized_start=1408
+  _globals['_REBALANCEREPLY']._serialized_end=1611
+  _globals['_READMITREPLY']._serialized_start=1613
+  _globals['_READMITREPLY']._serialized_end=1721
+  _globals['_DRAINREPLY']._serialized_start=1724
+  _globals['_DRAINREPLY']._serialized_end=1867
+  _globals['_ROLLBACKREPLY']._serialized_start=1870
+  _globals['_ROLLBACKREPLY']._serialized_end=2016
+  _globals['_EXTENDREPLY']._serialized_start=2018
+  _globals['_EXTENDREPLY']._serialized_end=2117
+  _globals['_TUNEREPLY']._serialized_start=2119
+  _globals['_TUNEREPLY']._serialized_end=2210
+  _globals['_QUARANTINEREPLY']._serialized_start=2212
+  _globals['_QUARANTINEREPLY']._serialized_end=2323
+  _globals['_BEGINREPLY']._serialized_start=2325
+  _globals['_BEGINREPLY']._serialized_end=2431
+  _globals['_SEEDREPLY']._serialized_start=2434
+  _globals['_SEEDREPLY']._serialized_end=2659
+  _globals['_OPERATORSERVICE']._serialized_start=2662
+  _globals['_OPERATORSERVICE']._serialized_end=3358
 # @@protoc_insertion_point(module_scope)

@@ -274,6 +274,47 @@ class SeedAsked(_message.Message):
 Global___SeedAsked: _TypeAlias = SeedAsked  # noqa: Y015
 
 @_typing.final
+class RecoverAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEEDER_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    seeder: _builtins.str
+    source: _builtins.str
+    given_up: _builtins.int
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """xxh3-128 of θ of each layer"""
+
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as in SeedAsked"""
+
+    @_builtins.property
+    def version(self) -> _names_pb2.VersionId: ...
+    def __init__(
+        self,
+        *,
+        seeder: _builtins.str = ...,
+        digests: _abc.Iterable[_builtins.str] | None = ...,
+        source: _builtins.str = ...,
+        given_up: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+        version: _names_pb2.VersionId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "given_up", b"given_up", "keys", b"keys", "seeder", b"seeder", "source", b"source", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoverAsked: _TypeAlias = RecoverAsked  # noqa: Y015
+
+@_typing.final
 class SeedGranted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

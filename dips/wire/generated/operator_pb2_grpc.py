@@ -74,6 +74,11 @@ class OperatorServiceStub(object):
                 request_serializer=dips_dot_v1_dot_operator__pb2.SeedAsked.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
                 _registered_method=True)
+        self.Recover = channel.unary_unary(
+                '/dips.v1.OperatorService/Recover',
+                request_serializer=dips_dot_v1_dot_operator__pb2.RecoverAsked.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
+                _registered_method=True)
         self.Rollback = channel.unary_unary(
                 '/dips.v1.OperatorService/Rollback',
                 request_serializer=dips_dot_v1_dot_operator__pb2.RollbackAsked.SerializeToString,
@@ -151,6 +156,14 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Recover(self, request, context):
+        """Lets one process bring θ of a saved model to all slaves, when one has lost the head; asked again until the version
+        that it makes is the head.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Rollback(self, request, context):
         """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it.
         """
@@ -213,6 +226,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
             'Seed': grpc.unary_unary_rpc_method_handler(
                     servicer.Seed,
                     request_deserializer=dips_dot_v1_dot_operator__pb2.SeedAsked.FromString,
+                    response_serializer=dips_dot_v1_dot_operator__pb2.SeedReply.SerializeToString,
+            ),
+            'Recover': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recover,
+                    request_deserializer=dips_dot_v1_dot_operator__pb2.RecoverAsked.FromString,
                     response_serializer=dips_dot_v1_dot_operator__pb2.SeedReply.SerializeToString,
             ),
             'Rollback': grpc.unary_unary_rpc_method_handler(
@@ -446,6 +464,33 @@ class OperatorService(object):
             target,
             '/dips.v1.OperatorService/Seed',
             dips_dot_v1_dot_operator__pb2.SeedAsked.SerializeToString,
+            dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recover(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.OperatorService/Recover',
+            dips_dot_v1_dot_operator__pb2.RecoverAsked.SerializeToString,
             dips_dot_v1_dot_operator__pb2.SeedReply.FromString,
             options,
             channel_credentials,

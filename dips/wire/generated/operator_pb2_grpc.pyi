@@ -49,6 +49,10 @@ class OperatorServiceStub:
     """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again."""
     Seed: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SeedAsked, _operator_pb2.SeedReply]
     """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
+    Recover: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RecoverAsked, _operator_pb2.SeedReply]
+    """Lets one process bring θ of a saved model to all slaves, when one has lost the head; asked again until the version
+    that it makes is the head.
+    """
     Rollback: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RollbackAsked, _operator_pb2.RollbackReply]
     """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
     Finalise: _grpc.UnaryUnaryMultiCallable[_operator_pb2.FinaliseAsked, _operator_pb2.FinaliseReply]
@@ -77,6 +81,10 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Makes the ledger of a run that has none, with this model as its v0@r0. A repetition is acknowledged again."""
     Seed: _aio.UnaryUnaryMultiCallable[_operator_pb2.SeedAsked, _operator_pb2.SeedReply]  # type: ignore[assignment]
     """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
+    Recover: _aio.UnaryUnaryMultiCallable[_operator_pb2.RecoverAsked, _operator_pb2.SeedReply]  # type: ignore[assignment]
+    """Lets one process bring θ of a saved model to all slaves, when one has lost the head; asked again until the version
+    that it makes is the head.
+    """
     Rollback: _aio.UnaryUnaryMultiCallable[_operator_pb2.RollbackAsked, _operator_pb2.RollbackReply]  # type: ignore[assignment]
     """Makes an older version the head again: `pending` means ask again. Refused if not every slave offers it."""
     Finalise: _aio.UnaryUnaryMultiCallable[_operator_pb2.FinaliseAsked, _operator_pb2.FinaliseReply]  # type: ignore[assignment]
@@ -150,6 +158,16 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.SeedReply, _abc.Awaitable[_operator_pb2.SeedReply]]:
         """Lets one process bring v0@r0 to the slaves that lack it; asked again until they have it."""
+
+    @_abc_1.abstractmethod
+    def Recover(
+        self,
+        request: _operator_pb2.RecoverAsked,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.SeedReply, _abc.Awaitable[_operator_pb2.SeedReply]]:
+        """Lets one process bring θ of a saved model to all slaves, when one has lost the head; asked again until the version
+        that it makes is the head.
+        """
 
     @_abc_1.abstractmethod
     def Rollback(

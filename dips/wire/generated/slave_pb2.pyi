@@ -729,7 +729,7 @@ class OpenPush(_message.Message):
     first: _builtins.int
     """rank r is worker first + r of all that push"""
     seed: _builtins.bool
-    """it brings v0@r0"""
+    """it brings a model"""
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
@@ -810,16 +810,28 @@ class KeepSeed(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PUSH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
+    @_builtins.property
+    def version(self) -> _names_pb2.VersionId:
+        """that it becomes, with m of the newest snapshot; none: v0@r0"""
+
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """xxh3-128 of θ of each of the slave's layers"""
+
     def __init__(
         self,
         *,
         push: _names_pb2.PushId | None = ...,
+        version: _names_pb2.VersionId | None = ...,
+        digests: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "push", b"push", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1230,6 +1242,7 @@ class Answer(_message.Message):
     PREPARED_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    MODEL_KEPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def done(self) -> Global___Done: ...
     @_builtins.property
@@ -1242,6 +1255,8 @@ class Answer(_message.Message):
     def persisted(self) -> Global___Persisted: ...
     @_builtins.property
     def pinned(self) -> Global___Pinned: ...
+    @_builtins.property
+    def model_kept(self) -> Global___ModelKept: ...
     def __init__(
         self,
         *,
@@ -1251,12 +1266,13 @@ class Answer(_message.Message):
         prepared: Global___Prepared | None = ...,
         persisted: Global___Persisted | None = ...,
         pinned: Global___Pinned | None = ...,
+        model_kept: Global___ModelKept | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "done", b"done", "folded", b"folded", "measured", b"measured", "persisted", b"persisted", "pinned", b"pinned", "prepared", b"prepared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "done", b"done", "folded", b"folded", "measured", b"measured", "model_kept", b"model_kept", "persisted", b"persisted", "pinned", b"pinned", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "done", b"done", "folded", b"folded", "measured", b"measured", "persisted", b"persisted", "pinned", b"pinned", "prepared", b"prepared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "done", b"done", "folded", b"folded", "measured", b"measured", "model_kept", b"model_kept", "persisted", b"persisted", "pinned", b"pinned", "prepared", b"prepared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["done", "measured", "folded", "prepared", "persisted", "pinned"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["done", "measured", "folded", "prepared", "persisted", "pinned", "model_kept"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 
@@ -1276,6 +1292,31 @@ class Done(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Done: _TypeAlias = Done  # noqa: Y015
+
+@_typing.final
+class ModelKept(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    MOMENTUM_OF_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    @_builtins.property
+    def momentum_of(self) -> _names_pb2.VersionId:
+        """none: there was no snapshot"""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        momentum_of: _names_pb2.VersionId | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["momentum_of", b"momentum_of"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "momentum_of", b"momentum_of"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelKept: _TypeAlias = ModelKept  # noqa: Y015
 
 @_typing.final
 class Pinned(_message.Message):

@@ -13,6 +13,7 @@ from dips.commands.seed_lanes import SeedTransfer, SeedWatch, _Moving
 from dips.errors import ConfigError
 from dips.ids import PushId, VersionId
 from dips.protocol.effects import Grant, Refused, Result, SeedGranted
+from dips.protocol.events import SeedAsked
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.transport.endpoints import Endpoint
 
@@ -35,7 +36,7 @@ def make_transfer(monkeypatch: pytest.MonkeyPatch, *answers: Result) -> SeedTran
 def test_a_run_that_has_begun_without_us_refuses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of ours has moved: whoever called learns that this model was not taken."""
     with pytest.raises(ConfigError, match="the run has begun"):
-        asyncio.run(make_transfer(monkeypatch, BEGUN).bring_model(("0" * 32,)))
+        asyncio.run(make_transfer(monkeypatch, BEGUN).bring_model(SeedAsked(0, "", ("0" * 32,))))
 
 
 def test_a_run_that_begins_with_what_we_moved_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +47,6 @@ def test_a_run_that_begins_with_what_we_moved_is_no_error(monkeypatch: pytest.Mo
         transfer._moving = moving = _Moving(SeedGranted(PushId("seed", 1, 1), Grant(VersionId(0, 0), (), 1.0)))
         moving.task = asyncio.create_task(asyncio.sleep(0))
         await moving.task
-        await transfer.bring_model(("0" * 32,))
+        await transfer.bring_model(SeedAsked(0, "", ("0" * 32,)))
 
     asyncio.run(bring())

@@ -50,6 +50,7 @@ EXPECTED = """
     OperatorService/Rebalance     operator
     OperatorService/Begin         operator
     OperatorService/Seed          operator
+    OperatorService/Recover       operator
     OperatorService/Drain         operator slave*
     OperatorService/DrainAll      operator
     OperatorService/Finalise      operator

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dips.errors import (
+    CorruptSnapshot,
     DipsError,
     RemoteProtocolError,
     Stale,
@@ -153,6 +154,15 @@ class MemoryDisk:
     def keep_initial(self, theta: Arrays) -> None:
         self._fail()
         self.initial = {i: a.tobytes() for i, a in theta.items()}
+
+    def keep_model(self, version: VersionId, theta: Arrays, digests: tuple[str, ...]) -> tuple[str, VersionId | None]:
+        newest = max(self.kept, default=None)
+        found = [digest_of(array) for array in theta.values()]
+        if found != list(digests):
+            raise CorruptSnapshot(f"{version}: expected {digests}, got {found}")
+        zeros = {i: np.zeros_like(a) for i, a in theta.items()}
+        momentum = {i: np.frombuffer(raw, np.float32) for i, raw in self.kept[newest][1].items()} if newest else zeros
+        return self.write_snapshot(version, theta, momentum, lambda: True), newest
 
     def map_theta(self, version: VersionId) -> Arrays | None:
         kept = self.kept.get(version) if version not in self.unread else None

@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,9 @@ from dips.errors import CorruptSnapshot
 from dips.files import sync_path, write_aside
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis
-from dips.slave import snapshot_mirror, staging
+from dips.slave import snapshot_mirror
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store.files import (
-    keep_version,
     promote_if_ours,
     promote_version,
     read_manifest,
@@ -30,6 +28,7 @@ from dips.store.files import (
     write_version,
 )
 from dips.store.mirror import MARKER, SEEN, MirrorStore, bring_back, copy_out
+from dips.store.version import digest_of
 from tests.damage import flip_bit
 from tests.power_cut import PowerCut, fell_behind
 from tests.unit.slave.test_mirror import LAYERS, LOG, V1, V2, nothing, written
@@ -112,8 +111,6 @@ def test_a_snapshot(disk: Path, tmp_path: Path, record: list[PowerCut], monkeypa
     assert not list(disk.glob(".unfinished*")), "what was there before takes no room"
     snapshots.delete_snapshots((V1,))
     assert not cut.would_return(disk / str(V1))
-    keep_version(disk / str(V2))
-    assert not cut.would_return(disk / str(V2)) and cut.find_lost(disk / f"old-{V2}") == []
     snapshots.close()
 
 
@@ -131,6 +128,17 @@ def test_an_initial_model(disk: Path, tmp_path: Path, record: list[PowerCut], mo
     cut = recorded(record, tmp_path, monkeypatch)
     snapshots.keep_initial(arrays(LAYERS, 0))
     assert cut.find_lost(disk / str(GENESIS)) == []
+    snapshots.close()
+
+
+def test_a_recovered_version(
+    disk: Path, tmp_path: Path, record: list[PowerCut], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `dips recover` brings, before the slave says that it has it."""
+    snapshots, v3, theta = opened(disk), VersionId(3, 6), arrays(LAYERS, 0)
+    cut = recorded(record, tmp_path, monkeypatch)
+    snapshots.keep_model(v3, theta, tuple(digest_of(flat) for flat in theta.values()))
+    assert cut.find_lost(disk / str(v3)) == []
     snapshots.close()
 
 
@@ -208,40 +216,15 @@ def test_a_restore_that_is_cut_off_leaves_nothing_that_is_believed(
     assert len(calls) == 3 + len(LAYERS) + 4, "the mirror's note; layers, manifest, their names, rename, its directory"
 
 
-def test_a_rebalanced_snapshot(
-    disk: Path, tmp_path: Path, record: list[PowerCut], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Staged before the row is written; under its name afterwards, by the command or by its slave."""
-    target = tmp_path / "t"
-    target.mkdir()
-    placed = disk / str(V2), read_manifest(disk / str(V2))
-
-    def plan(slave: str, sinc: int, *layers: int) -> staging.VersionPart:
-        return staging.plan_copy(("r", slave, sinc), V2, target, MANIFEST, dict.fromkeys(layers, placed))
-
-    def fill_again(aside: Path, report: object) -> str:
-        raise LookupError("it is copied again")
-
-    cut = recorded(record, tmp_path, monkeypatch)
-    staging.stage_parts([plan("t", 1, 0, 1)], {})
-    assert cut.find_lost(staged_path(target, V2)) == []
-    staging.stage_parts([replace(plan("t", 1, 0, 1), fill=fill_again)], {})
-    for other in (plan("u", 1, 0, 1), plan("t", 2, 0, 1), plan("t", 1, 0)):  # what another plan had staged
-        with pytest.raises(LookupError):
-            staging.stage_parts([replace(other, fill=fill_again)], {})
-    assert promote_if_ours(target, V2, (0, 1))
-    assert cut.find_lost(target / str(V2)) == []
-    staging.clean_directory(target, "r", None, staging.delete_version)
-    assert not cut.would_return(target / str(V2))
-
-
 def test_only_a_snapshot_of_the_slaves_own_layers_is_promoted(disk: Path) -> None:
     """One of other layers waits for its row; one of the same layers as what is there is not needed."""
     for layers, promoted in (((0, 1), False), (LAYERS, False), ((0, 1), True)):
         shutil.rmtree(staged_path(disk, V1), ignore_errors=True)
-        placed = disk / str(V1), read_manifest(disk / str(V1))
-        sources = dict.fromkeys(layers, placed)
-        staging.stage_parts([staging.plan_copy(("r", "s", 1), V1, disk, MANIFEST, sources)], {})
+        aside = disk / f".unfinished-{V1}"
+        aside.mkdir()
+        flat = (part[index] for index in layers for part in (arrays(LAYERS, 5), arrays(LAYERS, 6)))
+        write_version(aside, ("r", "s", 1), V1, MANIFEST, layers, flat)
+        stage_version(aside, V1)
         assert promote_if_ours(disk, V1, (0, 1) if promoted else LAYERS) == promoted
         assert staged_path(disk, V1).exists() != promoted
 
@@ -252,16 +235,6 @@ def test_half_a_snapshot_has_no_digest(disk: Path) -> None:
         file.truncate(100)
     with pytest.raises(CorruptSnapshot, match=r"expected \d+ bytes, got 100"):
         read_manifest(disk / str(V1))
-
-
-def test_only_the_ledgers_own_bytes_are_copied(disk: Path) -> None:
-    """A snapshot of the right name, slave and layers with other bytes is not what the row is of."""
-    digests = {(v.round, "s"): read_manifest(disk / str(v)).digest for v in (V1, V2)}
-    assert set(staging.find_placed([disk], "r", "s", LAYERS, digests)) == {V1, V2}
-    assert set(staging.find_placed([disk], "r", "s", LAYERS, {})) == {V1, V2}, "rows of old ledgers have none"
-    assert set(staging.find_placed([disk], "r", "s", LAYERS, {**digests, (V2.round, "s"): "0" * 32})) == {V1}
-    assert staging.find_placed([disk], "r", "t", LAYERS, {}) == {}
-    assert staging.find_placed([disk], "r", "s", LAYERS[:2], {}) == {}
 
 
 def test_what_dips_init_writes_and_a_master_brings_back(

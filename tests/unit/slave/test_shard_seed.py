@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dips.errors import FailedDisk, LocalProtocolError, StalePush, StaleVersion
-from dips.ids import PushId
+from dips.errors import CorruptSnapshot, FailedDisk, LocalProtocolError, StalePush, StaleVersion
+from dips.ids import PushId, VersionId
 from dips.protocol.effects import DropPush, KeepSeed, OpenPush, RegisterLater
-from dips.protocol.events import Done
+from dips.protocol.events import Done, ModelKept
 from dips.slave.ports import Staged
+from dips.store.version import digest_of
 from tests.unit.slave.shard_rig import WHO, MemoryDisk, ShardRig
 
 FIRST, SECOND = PushId("dips.seed", 1, 1), PushId("dips.seed", 2, 1)
@@ -60,6 +61,26 @@ def test_a_full_disk_keeps_nothing() -> None:
         rig.order(KeepSeed(FIRST))
     assert is_unseeded(rig)
     assert rig.order(KeepSeed(FIRST)) == Done()
+
+
+def test_a_recovered_version_is_kept_beside_what_is_served() -> None:
+    """θ of the push under the version's name, with m of the newest snapshot; without one m is 0."""
+    version, layers = VersionId(3, 7), {0: 6, 2: 1}
+    digests = tuple(digest_of(np.full(n, 2.5, np.float32)) for n in layers.values())
+    for held in (VersionId(2, 5), None):
+        rig = waiting()
+        if held is not None:
+            flat = [{i: np.full(n, value, np.float32) for i, n in layers.items()} for value in (1.0, 4.0)]
+            rig.disk.write_snapshot(held, *flat, lambda: True)
+        rig.order(SEED)
+        fill(rig, FIRST, 2.5)
+        with pytest.raises(CorruptSnapshot):
+            rig.order(KeepSeed(FIRST, version, ("0" * 32,) * 2))
+        assert rig.order(KeepSeed(FIRST, version, digests)) == ModelKept(f"digest of {version}", held)
+        theta, momentum = rig.disk.kept[version]
+        assert theta == {i: np.full(n, 2.5, np.float32).tobytes() for i, n in layers.items()}
+        assert momentum == {i: np.full(n, 4.0 if held else 0.0, np.float32).tobytes() for i, n in layers.items()}
+        assert is_unseeded(rig), "it is not the first model"
 
 
 def test_what_a_dead_master_opened_gives_way() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import IO
 
@@ -17,8 +18,11 @@ from structlog.testing import capture_logs
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
 from dips.ids import GENESIS, VersionId
+from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Manifest
+from dips.slave import snapshots as snapshots_module
 from dips.slave.export import export_snapshot
+from dips.slave.ports import READ_AT_START
 from dips.slave.snapshots import Snapshots
 from dips.store import files, tensorfile
 from dips.store.files import write_version
@@ -521,3 +525,66 @@ def test_a_disk_lags_behind_by_a_bound(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "fdatasync", lambda file: sizes.append(os.lseek(file, 0, os.SEEK_CUR) // 1000))
     tensorfile.write_tensors(tmp_path / "m", {}, [("w", (1000,))], [np.zeros(1000, np.float32)])
     assert sizes == [1, 2, 3, 4]
+
+
+# ---- recovered versions ----------------------------------------------------------------------------------------------
+
+
+def test_a_recovered_version_has_the_momentum_of_the_newest_whole_one(tmp_path: Path) -> None:
+    """A damaged one is passed over, and one of other layers; without any m is 0. What it returns is for the ledger."""
+    layers, made, v3 = (0, 1), VersionId(4, 9), VersionId(3, 6)
+    snapshots = opened(tmp_path / "s")
+    snapshots.write_snapshot(v3, arrays((0, 1, 2, 3), 5), arrays((0, 1, 2, 3), 6))  # of a former placement
+    snapshots.close()
+    snapshots = opened(tmp_path / "s", layers=layers)
+    for version, seed in ((V1, 1), (V2, 3)):
+        snapshots.write_snapshot(version, arrays(layers, seed), arrays(layers, seed + 1))
+    flip_bit(tmp_path / "s" / str(V2), "momentum.")
+    snapshots.close()
+    snapshots = opened(tmp_path / "s", layers=layers)
+    theta = arrays(layers, 7)
+    digests = tuple(xxhash.xxh3_128_hexdigest(theta[i].tobytes()) for i in layers)
+    digest, momentum_of = snapshots.keep_model(made, theta, digests)
+    assert momentum_of == V1 and made in snapshots.complete_versions()
+    found = read(snapshots, made, layers)
+    assert same(found[0], theta) and same(found[1], arrays(layers, 2))
+    assert digest == files.read_manifest(tmp_path / "s" / str(made)).digest
+    with pytest.raises(CorruptSnapshot, match=r"layer a\.0 of v5@r10: expected xxh3-128 0"):
+        snapshots.keep_model(VersionId(5, 10), theta, ("0" * 32,) * 2)
+    assert not list((tmp_path / "s").glob("*v5@r10"))
+    snapshots.close()
+    with_nothing = opened(tmp_path / "t", layers=layers)
+    assert with_nothing.keep_model(made, theta, digests)[1] is None
+    assert not any(flat.any() for flat in read(with_nothing, made, layers)[1].values())
+    with_nothing.close()
+
+
+# ---- archives --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_archived_versions_cost_nothing_at_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a slave reads before it registers is the same with two versions and with a hundred: files and bytes."""
+    real, read_at_start = snapshots_module.read_manifest, dict[int, tuple[int, int]]()
+    opened(tmp_path / "made").close()
+    for count in (2, 100):
+        root = tmp_path / str(count)
+        snapshots = opened(root)
+        for number in range(1, count + 1):
+            snapshots.write_snapshot(VersionId(number, number), arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+        snapshots.close()
+        manifests, meter = list[Path](), WorkMeter()
+
+        def seen(folder: Path, manifests: list[Path] = manifests) -> VersionManifest:
+            manifests.append(folder)
+            return real(folder)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshots_module, "read_manifest", seen)
+            begun = time.perf_counter()
+            starting = Snapshots(root, "r", "s", tmp_path / "initial", structlog.get_logger(), meter)
+            complete, unread = starting.complete_versions(), starting.unread_versions()
+            print(f"{count} versions: {time.perf_counter() - begun:.4f} s, {meter.nbytes} bytes")
+        starting.close()
+        assert len(complete) == READ_AT_START and len(unread) == count - READ_AT_START
+        read_at_start[count] = len(manifests), meter.nbytes
+    assert read_at_start[2] == read_at_start[100] and read_at_start[2][1] > 0

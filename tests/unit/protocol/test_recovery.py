@@ -1,0 +1,202 @@
+"""`dips recover` over the lanes: a version of θ of a file, made when a slave has lost the head, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dips.errors import ConfigError
+from dips.ids import GENESIS, PushId, VersionId
+from dips.protocol import events as ev
+from dips.protocol.coordinator import Coordinator
+from dips.protocol.data import Intervals
+from dips.protocol.effects import (
+    Acknowledged,
+    Dropped,
+    DropPush,
+    Effect,
+    Failed,
+    KeepSeed,
+    LoadVersion,
+    OpenPush,
+    Order,
+    Pending,
+    Refused,
+    Registered,
+    Reply,
+    SeedGranted,
+)
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.protocol.options import Options
+from dips.protocol.records import (
+    LedgerState,
+    RoundReserved,
+    RunRow,
+    ScoreHistory,
+    VersionCommitted,
+    VersionRecovered,
+    VersionRow,
+)
+from dips.protocol.releases import PROTOCOL
+
+MODEL = Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (10,)),)) for i in range(3)))
+PLACED = (("s", (0, 2)), ("t", (1,)))
+HEAD, MADE = VersionId(9, 12), VersionId(10, 14)
+DIGESTS = ("of 0", "of 1", "of 2")
+
+
+class Lost:
+    """A run whose head was v9@r12; `s` has it, `t` comes with what `holds` says."""
+
+    def __init__(self, *holds: VersionId, protocol: int = PROTOCOL) -> None:
+        row = RunRow("r", "c", MODEL.to_json(), PLACED, ("0" * 32,) * 3, (1.0,) * 3)
+        versions = (
+            VersionRow(GENESIS, GENESIS, True, 0, False),
+            VersionRow(VersionId(2, 3), GENESIS, True, 5, True),
+            VersionRow(HEAD, VersionId(2, 3), True, 7, False),
+        )
+        state = LedgerState(
+            replace(row, protocol=protocol), 1, 14, versions, (), (), (), (), ScoreHistory((), (1.0,)), (), Intervals(),
+            None,
+        )  # fmt: skip
+        self.now, self._req, self.effects = 0.0, 0, list[Effect]()
+        self.machine = Coordinator(state, MODEL, Options(), self.now)
+        self.register("s", HEAD)
+        self.holds = holds
+        self.register("t", *holds)
+
+    def step(self, event: Any) -> list[Effect]:
+        made = self.machine.step(event, self.now)
+        self.effects += made
+        return made
+
+    def ask(self, question: Any) -> Any:
+        self._req += 1
+        made = self.step(replace(question, req=self._req))
+        return next(e.result for e in made if isinstance(e, Reply) and e.req == self._req)
+
+    def register(self, slave: str, *complete: VersionId, nonce: str = "") -> Any:
+        registered = self.ask(
+            ev.SlaveRegistered(
+                0, slave, nonce or f"n-{slave}", "r", f"{slave}:1", (f"{slave}:2",), 0, None, None, complete, 2, ""
+            )
+        )
+        assert isinstance(registered, Registered)
+        return registered.order
+
+    def recover(self, seeder: str = "p", digests: tuple[str, ...] = DIGESTS, **more: Any) -> Any:
+        question = ev.RecoverAsked(0, seeder, digests, "saved.safetensors", **more)
+        return self.ask(ev.OperatorAsked(0, "alice.operator", 1e9, question))
+
+    def orders(self, kind: type) -> list[Order]:
+        return [e for e in self.effects if isinstance(e, Order) and isinstance(e.body, kind)]
+
+    def answer(self, order: Order, answer: Any = None) -> None:
+        self.step(ev.OrderAnswered(order.slave, order.sinc, order.number, answer or ev.Done()))
+
+    def open(self) -> PushId:
+        """Ask until the transfer is granted."""
+        before = len(self.orders(OpenPush))
+        assert self.recover() == Pending("the slaves are making room for it")
+        for order in self.orders(OpenPush)[before:]:
+            self.answer(order)
+        granted = self.recover()
+        assert isinstance(granted, SeedGranted)
+        assert {s.name for s in granted.grant.slaves} == {"s", "t"}
+        return granted.push
+
+    def stage(self, push: PushId, *slaves: str) -> list[Order]:
+        before = len(self.orders(KeepSeed))
+        for slave in slaves:
+            sinc = next(o.sinc for o in reversed(self.orders(OpenPush)) if o.slave == slave)
+            self.step(ev.PushStaged(slave, sinc, push, 40))
+        return self.orders(KeepSeed)[before:]
+
+    def records(self, kind: type) -> list[Any]:
+        return [e for e in self.effects if isinstance(e, kind)]
+
+
+def test_a_saved_model_becomes_the_version_after_the_head() -> None:
+    """Its round is reserved before anything moves; its row is written when it is on all disks, and all load it."""
+    run = Lost()
+    push = run.open()
+    assert [r.round for r in run.records(RoundReserved)] == [MADE.round]
+    keeps = {o.slave: o for o in run.stage(push, "s", "t")}
+    assert keeps["s"].body == KeepSeed(push, MADE, ("of 0", "of 2"))
+    assert keeps["t"].body == KeepSeed(push, MADE, ("of 1",))
+    run.answer(keeps["t"], ev.ModelKept("manifest of t", None))
+    assert not run.records(VersionCommitted)
+    assert run.recover() == Pending("being written to the disk: s")
+    run.answer(keeps["s"], ev.ModelKept("manifest of s", HEAD))
+    (row,), (told,) = run.records(VersionCommitted), run.records(VersionRecovered)
+    assert (row.version, row.parent, row.durable, row.folds, row.penalty) == (MADE, HEAD, True, (), ())
+    assert dict(row.digests) == {"s": "manifest of s", "t": "manifest of t"} and row.history == ScoreHistory((), (1.0,))
+    assert told == VersionRecovered(MADE, "saved.safetensors", ("l1",))
+    assert run.machine.head() == MADE
+    assert {o.slave for o in run.orders(DropPush)} == {"s", "t"}, "their slots are free again"
+    assert run.recover(version=MADE) == Acknowledged()
+    for slave in "st":
+        assert run.register(slave, HEAD, MADE) == LoadVersion(MADE)
+
+
+def test_a_second_try_has_another_name() -> None:
+    """The first may have left half of its version on a disk: two contents never have one name."""
+    run = Lost()
+    first = run.open()
+    (keep,) = run.stage(first, "s")
+    run.answer(keep, ev.ModelKept("manifest of s", HEAD))
+    run.register("t", nonce="another process")
+    assert isinstance(run.recover(), Dropped)
+    second = run.open()
+    keeps = run.stage(second, "s", "t")
+    assert {o.body.version for o in keeps} == {VersionId(MADE.version, MADE.round + 1)}
+    for order in keeps:
+        run.answer(order, ev.ModelKept("m", None))
+    assert [r.version for r in run.records(VersionCommitted)] == [VersionId(MADE.version, MADE.round + 1)]
+
+
+def test_a_disk_that_comes_back_ends_it() -> None:
+    """The true directory is put back meanwhile: the head is what it was, and nothing is recovered any more."""
+    run = Lost()
+    run.open()
+    assert run.register("t", HEAD, nonce="with its disk") == LoadVersion(HEAD)
+    assert isinstance(run.recover(), Dropped)
+    assert run.recover() == Refused(0.0, f"every slave has {HEAD}: nothing is lost")
+    assert not run.records(VersionCommitted) and run.machine.head() == HEAD
+
+
+def test_a_process_that_is_silent_gives_its_place_up() -> None:
+    run = Lost()
+    run.open()
+    assert "another process brings a model" in run.recover(seeder="q").reason
+    run.now += 60.0
+    run.step(ev.Ticked())
+    assert run.recover(seeder="q") == Pending("the slaves are making room for it")
+
+
+def test_requests_that_cannot_be() -> None:
+    """Nothing is lost; a slave is away; a model of other layers; a run that the former release may take part in."""
+    assert Lost(HEAD).recover() == Refused(0.0, f"every slave has {HEAD}: nothing is lost")
+    short = Lost().recover(digests=("one",))
+    assert isinstance(short, Failed) and short.error is ConfigError and "of 3 layers, got 1" in short.message
+    refused = Lost(protocol=1).recover()
+    assert isinstance(refused, Refused) and "dips finalise" in refused.reason
+    run = Lost()
+    run.step(ev.SlaveSilent("t", 1, 99.0))
+    assert run.recover() == Pending("not here: t")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_disk_refuses_drops_it(late: bool) -> None:
+    """A full disk, before or behind the others: there is no version, and the run waits as before."""
+    run = Lost()
+    push = run.open()
+    keeps = {o.slave: o for o in run.stage(push, "s", "t")}
+    if late:
+        run.answer(keeps["s"], ev.ModelKept("manifest of s", HEAD))
+    bad = keeps["t"]
+    run.step(ev.OrderFailed(bad.slave, bad.sinc, bad.number, ConfigError, "no space left"))
+    assert isinstance(run.recover(), Dropped)
+    assert not run.records(VersionCommitted) and run.machine.head() == HEAD
