@@ -69,6 +69,7 @@ class RealStore:
         self._application, self._rng, self._lock = application, Random(7), threading.Lock()
         self.share, self.away, self.every = 0.0, False, 0  # each `every`-th request fails, too
         self.most_object, self.most_parts, self.read_s = MOST_OBJECT, 10_000, 0.0
+        self.most_put = 5 << 30  # bytes of one request
         self.counts: Counter[str] = Counter()
         self._uploaded: Counter[str] = Counter()  # bytes by upload
 
@@ -86,7 +87,7 @@ class RealStore:
             upload = words.get("uploadId", [""])[0] or f"{environ['PATH_INFO']} {self.counts['requests']}"
             self._uploaded[upload] += nbytes if method == "PUT" and not failing else 0
             large = method == "PUT" and self._uploaded[upload] > self.most_object
-            large |= int(words.get("partNumber", ["0"])[0]) > self.most_parts
+            large |= int(words.get("partNumber", ["0"])[0]) > self.most_parts or nbytes > self.most_put
             self.counts["too large"] += large
         if failing or large:
             environ["wsgi.input"].read(nbytes)
@@ -254,6 +255,39 @@ def test_an_object_of_any_size_has_no_more_parts_than_a_store_takes(
         for begin in range(0, len(content), PIECE_BYTES):
             file.write(content[begin : begin + PIECE_BYTES])
     assert mirror.read_file("large", len(content)) == content and not store.counts["too large"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_hundred_gigabytes_reach_no_limit(store: RealStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 GB of layers and S3's limits, all by the same factor of 256: 10,000 parts of an object are 39, 5 GiB of a
+    request 20 MiB, and one layer is larger than 10,000 parts of 8 MiB are. There are more layers than an answer has
+    keys, 1,000, which nobody scales. A part size that is fixed, or an object in one request, would be refused.
+    """
+    scale, small = 256, 1000
+    monkeypatch.setattr(mirror_files, "MOST_PARTS", 10_000 // scale)
+    store.most_parts, store.most_put, store.most_object = 10_000 // scale, (5 << 30) // scale, (5 << 40) // scale
+    large = (store.most_parts * PIECE_BYTES * 21 // 20) // 8  # parameters; θ and m
+    rest = (100 * 10**9 // scale // 8 - large) // small
+    manifest = Manifest.from_shapes([("large.w", (large,)), *((f"l{i:04}.w", (rest,)) for i in range(small))])
+    layers, rng = range(len(manifest.layers)), np.random.default_rng(1)
+    flat = {i: rng.random(manifest.layers[i].numel, np.float32) for i in layers}
+    snapshots = Snapshots(tmp_path / "s", "r", "s", None, LOG)
+    snapshots.bind_layers(manifest, layers, [""] * len(layers), sinc=1)
+    snapshots.write_snapshot(version(1), flat, flat)
+    snapshots.close()
+    mirror = MirrorStore(f"s3://{BUCKET}/mirror", "r", "s")
+    copy_out(mirror, tmp_path / "s", version(1))
+    sizes = mirror.list_sizes(str(version(1)))
+    assert len(sizes) == len(layers) + 1 > 1000 and sum(sizes.values()) > 100 * 10**9 // scale
+    assert max(sizes.values()) > store.most_parts * PIECE_BYTES and not store.counts["too large"]
+    (tmp_path / "back").mkdir()
+    bring_back(mirror, tmp_path / "back", "r", "s", version(1))
+    for file in (tmp_path / "s" / str(version(1))).iterdir():
+        assert (tmp_path / "back" / str(version(1)) / file.name).read_bytes() == file.read_bytes()
+    mirror.remove_path(str(version(1)))
+    assert mirror.list_sizes(str(version(1))) == {}
+    print(f"{sum(sizes.values()) / 1e6:.0f} MB in {len(sizes)} objects: {store.describe()}")
 
 
 def test_a_restore_reads_several_layers_at_once(
