@@ -2,6 +2,7 @@
 
 A benchmark that cannot run (no right to make network namespaces, too little memory) is named with its reason, and
 the run fails; those after it are measured all the same. Exit code 1 if a row does not hold or a benchmark did not run.
+`python -m benchmarks report` writes what the papers show beside what was measured (report.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness import end_in_order
+from benchmarks import report
+from benchmarks.harness import end_in_order, end_process
 from benchmarks.record import ROOT, TABLE, append_runs, make_table, shown
 
 NAMES = (
@@ -40,6 +42,8 @@ APART = (
     "ranks",
     "fragments",
     "endtoend",
+    "goodput",
+    "peers",
     "ledger_start",
     "mesh",
     "planning",
@@ -49,14 +53,18 @@ LIMIT_S = 400.0  # for one of them,
 LIMITS_S = {
     "against_one": 2400.0,
     "endtoend": 3 * 3600.0,
+    "goodput": 3 * 3600.0,
+    "peers": 3600.0,
     "convergence": 6 * 3600.0,
     "planning": 3600.0,
 }  # but for those that train or search
-END_S = 60.0  # for one to end its processes and take down its namespaces
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run them; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["report"]:
+        return report.main(words[1:])
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"{' '.join(NAMES)}: all by default; {' '.join(APART)}: by name"
@@ -64,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="smaller and fewer: a look, not a measurement")
     parser.add_argument("--log", action="store_true", help="append the rows to benchmarks/results, and write the table")
     parser.add_argument("--table", action="store_true", help="only write benchmarks/README.md from benchmarks/results")
-    args, words = parser.parse_known_args(argv)  # --device, --parameters: of the benchmark that is named
+    args, words = parser.parse_known_args(words)  # --device, --parameters: of the benchmark that is named
     if args.table:
         TABLE.write_text(make_table())
         return 0
@@ -108,23 +116,12 @@ def run(name: str, quick: bool, words: Sequence[str] = ()) -> tuple[dict[str, An
         except subprocess.TimeoutExpired:
             return None, f"not over within {limit_s:g} s"
         finally:
-            _end(process)
+            end_process(process)
         if not file.exists():
             return None, f"ended with {code} and no result"
         result: dict[str, Any] = json.loads(file.read_text())
     broken = [row["name"] for row in result["rows"] if not row["holds"]]
     return result, f"does not hold: {'; '.join(broken)}" if broken else ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a benchmark that is not over in order: only it knows what it made."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from rich.table import Table
 
 from benchmarks.record import ROOT, TABLE, BenchRow, append_runs, make_table, shown
 
+END_S = 60.0  # for one to end its processes and take down its namespaces
 PACKAGES = ("numpy", "numba", "torch", "pyzmq", "grpcio", "xxhash")
 
 
@@ -144,6 +145,17 @@ def end_in_order() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, unwind)
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a benchmark that is not over in order: only it knows what it made."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def report(bench: Bench, took_s: float) -> dict[str, Any]:

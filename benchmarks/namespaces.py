@@ -3,6 +3,7 @@
     with wire(mbit=1000) as (near, far): ...                 # a veth pair, each end behind `tc tbf`
     with wire(mbit=100, delay_ms=20) as (near, far): ...     # a TUN on each side and a program that carries the packets
     with network({"site": None, "oslo": 8}) as hosts: ...   # hosts on one switch, each behind a link of its own
+    with cut(hosts["oslo"]): ...                            # or `slowed`: to a share of its rate
 
 The kernels that we meet have no netem: delay is made in user space, hence 480 Mbit/s at most.
 """
@@ -30,6 +31,8 @@ class End:
 
     namespace: str
     ip: str
+    port: tuple[str, str] | None = None  # of a host of `network`: the switch's namespace, and its device there
+    mbit: float | None = None  # of its link, each way
 
     def command(self, *words: str) -> list[str]:
         """What runs a program in this namespace."""
@@ -101,19 +104,54 @@ def network(links: Mapping[str, float | None], subnet: str = "127.9.0") -> Itera
     text take no others.
     """
     switch = f"dips-{os.getpid()}-switch"
-    hosts = {name: End(f"dips-{os.getpid()}-{name}", f"{subnet}.{k}") for k, name in enumerate(links, 1)}
+    hosts = {
+        name: End(f"dips-{os.getpid()}-{name}", f"{subnet}.{k}", (switch, f"p{k}"), mbit)
+        for k, (name, mbit) in enumerate(links.items(), 1)
+    }
     with ExitStack() as stack:
         for namespace in (switch, *(host.namespace for host in hosts.values())):
             stack.enter_context(_namespace(namespace))
         _run(f"ip -n {switch} link add hub type bridge")
         _run(f"ip -n {switch} link set hub up")
-        for port, (name, mbit) in enumerate(links.items()):
-            _plug_in(hosts[name], switch, f"p{port}", mbit)
+        for host in hosts.values():
+            _plug_in(host)
         yield hosts
 
 
-def _plug_in(host: End, switch: str, port: str, mbit: float | None) -> None:
-    there = host.namespace
+@contextmanager
+def cut(host: End) -> Iterator[None]:
+    """Pull the plug of a host of `network`: what it sends is lost, what is sent to it too, and nobody is told."""
+    switch, port = _plugged(host)
+    _run(f"ip -n {switch} link set {port} down")
+    try:
+        yield
+    finally:
+        _run(f"ip -n {switch} link set {port} up")
+
+
+@contextmanager
+def slowed(host: End, share: float) -> Iterator[None]:
+    """Give the link of a host of `network` only a share of its rate."""
+    assert host.mbit is not None
+    _shape(host, "change", host.mbit * share)
+    try:
+        yield
+    finally:
+        _shape(host, "change", host.mbit)
+
+
+def _plugged(host: End) -> tuple[str, str]:
+    assert host.port is not None, "only a host of `network` has a port"
+    return host.port
+
+
+def _shape(host: End, verb: str, mbit: float) -> None:
+    for namespace, device in ((host.namespace, LINK), _plugged(host)):
+        _run(f"tc -n {namespace} qdisc {verb} dev {device} root tbf rate {mbit}mbit burst {BURST} latency {QUEUE}")
+
+
+def _plug_in(host: End) -> None:
+    there, (switch, port) = host.namespace, _plugged(host)
     _run(f"ip link add {LINK} netns {there} type veth peer name {port} netns {switch}")
     _run(f"ip -n {there} link set lo up")
     _run(f"ip -n {there} addr del 127.0.0.1/8 dev lo")  # else all of 127.0.0.0/8 is this host
@@ -123,9 +161,8 @@ def _plug_in(host: End, switch: str, port: str, mbit: float | None) -> None:
     _run(f"ip -n {there} addr add {host.ip}/24 dev {LINK}")
     _run(f"ip -n {there} link set {LINK} up")
     _run(f"ip -n {switch} link set {port} master hub up")
-    if mbit is not None:
-        for namespace, device in ((there, LINK), (switch, port)):
-            _run(f"tc -n {namespace} qdisc add dev {device} root tbf rate {mbit}mbit burst {BURST} latency {QUEUE}")
+    if host.mbit is not None:
+        _shape(host, "add", host.mbit)
 
 
 def _run(command: str) -> None:

@@ -36,6 +36,16 @@ are.
 * A commit with + had changes that were not committed; no commit: none was written down.
 
 `python -m benchmarks.NAME --help` says what a benchmark measures. All runs of `convergence` are in results as CSV.
+
+* `python -m benchmarks report --out DIRECTORY [--quick]` writes a report with plots: each figure and table of the four
+  papers beside what was measured here, with command, commit, machine, seed and interval; or why it cannot be had. A
+  report that was interrupted goes on where it was, as long as the commit is the same.
+* `python -m benchmarks goodput` plays [goodput_trace.json](goodput_trace.json), 62 faults in 30 minutes, against eight
+  clusters of ours, of plain gloo with restart and of torchft: tokens in θ over those of the undisturbed run, and
+  whether θ is the reference's. Other systems can play the same faults: a line says when, what, who and for how long.
+* `python -m benchmarks peers` measures an outer round of torchft, hivemind and Flower beside ours, and what a killed
+  worker costs. Both need root (network namespaces, tmpfs), and pip installs each peer into an environment of its own
+  below `~/.cache/dips-bench` (`--environments DIRECTORY`). A peer that cannot be had is a row that says why.
 """
 COLUMNS = ("in", "claim", "figure", "compared with", "ratio", "bound", "holds", "machine", "measured")
 
@@ -108,14 +118,14 @@ def read_runs(path: Path) -> list[BenchRun]:
     """Return the runs of a file, the newest last; KeyError or TypeError for a field that is missing or not known."""
     if not path.exists():
         return []
-    return [_run(made) for made in json.loads(path.read_text())]
+    return [to_run(made) for made in json.loads(path.read_text())]
 
 
 def append_runs(results: Iterable[tuple[str, Mapping[str, Any]]], folder: Path = RESULTS) -> None:
     """Append the reports of benchmarks, as `harness.report` makes them, to their files; a report has no date yet."""
     for name, report in results:
         path = folder / f"{name}.json"
-        runs = [*read_runs(path), _run({"date": date.today().isoformat(), "kind": "benchmark", **report})]
+        runs = [*read_runs(path), to_run({"date": date.today().isoformat(), "kind": "benchmark", **report})]
         path.write_text(spell_runs(runs))
 
 
@@ -172,7 +182,8 @@ def _cells(newest: _Newest) -> tuple[str, ...]:
     return tuple(cell.replace("|", "\\|") for cell in (*cells, name_machine(run.machine), measured))
 
 
-def _run(made: Mapping[str, Any]) -> BenchRun:
+def to_run(made: Mapping[str, Any]) -> BenchRun:
+    """Read a run as a file has it; KeyError or TypeError for a field that is missing or not known."""
     rows = tuple(BenchRow(**row) for row in made["rows"])
     return BenchRun(**{**made, "rows": rows, "notes": tuple(made.get("notes", ()))})
 

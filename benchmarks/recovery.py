@@ -15,10 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +27,6 @@ from typing import Any
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
 from benchmarks.whole_run import WholeRun
-from dips.client.agent.trainer import list_descendants
 from dips.commands.status import ask_status
 from dips.errors import DipsError
 from dips.protocol.manifest import Manifest
@@ -58,7 +54,6 @@ class RecoveryRun(WholeRun):
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         super().__init__(directory, manifest, clusters=CLUSTERS, slaves=SLAVES, versions=0)
-        self.slaves = self._slaves
 
     def _run_file(self) -> dict[str, Any]:
         file = super()._run_file()
@@ -73,26 +68,6 @@ class RecoveryRun(WholeRun):
         layers = self._manifest.layers
         words = [name, str(len(layers)), str(layers[0].numel), str(STEP_S), str(self.meeting)]
         return ["benchmarks.recovery_rank", *words]
-
-    def kill(self, name: str) -> float:
-        """SIGKILL of a process and all below it; return when (Unix seconds)."""
-        process = self._processes.newest(name)
-        below = list_descendants(process.pid)
-        at = time.time()
-        process.kill()
-        process.wait()
-        for pid in below:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return at
-
-    def start(self, name: str) -> None:
-        """Start what was killed."""
-        if name in self.clusters:
-            self._start_cluster(name)
-            return
-        words = ["-m", "dips.master.app"] if name == "master" else ["-m", "dips.slave.app", "--name", name]
-        self._processes.start(name, [sys.executable, *words, "--config", str(self.directory / "dips.yaml")])
 
     def marks(self, who: str, kind: str, since: float = 0.0, **fields: object) -> list[Mark]:
         """Lines of a timeline after a time, by kind and fields."""

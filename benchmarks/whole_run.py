@@ -4,8 +4,8 @@
         run.finish()                       # every cluster's process has ended well
 
 Each cluster is an agent whose trainer is outer_rank.py; a subclass may name another (`_words`, `_keys`). With `hosts`
-(namespaces.py) the master and the slaves live on the host SITE and each cluster on that of its name. What a process
-prints lies in `<name>.log`; each is ended by its own pid on exit. It measures nothing.
+(namespaces.py) each process is on the host of its name; master and slaves that have none are on the host SITE. What a
+process prints lies in `<name>.log`; each is ended by its own pid on exit. It measures nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import yaml
 
 from benchmarks.namespaces import End
 from benchmarks.record import ROOT
+from dips.client.agent.trainer import list_descendants
 from dips.config import load_run
 from dips.master import genesis
 from dips.protocol.manifest import Manifest
@@ -55,6 +58,29 @@ class Processes:
     def newest(self, name: str) -> subprocess.Popen[bytes]:
         """What was started last under a name."""
         return next(process for known, process in reversed(self._running) if known == name)
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a process and to all below it."""
+        process = self.newest(name)
+        for pid in (process.pid, *list_descendants(process.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self, name: str) -> float:
+        """SIGKILL of a process and all below it; return when (Unix seconds)."""
+        at = time.time()
+        self.signal(name, signal.SIGKILL)
+        self.newest(name).wait()
+        return at
+
+    def peak_memory(self, name: str) -> int:
+        """Bytes that a process and all below it had resident at their peaks, summed."""
+        peaks = 0
+        for pid in (root := self.newest(name).pid, *list_descendants(root)):
+            with suppress(OSError):  # it has ended meanwhile
+                lines = (Path("/proc") / str(pid) / "status").read_text().splitlines()
+                peaks += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+        return peaks
 
     def wait(self, name: str, process: subprocess.Popen[bytes], within_s: float) -> None:
         """Wait for an end with code 0; raise RuntimeError, with the last of its log, on any other."""
@@ -102,11 +128,10 @@ class WholeRun:
         self.clusters = [f"c{i}" for i in range(clusters)]
         self._slots, self._window_s, self._inner_s = slots or clusters, window_s, inner_s
         self._hosts = {} if hosts is None else hosts
-        self._slaves = [f"ps{i}" for i in range(slaves)]
+        self.slaves = [f"ps{i}" for i in range(slaves)]
         self._lanes = lanes
-        self._site = self._hosts.get(SITE, LOCAL)
-        self._address = f"{self._site.ip}:{free_port()}"
-        self._shared = {
+        self._address = f"{self._host('master').ip}:{free_port()}"
+        self._shared: dict[str, Any] = {
             "run": "bench",
             "stop": {"versions": versions},
             "penalty": {"gates": []},
@@ -117,13 +142,11 @@ class WholeRun:
         self.meeting.mkdir(parents=True)
         file = self.directory / "dips.yaml"
         file.write_text(yaml.safe_dump(self._run_file()))
-        tensors = {p.name: np.zeros(p.shape, np.float32) for layer in self._manifest.layers for p in layer.parameters}
-        genesis.make_run(load_run(file), tensors)
+        genesis.make_run(load_run(file), self._tensors())
         try:
-            self._start("master", self._site, "dips.master.app", "--config", str(file))
-            for name in self._slaves:
-                self._start(name, self._site, "dips.slave.app", "--config", str(file), "--name", name)
-            self._agents = {name: self._start_cluster(name) for name in self.clusters}
+            for name in ("master", *self.slaves):
+                self.start(name)
+            self._agents = {name: self.start(name) for name in self.clusters}
         except BaseException:
             self._processes.end()
             raise
@@ -141,6 +164,17 @@ class WholeRun:
         """Of `master` or a cluster."""
         return self.directory / who / "timeline.jsonl"
 
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        """Start the master, a slave or a cluster, once more if it was killed."""
+        if name in self.clusters:
+            return self._start_cluster(name)
+        words = ["dips.master.app"] if name == "master" else ["dips.slave.app", "--name", name]
+        return self._start(name, self._host(name), *words, "--config", str(self.directory / "dips.yaml"))
+
+    def kill(self, name: str) -> float:
+        """SIGKILL of a process and all below it; return when (Unix seconds)."""
+        return self._processes.kill(name)
+
     def finish(self, within_s: float) -> None:
         """Wait until the run is over and every cluster has ended."""
         for name, agent in self._agents.items():
@@ -153,8 +187,12 @@ class WholeRun:
             "max_restarts": 0, **self._keys(name),
         }  # fmt: skip
         file.write_text(yaml.safe_dump(cluster))
-        host, trainer = self._hosts.get(name, LOCAL), [sys.executable, "-m", *self._words(name)]
-        return self._start(name, host, "dips.client.app", "--config", str(file), "--", *trainer)
+        trainer = [sys.executable, "-m", *self._words(name)]
+        return self._start(name, self._host(name), "dips.client.app", "--config", str(file), "--", *trainer)
+
+    def _tensors(self) -> dict[str, npt.NDArray[np.float32]]:
+        """θ of v0@r0."""
+        return {p.name: np.zeros(p.shape, np.float32) for layer in self._manifest.layers for p in layer.parameters}
 
     def _keys(self, name: str) -> dict[str, Any]:
         """Of the cluster's file."""
@@ -166,20 +204,26 @@ class WholeRun:
         shape = [str(len(self.clusters)), str(len(layers)), str(layers[0].numel)]
         return ["benchmarks.outer_rank", name, *shape, str(self.meeting), str(self._inner_s / STEPS)]
 
+    def _host(self, name: str) -> End:
+        return self._hosts.get(name, self._hosts.get(SITE, LOCAL))
+
     def _start(self, name: str, host: End, *words: str) -> subprocess.Popen[bytes]:
         return self._processes.start(name, host.command(sys.executable, "-m", *words))
 
     def _run_file(self) -> dict[str, Any]:
         slave = {
-            "initial_model": str(Path("master") / genesis.INITIAL), "master": self._address,
-            "listen": f"{self._site.ip}:0", "lanes": [f"{self._site.ip}:0"] * self._lanes, "slots": self._slots,
+            "initial_model": str(Path("master") / genesis.INITIAL), "master": self._address, "slots": self._slots,
         }  # fmt: skip
+        listen = {name: f"{self._host(name).ip}:0" for name in self.slaves}
         return {
             "shared": self._shared,
             "master": {
                 "listen": self._address, "directory": "master", "timing": {"window_s": self._window_s},
             },
-            "slaves": [{"name": name, "directory": name, **slave} for name in self._slaves],
+            "slaves": [
+                {"name": name, "directory": name, "listen": at, "lanes": [at] * self._lanes, **slave}
+                for name, at in listen.items()
+            ],
             "tls": False,
         }  # fmt: skip
 
