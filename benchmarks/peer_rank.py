@@ -345,14 +345,6 @@ def fork_forever(work: Callable[[PeerPlan], None], plan: PeerPlan) -> None:
     """Do it in a fork, again whenever that ends, until this process is told to end."""
     os.environ["OMP_NUM_THREADS"] = "1"
     importlib.import_module(SLOW_IMPORTS[plan.system])
-    child = 0
-
-    def end(number: int, _: object) -> None:
-        if child:
-            os.killpg(0, signal.SIGKILL)  # hivemind has children, too; Processes gave us a session of our own
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
     while True:
         child = os.fork()
         if child == 0:
@@ -366,7 +358,13 @@ def fork_forever(work: Callable[[PeerPlan], None], plan: PeerPlan) -> None:
         time.sleep(AGAIN_S)
 
 
+def end_all(number: int, _: object) -> None:
+    """End this process and all below it, hivemind's daemons too: Processes gave us a session of our own."""
+    os.killpg(0, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_all)
     words = PeerPlan(**json.loads(sys.argv[1]))
     if words.rank < 0:
         COORDINATORS[words.system](words)
