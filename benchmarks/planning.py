@@ -8,7 +8,7 @@
     the layout
 
 Every constant that a paper does not give is printed. CP-SAT is OR-Tools', of the dev extra. Metis' planner may not be
-used commercially, and nothing of it is copied or run here.
+used commercially: `--part search --metis DIR` starts it from a checkout of yours, and nothing of it is here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from benchmarks.harness import Bench, main
 from dips.errors import ConfigError
+from dips.inside.planning.group import list_groupings
 from dips.inside.planning.profile import ClusterProfile, DeviceKind, parse_model, parse_profile
 from dips.inside.planning.schedules import ScheduleName
 from dips.inside.planning.search import (
@@ -40,6 +41,7 @@ from dips.inside.planning.search import (
     describe_choice,
     hide_sync,
     parameter_costs,
+    share_microbatches,
 )
 from dips.inside.planning.simulate import (
     PassSeconds,
@@ -50,6 +52,9 @@ from dips.inside.planning.simulate import (
     simulate,
     tune_depths,
 )
+
+if TYPE_CHECKING:
+    from benchmarks.planning_metis import MetisPlan
 
 INVENTORIES = Path(__file__).parents[1] / "configs" / "inventories"
 INSTANCES, PROVE_S = 300, 6.0
@@ -215,11 +220,63 @@ def measure_search(bench: Bench) -> None:
         for model in ("llama-7b",) if bench.quick else sizes:
             planner = zorse_planner(cluster, model)
             begun = time.process_time()
-            result = planner.search()
+            try:
+                found = planner.search().ranked[0].name
+            except ConfigError as error:
+                found = str(error)
             took = time.process_time() - begun
             bench.row(f"zorse-{cluster}, {model}: search", took, "s", against="a minute", of=60.0, least=1.0, less=True)
-            bench.say(f"zorse-{cluster}, {model}: {result.ranked[0].name}")
-    bench.note("seconds of one core; against exhaustive search: two schedules, micro-batches of 1, 2 and 4 samples")
+            bench.say(f"zorse-{cluster}, {model}: {found}")
+    for cluster, sizes_of_groups in ZORSE_GROUPS.items():
+        planner = zorse_planner(cluster, "llama-7b")
+        candidates = [sorted(map(len, g.groups)) for g in list_groupings(planner.profile, planner.speed_of)]
+        name = f"zorse-{cluster}: the {len(sizes_of_groups)} groups of §6.2 among {len(candidates)} candidates"
+        bench.row(name, float(sizes_of_groups in candidates), "", against="yes", of=1.0, least=1.0)
+    compare_metis(bench, bench.args.metis)
+    bench.note("seconds are of processor time; exhaustive search: two schedules, micro-batches of 1, 2 and 4 samples")
+
+
+ZORSE_GROUPS = {"a": [2, 2, 8, 8], "b": [8, 16, 16, 24], "c": [8, 8, 16, 24, 24, 24, 24]}  # devices of each group
+
+
+def compare_metis(bench: Bench, checkout: Path | None) -> None:
+    """Metis' best plan on the same profile: its groups and layers, with the micro-batch and schedule that suit it best.
+
+    16 devices: an A100 node and a T4 node of Zorse's cluster B, and a decoder of 1 B that fits everywhere.
+    """
+    if checkout is None:
+        bench.row("Metis' planner beside ours: not run, for want of --metis DIR", 0, "plans")
+        return
+    from benchmarks.planning_metis import run_metis
+
+    whole = parse_profile(read_inventory("zorse-b"), "zorse-b")
+    profile = replace(whole, nodes=tuple(n for n in whole.nodes if n.name in ("a100-0", "t4-0")))
+    for gbit in (100.0, 1.0):
+        links = {a: {b: replace(link, gbit=gbit) for b, link in row.items()} for a, row in profile.links.items()}
+        model = replace(parse_model(read_inventory("edit-1b"), "edit-1b"), batch=128, sequence=1024)
+        planner = Planner(replace(profile, links=links), model)
+        plans, took = run_metis(checkout, planner)
+        place, theirs = next((i, s) for i, plan in enumerate(plans, 1) if (s := _play_metis(planner, plan)) < inf)
+        begun = time.process_time()
+        best = min(plan.step_s for plan in planner.search().ranked if plan.exact)
+        own = time.process_time() - begun
+        name = f"16 devices, {gbit:g} Gbit/s between nodes"
+        bench.row(f"{name}: our plan", best, "s", against="Metis'", of=theirs, least=1.0, less=True)
+        bench.row(f"{name}: our search", own, "s", against="Metis'", of=took, less=True)
+        bench.note(f"{name}: Metis printed {len(plans)} plans; plan {place} is its first that fits our memory")
+
+
+def _play_metis(planner: Planner, plan: MetisPlan) -> float:
+    """Seconds of its groups and layers by the best of our schedules and micro-batches; inf if none fits."""
+    best = inf
+    for samples in (1, 2, 4, 8, 16):
+        for schedule in (ScheduleName.COMPACT_ZB, ScheduleName.BREADTH_FIRST):
+            try:
+                choice = PipelineChoice(schedule, plan.groups, plan.cuts, samples)
+                best = min(best, planner.finish(choice)[1].seconds)
+            except ConfigError:  # memory, or fewer micro-batches than devices
+                continue
+    return best
 
 
 ZORSE: Mapping[str, tuple[str, ...]] = {
@@ -576,17 +633,45 @@ def measure_handover(bench: Bench) -> None:
         )
 
 
+# ---- shares ----------------------------------------------------------------------------------------------------------
+
+SPEEDS, SAMPLE_S = (3, 1), 0.3  # of two devices; of a layer's forward for one sample on the slow one
+SHARES_GAIN = 1.85  # 2.0 is all there is
+
+
+def measure_shares(bench: Bench) -> None:
+    """Tokens a second of plain FSDP2 by shares of the devices' speeds, over those of equal shares; layers are slept."""
+    from benchmarks.planning_shares import BLOCKS, play_shares
+
+    total = sum(SPEEDS)
+    unequal = [(len(own), len(own)) for own in share_microbatches([1 / v for v in SPEEDS], total)]
+    equal = [(total // len(SPEEDS), total // len(SPEEDS))] * len(SPEEDS)
+    sample_s = [SAMPLE_S * SPEEDS[-1] / v for v in SPEEDS]
+    found = play_shares(sample_s, {"equal": equal, "unequal": unequal}, 1 if bench.quick else 3)
+    (equal_s, equal_loss), (unequal_s, unequal_loss) = found["equal"], found["unequal"]
+    name = f"FSDP2, speeds {':'.join(map(str, SPEEDS))}, micro-batches {':'.join(str(n) for _, n in unequal)}"
+    bench.row(f"{name}: samples/s", total / unequal_s, "", against="equal shares", of=total / equal_s)
+    bench.row(f"{name}: gain", equal_s / unequal_s, "×", against="a bar", of=SHARES_GAIN, least=1.0)
+    off = max(abs(unequal_loss / equal_loss - 1), 1e-9)  # they may be equal to the bit
+    bench.row(f"{name}: loss off that of equal shares", off, "", against="1e-5", of=1e-5, least=1.0, less=True)
+    bench.note(
+        f"{BLOCKS} layers, {SAMPLE_S:g} s of forward for a sample on the slow rank, backward twice that; 2.0 is all"
+    )
+
+
 PARTS: Mapping[str, Callable[[Bench], None]] = {
     "schedules": measure_schedules,
     "search": measure_search,
     "papers": measure_papers,
     "dryrun": measure_dryrun,
     "handover": measure_handover,
+    "shares": measure_shares,
 }
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=list(PARTS), default="papers", help="what to compare")
+    parser.add_argument("--metis", type=Path, metavar="DIR", help="a checkout of SamsungLabs/Metis, for --part search")
 
 
 def measure(bench: Bench) -> None:

@@ -33,7 +33,9 @@ def cluster_command(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan, as YAML.")] = None,
     target: Annotated[
         str | None,
-        typer.Option("--for", metavar="torchtitan|megatron", help="Only pipelines that it runs; print its flags."),
+        typer.Option(
+            "--for", metavar="torchtitan|megatron|fsdp2", help="Only what it runs; print its flags or shares."
+        ),
     ] = None,
     csv: Annotated[Path, typer.Option("--csv", help="The schedule, for --for torchtitan.")] = Path("schedule.csv"),
     timeline: Annotated[
@@ -59,6 +61,7 @@ def cluster_command(
       dips plan cluster profile.yaml model.yaml --explain -o plan.yaml
       dips plan cluster profile.yaml model.yaml --timeline step.png
       dips plan cluster profile.yaml model.yaml --for torchtitan --csv schedule.csv
+      dips plan cluster profile.yaml model.yaml --for fsdp2 -o plan.yaml
     """
     from dips.inside.planning.plan import Framework, chrome_trace, explain_plan, hand_over, make_plan, plan_data
     from dips.inside.planning.profile import parse_model, parse_profile

@@ -27,6 +27,7 @@ class Framework(StrEnum):
 
     TORCHTITAN = "torchtitan"
     MEGATRON = "megatron"
+    FSDP2 = "fsdp2"  # torch's own, with the shares of configs/examples/unequal_gpus.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class ClusterPlan:
     flops: float
     prediction: Prediction | None
     decoder: bool  # the model is a `transformer`, whose layers frameworks know by name
+    shares: Mapping[str, tuple[int, int]]  # of data parallelism: a device's samples of a step, and its micro-batches
 
     @property
     def tokens_s(self) -> float:
@@ -70,16 +72,16 @@ class ClusterPlan:
 def make_plan(profile: ClusterProfile, model: ModelProfile, target: Framework | None = None) -> ClusterPlan:
     """Search, and put the best plan's figures together.
 
-    target   restricts the plan to a pipeline that this framework can run
+    target   restricts the plan to what this framework can run
     Errors   ConfigError if the model fits nowhere, or the framework can run none of the plans
     """
     planner = Planner(profile, model)
     accept: Callable[[PipelineChoice], bool] = _RUNS[target] if target else lambda _: True
     result = planner.search(accept)
-    ranked = [plan for plan in result.ranked if plan.choice is not None] if target else result.ranked
-    if not ranked:
+    ranked = [plan for plan in result.ranked if target is None or _can_run(target, plan)]
+    if target is not None and not ranked:
         raise ConfigError(
-            f"--for {target}: it can run none of the plans: it takes stages of equally many devices with equal shares; "
+            f"--for {target}: it can run none of the plans: it takes {_TAKES[target]}; "
             f"without --for the best plan is {result.ranked[0].name}"
         )
     # What averages parameters instead of gradients learns otherwise: shown beside, and taken only if nothing else fits.
@@ -87,10 +89,12 @@ def make_plan(profile: ClusterProfile, model: ModelProfile, target: Framework | 
     prediction: Prediction | None = None
     stages: tuple[PlannedStage, ...] = ()
     half: float | None = None
+    shares = dict(zip(planner.devices, best.shares, strict=False))
     if best.choice is not None:
         choice, prediction = planner.finish(best.choice)
         best = RankedPlan(best.name, prediction.seconds, best.samples, choice, best.why)
         stages = _list_stages(planner, choice, prediction)
+        shares = _list_shares(choice, stages)
         half = Planner(profile.scale_links(HALF), model).finish(choice)[1].seconds
     else:
         slow = Planner(profile.scale_links(HALF), model).list_others()
@@ -111,7 +115,16 @@ def make_plan(profile: ClusterProfile, model: ModelProfile, target: Framework | 
         flops=model.flops,
         prediction=prediction,
         decoder=model.transformer is not None,
+        shares=shares,
     )
+
+
+def _list_shares(choice: PipelineChoice, stages: Sequence[PlannedStage]) -> dict[str, tuple[int, int]]:
+    """A pipeline of one stage is data parallelism; with ministages or offload it needs an executor of its own."""
+    if not _is_data_parallel(choice):
+        return {}
+    only = stages[0]
+    return {d: (n * choice.samples, n) for d, n in zip(only.devices, only.microbatches, strict=True)}
 
 
 def _list_stages(planner: Planner, choice: PipelineChoice, prediction: Prediction) -> tuple[PlannedStage, ...]:
@@ -167,6 +180,7 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
             ],
             "bytes": {key: round(value) for key, value in plan.bytes_moved.items()},
         },
+        "shares": {d: {"samples": n, "microbatches": m} for d, (n, m) in plan.shares.items()} or None,
         "others": [
             {
                 "plan": o.name,
@@ -226,6 +240,9 @@ def explain_plan(plan: ClusterPlan) -> list[str]:
         lines.append(f"Moved in a step: {moved or 'nothing'}.")
     elif plan.best.why:
         lines.append(f"No pipeline is faster here than {plan.best.name}; {plan.best.why}.")
+    if len({samples for samples, _ in plan.shares.values()}) > 1:
+        least, most = (pick(plan.shares.items(), key=lambda item: item[1]) for pick in (min, max))
+        lines.append(f"{most[0]} takes {most[1][0]} samples of a step, {least[0]} {least[1][0]}: `shares` of the plan.")
     if plan.half_links_s is not None:
         lines.append(
             f"With half the rate between nodes a step takes {plan.half_links_s:.3g} s, "
@@ -284,15 +301,34 @@ def _is_mesh(choice: PipelineChoice) -> bool:
     return len(choice.groups) > 1 and len({len(g) for g in choice.groups}) == 1 and not choice.offload
 
 
+def _is_data_parallel(choice: PipelineChoice) -> bool:
+    return len(choice.groups) == choice.ministages == 1 and not choice.offload
+
+
 _RUNS: dict[Framework, Callable[[PipelineChoice], bool]] = {
     Framework.TORCHTITAN: _is_mesh,
     Framework.MEGATRON: lambda choice: _is_mesh(choice) and choice.schedule is ScheduleName.ONE_F_ONE_B,
+    Framework.FSDP2: _is_data_parallel,
 }
+_TAKES = {
+    Framework.TORCHTITAN: "stages of equally many devices with equal shares",
+    Framework.MEGATRON: "stages of equally many devices with equal shares",
+    Framework.FSDP2: "one stage without ministages",
+}
+
+
+def _can_run(target: Framework, plan: RankedPlan) -> bool:
+    if plan.choice is None:
+        return target is Framework.FSDP2 and bool(plan.shares)
+    return _RUNS[target](plan.choice)
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """The flags that a framework is started with, and the schedule that it reads, if any."""
+    """The flags that a framework is started with, and the schedule that it reads, if any.
+
+    FSDP2 has no flags: a line for each device with its share.
+    """
 
     flags: tuple[str, ...]
     csv: str = ""
@@ -301,8 +337,12 @@ class Handover:
 def hand_over(plan: ClusterPlan, target: Framework, csv_name: str = "schedule.csv") -> Handover:
     """Return flags and files of a framework for this plan. Raises ConfigError if it cannot run it."""
     choice = plan.best.choice
-    if choice is None or plan.prediction is None or not _RUNS[target](choice):
-        raise ConfigError(f"{target} cannot run {plan.best.name}: it takes stages of equally many devices")
+    if not _can_run(target, plan.best):
+        raise ConfigError(f"{target} cannot run {plan.best.name}: it takes {_TAKES[target]}")
+    if target is Framework.FSDP2:
+        shares = plan.shares.items()
+        return Handover(tuple(f"{d}: {n} samples of a step, micro-batches: {count}" for d, (n, count) in shares))
+    assert choice is not None
     if not plan.decoder:
         raise ConfigError(
             f"{target}: expected a model with `transformer`: {plan.model} names layers that it does not know"

@@ -76,6 +76,7 @@ class RankedPlan:
     why: str = ""
     missing: str = ""  # why it cannot run; its figures then do not count
     exact: bool = True  # the steps are those of one device; False: it learns otherwise, and seconds are half the truth
+    shares: tuple[tuple[int, int], ...] = ()  # of FSDP2: each device's samples of a step, and its micro-batches
 
     @property
     def rate(self) -> float:
@@ -396,7 +397,7 @@ class Planner:
         speeds = [1.0 if equal else self.speed_of(d) for d in devices]
         shares = [len(s) for s in share_microbatches([1 / v for v in speeds], batch)]
         ring = self._rings(tuple(devices))
-        best, missing = inf, ""
+        best, missing, rounds = inf, "", 1
         for accumulate in (1, 2, 4, 8, 16, 32, 64):
             samples = [-(-share // accumulate) for share in shares]
             missing = self._missing_sharded(devices, samples, n)
@@ -404,11 +405,10 @@ class Planner:
                 continue
             gathers = [ring_seconds(ring, n, l.parameters * self.model.parameter_bytes) for l in self.layers]
             reduces = [ring_seconds(ring, n, l.parameters * self.model.gradient_bytes) for l in self.layers]
-            best = min(best, accumulate * self._overlapped(devices, samples, gathers, reduces))
+            best, rounds = accumulate * self._overlapped(devices, samples, gathers, reduces), accumulate
             break
-        if best < inf:
-            missing = ""
-        return RankedPlan(name, best, batch, missing=missing, why="every layer is gathered over the slowest link")
+        why = "every layer is gathered over the slowest link"
+        return RankedPlan(name, best, batch, missing=missing, why=why, shares=tuple((n, rounds) for n in shares))
 
     def _missing_sharded(self, devices: Sequence[str], samples: Sequence[int], shards: int) -> str:
         """Say which device lacks how much for FSDP2; empty if all have enough."""

@@ -97,7 +97,7 @@ def test_what_learns_otherwise_is_never_the_plan() -> None:
         ({"links": {"east": {"west": 1}}}, {}, [], "links.west.east: one-way"),
         ({"speed": 3}, {}, [], "speed: unknown key"),
         ({}, {"parameter_bytes": 9000.0, "state_bytes": 9000.0}, [], "GB missing"),
-        ({}, {}, ["--for", "deepspeed"], "--for: expected torchtitan or megatron, got deepspeed"),
+        ({}, {}, ["--for", "deepspeed"], "--for: expected torchtitan or megatron or fsdp2, got deepspeed"),
         ({"nodes": MACHINES["nodes"][:1], "links": {}}, {}, ["--for", "megatron"], "it can run none of the plans"),
     ],
 )  # fmt: skip
@@ -129,3 +129,28 @@ def test_a_plan_is_handed_over() -> None:
     assert layout.replace("|", "") == "Etttttt" + "L"
     assert [len(part) for part in layout.split("|")] == [s.layers[0][1] - s.layers[0][0] for s in megatron.stages]
     assert plan_data(megatron)["pipeline"]["schedule"] == "1f1b"
+
+
+@pytest.mark.parametrize(("gbit", "stages"), [(100, 0), (1, 1)])
+def test_fsdp2_is_given_shares(gbit: float, stages: int) -> None:
+    """For FSDP2 each device has its samples by speed, 2 : 1 here, whether the plan gathers layer by layer or, on a slow
+    link, once a step, as one stage does. What has several stages has no shares, and is refused.
+    """
+    profile = parse_profile(MACHINES | {"links": {"east": {"west": gbit}, "west": {"east": gbit}}}, "p")
+    shape = {"blocks": 6, "hidden": 2048, "ffn": 8192, "vocab": 8192}
+    model = parse_model(DECODER | {"batch": 12, "transformer": shape}, "m")
+    plan = make_plan(profile, model, Framework.FSDP2)
+    assert len(plan.stages) == stages
+    assert {device: samples for device, (samples, _) in plan.shares.items()} == {"fast.0": 8, "slow.0": 4}
+    assert plan_data(plan)["shares"]["fast.0"] == {"samples": 8, "microbatches": plan.shares["fast.0"][1]}
+    assert hand_over(plan, Framework.FSDP2).flags[0].startswith("fast.0: 8 samples of a step, micro-batches: ")
+    assert "fast.0 takes 8 samples of a step, slow.0 4" in " ".join(explain_plan(plan))
+
+
+def test_a_pipeline_has_no_shares() -> None:
+    """What runs by stages is not handed to FSDP2."""
+    plan = make_plan(parse_profile(MACHINES, "p"), parse_model(DECODER, "m"))
+    assert len(plan.stages) == 2
+    assert plan_data(plan)["shares"] is None
+    with pytest.raises(ConfigError, match=r"fsdp2 cannot run .* it takes one stage without ministages"):
+        hand_over(plan, Framework.FSDP2)
