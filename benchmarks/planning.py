@@ -32,15 +32,11 @@ import yaml
 from benchmarks.harness import Bench, main
 from dips.errors import ConfigError
 from dips.inside.planning.group import list_groupings
-from dips.inside.planning.profile import ClusterProfile, DeviceKind, parse_model, parse_profile
+from dips.inside.planning.profile import parse_model, parse_profile
 from dips.inside.planning.schedules import ScheduleName
 from dips.inside.planning.search import (
     PipelineChoice,
     Planner,
-    RankedPlan,
-    describe_choice,
-    hide_sync,
-    parameter_costs,
     share_microbatches,
 )
 from dips.inside.planning.simulate import (
@@ -299,237 +295,6 @@ def zorse_planner(cluster: str, model: str) -> Planner:
     return Planner(parse_profile(read_inventory(f"zorse-{cluster}"), cluster), made)
 
 
-# ---- papers ----------------------------------------------------------------------------------------------------------
-
-LAGS, REPEATS = (0, 1.5, 2.5, 3.5, 4.5), (0, 10, 20, 30, 40)
-TABLE_6: Mapping[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]] = {
-    "random": (
-        (225.75, 175.21, 150.26, 130.94, 115.29),
-        (236.50, 228.06, 219.72, 214.36, 209.44),
-        (237.45, 230.05, 224.38, 219.49, 214.53),
-    ),
-    "consistent": (
-        (225.75, 175.12, 150.03, 130.80, 115.94),
-        (236.50, 181.20, 154.12, 134.00, 118.47),
-        (237.45, 230.12, 227.58, 225.08, 223.07),
-    ),
-    "bandwidth": (
-        (225.75, 205.71, 136.64, 105.06, 85.18),
-        (236.50, 234.74, 236.20, 236.46, 236.39),
-        (237.45, 237.85, 238.04, 237.73, 238.03),
-    ),
-}  # EDiT, Table 6: TFLOPS of Baseline, EDiT and A-EDiT
-NODES, TAU = 8, 128
-
-
-def fit_table_6() -> tuple[float, float, float]:
-    """Return the three constants, by least squares on the baseline's rows alone.
-
-    Seconds of the baseline's step; the share of a step that one repetition of the inter-node communication takes; and
-    the share of a step at which it is no longer hidden.
-    """
-    base = TABLE_6["random"][0]
-    step = sum(l * l for l in LAGS) / sum(l * (base[0] / b - 1) for l, b in zip(LAGS, base, strict=True))
-    shown = [base[0] / b for b in TABLE_6["bandwidth"][0]][2:]
-    mean_x, mean_y = statistics.mean(REPEATS[2:]), statistics.mean(shown)
-    share = sum((x - mean_x) * (y - mean_y) for x, y in zip(REPEATS[2:], shown, strict=True)) / sum(
-        (x - mean_x) ** 2 for x in REPEATS[2:]
-    )
-    return step, share, mean_y - share * mean_x
-
-
-def predict_table_6() -> dict[str, list[list[float]]]:
-    """Return the 45 numbers by closed forms: a lag waits for the slowest node, or for nobody; a sync hides under a
-    forward.
-    """
-    step, share, offset = fit_table_6()
-    top = TABLE_6["random"][0][0]
-    edit, aedit = (step * top / TABLE_6["random"][k][0] for k in (1, 2))
-    rng = random.Random(0)
-
-    def slowest_lag(lag: float) -> float:
-        """Seconds of waiting a step, where each step's lag hits a node at random and nodes meet every τ steps."""
-        trials = 400
-        total = 0.0
-        for _ in range(trials):
-            hits = [0] * NODES
-            for _ in range(TAU):
-                hits[rng.randrange(NODES)] += 1
-            total += max(hits) * lag
-        return total / trials / TAU
-
-    def rate(seconds: float) -> float:
-        return top * step / seconds
-
-    made: dict[str, list[list[float]]] = {"random": [[], [], []], "consistent": [[], [], []], "bandwidth": [[], [], []]}
-    for lag, repeat in zip(LAGS, REPEATS, strict=True):
-        made["random"][0].append(rate(step + lag))
-        made["random"][1].append(rate(edit + slowest_lag(lag)))
-        made["random"][2].append(rate(aedit + lag / NODES))
-        made["consistent"][0].append(rate(step + lag))
-        made["consistent"][1].append(rate(edit + lag))
-        made["consistent"][2].append(rate(1 / (((NODES - 1) / aedit + 1 / (aedit + lag)) / NODES)))
-        made["bandwidth"][0].append(rate(step * max(1.0, offset + share * repeat)))
-        exposed = hide_sync(share * max(repeat, 1) * step, edit / 3) / TAU
-        made["bandwidth"][1].append(rate(edit + exposed))
-        made["bandwidth"][2].append(rate(aedit + exposed))
-    return made
-
-
-def measure_papers(bench: Bench) -> None:
-    """Each figure of the seeds that a formula or the simulator can give, beside the published one."""
-    _compare_table_6(bench)
-    _compare_table_2(bench)
-    _compare_spantrain(bench)
-    _compare_zorse(bench)
-
-
-def _compare_table_6(bench: Bench) -> None:
-    step, share, offset = fit_table_6()
-    made = predict_table_6()
-    worst = max(
-        abs(ours / paper - 1)
-        for kind, rows in TABLE_6.items()
-        for row, mine in zip(rows, made[kind], strict=True)
-        for paper, ours in zip(row, mine, strict=True)
-    )
-    bench.row("EDiT Table 6: worst of 45", 100 * worst, "%", against="a bar", of=5.0, least=1.0, less=True)
-    bench.note(
-        f"EDiT: step {step:.2f} s, communication {share:.4f} of a step a repetition, hidden below {1 - offset:.2f}"
-    )
-
-
-def _compare_table_2(bench: Bench) -> None:
-    costs = parameter_costs(layers=24, parameters=1.0, ministages=4, devices=8, microbatches=16)
-    for name, want in {"Zorse": (12, 0, 48), "PP + ZeRO-2": (24, 0, 48), "PP + ZeRO-3": (2, 2.75, 768)}.items():
-        cost = costs[name]
-        same = (cost.materialised, cost.sharded, cost.gathers) == want
-        bench.row(f"Zorse Table 2: {name}, gathers", cost.gathers, "", against="paper", of=want[2], least=1.0)
-        assert same, (name, cost)
-
-
-def spantrain_planner(
-    setting: int, batch: int = 128, gbit: float | None = None, efficiency: float | None = None
-) -> Planner:
-    """Return GPT-2 on SpanTrain's ten servers."""
-    profile = parse_profile(read_inventory(f"spantrain-{setting}"), "spantrain")
-    if gbit is not None:
-        slow = {
-            a: {b: replace(l, gbit=gbit) if "cloud" in (a, b) and a != b else l for b, l in row.items()}
-            for a, row in profile.links.items()
-        }
-        profile = replace(profile, links=slow)
-    if efficiency is not None:
-        profile = replace(profile, kinds={k: replace(d, efficiency=efficiency) for k, d in profile.kinds.items()})
-    return Planner(profile, replace(parse_model(read_inventory("gpt-2"), "gpt-2"), batch=batch))
-
-
-def _with_servers(profile: ClusterProfile, count: int) -> ClusterProfile:
-    """Return SpanTrain's machines with so many servers at the edge, and as many devices at the end (§4.5)."""
-    cloud = [node for node in profile.nodes if node.site == "cloud"]
-    edge, end = (next(node for node in profile.nodes if node.site == site) for site in ("edge", "end"))
-    more = [replace(node, name=f"{node.site}-{i}") for node in (edge, end) for i in range(count)]
-    return replace(profile, nodes=(*cloud, *more))
-
-
-def best_pipeline(planner: Planner, accept: Callable[[PipelineChoice], bool] = lambda _: True) -> RankedPlan:
-    """Return the fastest pipeline of a search, tuned. Raises ConfigError if none fits."""
-    ranked = [plan for plan in planner.search(accept).ranked if plan.choice is not None]
-    if not ranked or ranked[0].choice is None:
-        raise ConfigError("no pipeline fits")
-    choice, prediction = planner.finish(ranked[0].choice)
-    return replace(ranked[0], step_s=prediction.seconds, choice=choice, name=describe_choice(choice))
-
-
-def _compare_spantrain(bench: Bench) -> None:
-    """Throughput of SpanTrain's plan over its baselines; published ratios beside ours, no bar."""
-    for setting, ddp, fsdp in ((1, "2.3–2.38", "2.05–2.11"), (2, "1.74–1.85", "1.61–1.76")):
-        planner = spantrain_planner(setting)
-        best = best_pipeline(planner)
-        over = planner.shard_fully(planner.devices, equal=True)
-        bench.row(
-            f"SpanTrain setting {setting}: over FSDP",
-            over.step_s / best.step_s,
-            "×",
-            against=f"paper {fsdp}, DDP {ddp}",
-        )
-    planner = spantrain_planner(1)
-    ours = best_pipeline(planner)
-    for name, schedule, paper in (
-        ("GPipe", ScheduleName.GPIPE, "1.13–1.71"),
-        ("1F1B", ScheduleName.ONE_F_ONE_B, "1.04–1.57"),
-    ):
-        if ours.choice is None:
-            continue
-        same = replace(ours.choice, schedule=schedule, ministages=1, depths=(), offload=False)
-        p = len(same.groups)
-        cuts = same.cuts if len(same.cuts) == p + 1 else planner.cut_layers(same.groups, 1, same.samples)
-        if cuts is None:
-            continue
-        try:
-            other = simulate(planner.make_pipeline(replace(same, cuts=cuts)), spans=False).seconds
-        except ConfigError as error:
-            bench.note(f"{name} on SpanTrain's groups: {error}")
-            continue
-        bench.row(
-            f"SpanTrain setting 1: over {name} on the same groups", other / ours.step_s, "×", against=f"paper {paper}"
-        )
-    ratio = {
-        gbit: best_pipeline(spantrain_planner(1, gbit=gbit)).rate
-        for gbit in ((0.1, 1.0) if bench.quick else (0.05, 0.1, 0.25, 0.5, 1.0))
-    }
-    for gbit, rate in ratio.items():
-        bench.row(
-            f"SpanTrain setting 1 with {1 / gbit:g} × slower lines", rate, "samples/s", against="without", of=ratio[1.0]
-        )
-    big = best_pipeline(spantrain_planner(1, batch=256)).rate
-    bench.row("SpanTrain batch 256 over 128", 100 * (big / ours.rate - 1), "%", against="paper 6.8–16.2")
-
-    for servers in (1, 3) if bench.quick else (1, 3, 6):
-        few = spantrain_planner(1)
-        few = Planner(_with_servers(few.profile, servers), few.model)
-        gain = few.shard_fully(few.devices, equal=True).step_s / best_pipeline(few).step_s
-        bench.row(f"SpanTrain Fig. 13, {servers} servers: over FSDP", gain, "×", against="paper's mean 2.79")
-
-    def whole_sites(choice: PipelineChoice) -> bool:
-        """No second level: a first-level group is one stage."""
-        return all(len({d.split("-")[0] for d in group}) == 1 for group in choice.groups) and len(choice.groups) <= 3
-
-    flat = best_pipeline(planner, whole_sites).rate
-    bench.row("SpanTrain without a second level", 100 * (flat / ours.rate - 1), "%", against="paper −11, −12")
-    bench.note(
-        "SpanTrain: GPT-2, sequences of 512, 45 % of the FLOP/s, latencies of 1 and 0.2 ms: ours, not the paper's"
-    )
-
-
-def _compare_zorse(bench: Bench) -> None:
-    """Table 5 beside ours, no bar: efficiency is a constant of ours."""
-    published = {
-        ("a", "llama-7b"): 4370.56, ("a", "llama-13b"): 4917.87,
-        ("a", "llama-33b"): 5281.64, ("a", "llama-65b"): 5239.13,
-        ("b", "llama-7b"): 3412.88, ("b", "llama-13b"): 2965.64, ("b", "llama-33b"): 2658.29,
-        ("c", "llama-7b"): 3936.94, ("c", "llama-13b"): 3357.97, ("c", "llama-33b"): 1548.60,
-    }  # fmt: skip
-    for (cluster, model), tflops in published.items():
-        if bench.quick and model != "llama-7b":
-            continue
-        planner = zorse_planner(cluster, model)
-        try:
-            best = best_pipeline(planner)
-        except ConfigError as error:
-            bench.note(f"Zorse {cluster}, {model}: {error}")
-            continue
-        bench.row(
-            f"Zorse Table 5: {cluster}, {model}",
-            planner.model.flops / best.step_s / 1e12,
-            "TFLOPS",
-            against="paper",
-            of=tflops,
-        )
-        bench.say(f"{cluster}, {model}: {best.name}")
-    bench.note(f"Zorse: {DeviceKind(1, 1).efficiency:.0%} of peak FLOP/s on every device, vendors' links")
-
-
 # ---- dry run ---------------------------------------------------------------------------------------------------------
 
 PLANS, RANKS, LINK_MBIT = 20, 5, 200.0
@@ -659,6 +424,13 @@ def measure_shares(bench: Bench) -> None:
     )
 
 
+def measure_papers(bench: Bench) -> None:
+    """Figures that were published, beside ours."""
+    from benchmarks.planning_papers import compare_papers
+
+    compare_papers(bench, bench.args.plot)
+
+
 PARTS: Mapping[str, Callable[[Bench], None]] = {
     "schedules": measure_schedules,
     "search": measure_search,
@@ -671,6 +443,7 @@ PARTS: Mapping[str, Callable[[Bench], None]] = {
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=list(PARTS), default="papers", help="what to compare")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the figures of --part papers")
     parser.add_argument("--metis", type=Path, metavar="DIR", help="a checkout of SamsungLabs/Metis, for --part search")
 
 

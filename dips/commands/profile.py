@@ -81,6 +81,8 @@ def profile(
         links = measure_pairs(everyone, device)
         first = next(i for i, other in enumerate(everyone) if other["kind"] == own["kind"])
         layers = measure_layers(made, device, tokens) if dist.get_rank() == first else {}
+        if dist.get_rank() == 0:
+            print(describe_memory(measure_memory(made, device, tokens)))
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, layers)
         if dist.get_rank() == 0:
@@ -310,6 +312,47 @@ def _count_bytes(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = _first_tensor(module(*_ready_inputs(args), **kwargs))
     return float(sum(saved.values())), float(output.numel() * output.element_size())
+
+
+def measure_memory(model: torch.nn.Module, device: torch.device, tokens: int) -> dict[str, int]:
+    """Return bytes by category of a forward and a backward of one sample, without an optimizer, and their peak.
+
+    torch's MemTracker counts them, on any device. It is a private module: with a torch without it the result is empty.
+    """
+    import torch
+
+    try:
+        from torch.distributed._tools.mem_tracker import MemTracker
+    except ImportError:
+        return {}
+    tracker = MemTracker()
+    tracker.track_external(model)
+
+    def count(moment: str) -> dict[str, int]:
+        found = tracker.get_tracker_snapshot(moment)[device]
+        return {str(kind).rpartition(".")[2]: nbytes for kind, nbytes in found.items()}
+
+    with tracker:
+        output = _first_tensor(model(torch.zeros(1, tokens, dtype=torch.long, device=device)))
+        forward = count("current")
+        torch.autograd.backward(output.sum())
+        backward = count("current")
+    model.zero_grad()
+    return {
+        "parameters": forward["PARAM"],
+        "buffers": forward["BUFFER"],
+        "activations": forward["ACT"],  # after the forward, when there are most
+        "gradients": backward["GRAD"],
+        "peak": count("peak")["Total"],
+    }
+
+
+def describe_memory(counted: dict[str, int]) -> str:
+    """Return a sentence with the bytes of each category."""
+    if not counted:
+        return "memory of one sample: not counted, this torch has no MemTracker"
+    said = ", ".join(f"{name} {nbytes / 1e6:.3g} MB" for name, nbytes in counted.items())
+    return f"memory of one sample, without an optimizer: {said}"
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -405,7 +405,7 @@ class Planner:
                 continue
             gathers = [ring_seconds(ring, n, l.parameters * self.model.parameter_bytes) for l in self.layers]
             reduces = [ring_seconds(ring, n, l.parameters * self.model.gradient_bytes) for l in self.layers]
-            best, rounds = accumulate * self._overlapped(devices, samples, gathers, reduces), accumulate
+            best, rounds = accumulate * self.overlap_layers(devices, samples, gathers, reduces), accumulate
             break
         why = "every layer is gathered over the slowest link"
         return RankedPlan(name, best, batch, missing=missing, why=why, shares=tuple((n, rounds) for n in shares))
@@ -423,7 +423,7 @@ class Planner:
                 return f"{device}: {short / GB:.1f} GB missing"
         return ""
 
-    def _overlapped(
+    def overlap_layers(
         self, devices: Sequence[str], samples: Sequence[int], gathers: Sequence[float], reduces: Sequence[float]
     ) -> float:
         """Seconds of a forward and a backward whose collectives run beside the layer before."""
@@ -455,7 +455,7 @@ class Planner:
                 + (2 * ring_seconds(between, r, l.parameters * self.model.gradient_bytes) if average else 0.0)
                 for l in self.layers
             ]
-            seconds.append(self._overlapped(group, shares, gathers, reduces))
+            seconds.append(self.overlap_layers(group, shares, gathers, reduces))
         return RankedPlan(name, max(seconds), self.model.batch, why="gradients cross between nodes in every step")
 
     def average_nodes(self, nodes: Sequence[Sequence[str]], tau: int = 128) -> list[RankedPlan]:

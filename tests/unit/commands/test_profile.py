@@ -5,6 +5,7 @@ test-slow.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +99,9 @@ def test_without_torchrun_it_says_how() -> None:
 @pytest.mark.slow
 @pytest.mark.torchrun
 def test_two_ranks_profile_a_model(tmp_path: Path) -> None:
-    """Under torchrun with gloo: both files are written, are read, and have measured figures of each layer."""
+    """Under torchrun with gloo: both files are written, are read, and have measured figures of each layer; bytes are
+    printed by category.
+    """
     (tmp_path / "mymodel.py").write_text(FACTORY)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dips.cli"]
     environment = os.environ | {
@@ -110,6 +113,10 @@ def test_two_ranks_profile_a_model(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    parameters = 2 * 100 * 32 + 100 + 2 * (2 * 32 * 64 + 96)
+    counted = {name: float(figure) for name, figure in re.findall(r"(\w+) ([\d.e-]+) MB", done.stdout)}
+    assert counted["parameters"] == counted["gradients"] == pytest.approx(4 * parameters / 1e6, rel=0.01)
+    assert 2 * counted["parameters"] < counted["peak"]
     profile = parse_profile(yaml.safe_load((tmp_path / "profile.yaml").read_text()), "profile.yaml")
     model = parse_model(yaml.safe_load((tmp_path / "model.yaml").read_text()), "model.yaml")
     assert len(profile.places) == 2
@@ -117,6 +124,8 @@ def test_two_ranks_profile_a_model(tmp_path: Path) -> None:
     assert model.layers[1].parameters == 2 * 32 * 64 + 96
     assert model.layers[1].flops == 2 * 16 * 2 * 32 * 64
     assert model.layers[1].border_bytes == 16 * 32 * 4
+    saved = sum(layer.activation_bytes for layer in model.layers) / 1e6
+    assert saved / 2 < counted["activations"] < 2 * saved  # what autograd saves of each layer by itself
     measured = profile.measured["cpu"]
     assert set(measured) == {layer.name for layer in model.layers}
     assert sum(measured["head"].forward) > 0
