@@ -179,7 +179,7 @@ def _compare_table_6(bench: Bench) -> None:
 
 # ---- SpanTrain -------------------------------------------------------------------------------------------------------
 
-SCALES = (1.0, 10.0, 100.0, 300.0, 1000.0, 3000.0)  # of the rates of all links of setting 1
+SCALES = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # of setting 1: how much faster all transfers are, beside computing
 # S§4.2 and Figure 9: least and most gain over each, in setting 1.
 PUBLISHED = {"FSDP": (2.05, 2.11), "DDP": (2.3, 2.38), "GPipe": (1.13, 1.71), "1F1B": (1.04, 1.57)}
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -198,6 +198,15 @@ def slow_cloud(planner: Planner, gbit: float) -> Planner:
         for a, row in planner.profile.links.items()
     }
     return Planner(replace(planner.profile, links=links), planner.model)
+
+
+def speed_up_links(planner: Planner, factor: float) -> Planner:
+    """Return the planner with links between nodes on which a transfer takes so much less, its latency included."""
+    links = {
+        a: {b: replace(link, latency_us=link.latency_us / factor) for b, link in row.items()}
+        for a, row in planner.profile.links.items()
+    }
+    return Planner(replace(planner.profile, links=links).scale_links(factor), planner.model)
 
 
 def _with_servers(profile: ClusterProfile, count: int) -> ClusterProfile:
@@ -267,7 +276,7 @@ def _compare_spantrain(bench: Bench) -> Curves:
     gains: dict[str, list[float]] = {name: [] for name in PUBLISHED}
     rates = []
     for scale in scales:
-        best, found = compare_baselines(Planner(one.profile.scale_links(scale), one.model))
+        best, found = compare_baselines(speed_up_links(one, scale))
         rates.append(best.rate)
         for name, gain in found.items():
             gains[name].append(gain)
@@ -281,7 +290,7 @@ def _compare_spantrain(bench: Bench) -> Curves:
             bench.note(f"SpanTrain: no scale of the links has the paper's {middle:.2f} over {name}")
         else:
             points[name] = at, middle
-            bench.row(f"SpanTrain setting 1: the paper's {middle:.2f} over {name} where links are", at, "× as fast")
+            bench.row(f"SpanTrain setting 1: the paper's {middle:.2f} over {name} where transfers are", at, "× as fast")
     _, two = compare_baselines(spantrain_planner(2))
     for name, paper in {"FSDP": "1.61–1.76", "DDP": "1.74–1.85", "GPipe": "1.13–1.71", "1F1B": "1.04–1.57"}.items():
         bench.row(f"SpanTrain setting 2: over {name}", two[name], "×", against=f"paper {paper}")
@@ -307,7 +316,13 @@ def _compare_spantrain(bench: Bench) -> Curves:
         f"SpanTrain: GPT-2, sequences of 512, {EFFICIENCY:.0%} of the FLOP/s, {LAUNCH_S:g} s a layer, latencies "
         "of 1 and 0.2 ms: ours, not the paper's; GPipe and 1F1B: equal groups and layers, the best micro-batch"
     )
-    return Curves("SpanTrain setting 1: gain over", "rates of all links, × the paper's", scales, gains, points)
+    return Curves(
+        "SpanTrain setting 1: gain over",
+        "transfers, × as fast beside computing as we take the paper's",
+        scales,
+        gains,
+        points,
+    )
 
 
 # ---- Zorse -----------------------------------------------------------------------------------------------------------
