@@ -4,8 +4,7 @@ Metis (SamsungLabs/Metis) is CC BY-NC 4.0. Nothing of it is in this repository: 
 README describes, and its plans are read from what it prints.
 
 Known limits, of its program: nodes have equally many devices, at most 9; four names of kinds; one rate inside nodes,
-which it takes between nodes, too (`GPUCluster.get_inter_bandwidth`); memory counts five times. It is given no tensor
-parallelism to choose from.
+which it takes between nodes, too; memory counts five times. It is given no tensor parallelism to choose from.
 """
 
 from __future__ import annotations
