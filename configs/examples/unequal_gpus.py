@@ -5,7 +5,8 @@
 
 A step has the gradients of one device: each rank's loss is the sum over its tokens, divided by the tokens of the global
 batch, and FSDP2 sums gradients where it would average them. Where ranks have unequally many micro-batches, a step
-gathers parameters once and reduces gradients once, and both are whole in memory in between. Public torch alone.
+gathers parameters once, ahead of the first, and reduces gradients once, in a last pass without rows; both are whole in
+memory in between. Public torch alone.
 
 A trap: `set_is_last_backward(False)` before the last micro-batch. The last backward then gathers ahead what it has just
 resharded, on some ranks more often than on others, and all wait for ever.
@@ -50,6 +51,10 @@ def compute_gradients(model: FSDPModule, batch: Tensor, shares: Sequence[tuple[i
     begin = sum(samples for samples, _ in shares[:rank])
     rows = batch[begin : begin + shares[rank][0]].tensor_split(shares[rank][1])
     alike, loss = len({count for _, count in shares}) == 1, torch.zeros((), device=batch.device)
+    if not alike:  # every layer's collective waits for the slowest rank: all of them before and after computing
+        for module in filter(lambda m: isinstance(m, FSDPModule), model.modules()):  # type: ignore[attr-defined]
+            module.unshard()
+        rows = (*rows, batch[:0])  # a pass without rows only reduces
     for number, row in enumerate(rows, 1):
         model.set_requires_gradient_sync(alike or number == len(rows))
         model.set_reshard_after_backward(alike or number == len(rows))
