@@ -41,9 +41,9 @@ from dips.inside.planning.search import (
 )
 from dips.inside.planning.simulate import (
     PassSeconds,
-    Pipeline,
     Prediction,
     Route,
+    SimulatedPipeline,
     make_chain,
     simulate,
     tune_depths,
@@ -68,7 +68,7 @@ class Instance:
     microbatches: int
     most_held: tuple[int, ...] | None
 
-    def chain(self, schedule: ScheduleName, limited: bool = True) -> Pipeline:
+    def chain(self, schedule: ScheduleName, limited: bool = True) -> SimulatedPipeline:
         """Return the pipeline of one schedule."""
         held = self.most_held if limited else None
         return make_chain(
@@ -340,7 +340,7 @@ def measure_dryrun(bench: Bench) -> None:
     bench.note(f"load of the machine {os.getloadavg()[0]:.1f}: sleeps and gloo's threads wait behind others")
 
 
-def _draw_plan(rng: random.Random) -> Pipeline:
+def _draw_plan(rng: random.Random) -> SimulatedPipeline:
     """3 to 5 stages of one rank on one link each, computations of 0.1 to 0.4 s, transfers of up to twice that."""
     p, m = rng.randint(3, RANKS), rng.randint(3, 6)
     seconds = []
@@ -358,7 +358,7 @@ def _draw_plan(rng: random.Random) -> Pipeline:
     )
 
 
-def _request(pipeline: Pipeline, played: Prediction, number: int, rank: int) -> tuple[Any, ...]:
+def _request(pipeline: SimulatedPipeline, played: Prediction, number: int, rank: int) -> tuple[Any, ...]:
     """The words of a play for one rank."""
     p = len(pipeline.stages)
     if rank >= p:

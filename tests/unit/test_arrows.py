@@ -89,9 +89,11 @@ MAY: dict[str, set[str]] = {
     | {"dips.demo.data", "dips.demo.model"},
     # Training inside one cluster: the parameter servers know nothing of it.
     "dips.inside": LOW,
-    "dips.inside.mesh": LOW | {"dips.config", "dips.protocol", "dips.client.parallel", "dips.client.rank"},
+    "dips.inside.mesh": LOW
+    | {"dips.config", "dips.protocol", "dips.client.parallel", "dips.client.rank", "dips.inside.agreement"},
     "dips.inside.planning": LOW | {"dips.sim.heap"},
-    "dips.inside.pipeline": LOW | {"dips.client.parallel", "dips.client.rank", "dips.inside.planning"},
+    "dips.inside.pipeline": LOW
+    | {"dips.client.parallel", "dips.client.rank", "dips.inside.agreement", "dips.inside.planning"},
     "dips.data": LOW,
     "dips.local": BELOW_ROLES | ROLES | {"dips.commands"},
     "dips.templates": {"dips.client"},  # what `dips new` writes

@@ -24,7 +24,6 @@ sum arrive a whole interval late, is not built.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -48,7 +47,8 @@ from dips.client.rank.optimizers import InnerOptimizers
 from dips.client.rank.steps import read_count
 from dips.config import Shared
 from dips.config.reading import load_file
-from dips.errors import ConfigError, DipsError, LocalProtocolError, Unavailable
+from dips.errors import ConfigError, LocalProtocolError, Unavailable
+from dips.inside.agreement import agree, compare
 from dips.inside.mesh.merging import Interval, LayerMerge, ReplicaMerges
 from dips.inside.mesh.sync import SHARD, SYNC, MeshSync
 
@@ -103,13 +103,13 @@ class MeshLoop:
             raise ConfigError("MeshLoop: call torch.distributed.init_process_group first")
         self._collectives = JobCollectives(collective_s)
         check = partial(_check_arguments, model, mesh, rules, steps, seconds, warmup_steps)
-        shared, groups, named = _agree(self._collectives, check)
+        shared, groups, named = agree(self._collectives, check)
         rows: list[list[int]] = mesh.mesh.tolist()
         columns = [list(column) for column in zip(*rows, strict=True)]
         given = {**shared.model_dump(mode="json"), "steps": steps, "seconds": seconds, "warmup_steps": warmup_steps}
-        _compare(self._collectives, "the arguments of MeshLoop", given, [[rank for row in rows for rank in row]])
-        _compare(self._collectives, "the shards of one sync group", _list_places(named), columns)
-        _compare(self._collectives, "the first values of the model, in one sync group", _sum_values(named), columns)
+        compare(self._collectives, "the arguments of MeshLoop", given, [[rank for row in rows for rank in row]])
+        compare(self._collectives, "the shards of one sync group", _list_places(named), columns)
+        compare(self._collectives, "the first values of the model, in one sync group", _sum_values(named), columns)
         self._steps_due, self._seconds_due = STEPS if steps is None else steps, seconds
         self._rows = rows
         merges = ReplicaMerges(shared, mesh.size(SYNC), [min(group.reads) for group in groups])
@@ -381,34 +381,6 @@ def _check_parameter(name: str, parameter: nn.Parameter, shard_ranks: list[int])
         raise ConfigError(f"{name}: sharded over ranks {mesh.mesh.tolist()}, expected {shard_ranks}: {ON_SHARD_DIM}")
     if parameter.dtype is not torch.float32:
         raise ConfigError(f"{name}: expected float32, got {parameter.dtype}: use fully_shard's MixedPrecisionPolicy")
-
-
-def _agree(collectives: JobCollectives, check: Any) -> Any:
-    """Return what `check` returns here; raise its ConfigError on all ranks if it fails on one. Collective."""
-    checked, error = None, ""
-    try:
-        checked = check()
-    except DipsError as refused:
-        error = str(refused)
-    told = next((of.decode() for of in collectives.all_gather(error.encode()) if of), "")
-    if told:
-        raise ConfigError(told)
-    return checked
-
-
-def _compare(collectives: JobCollectives, what: str, mine: Mapping[str, Any], groups: Sequence[Sequence[int]]) -> None:
-    """Raise ConfigError, the same on all ranks, if ranks of one group hold different values. Collective."""
-    spelled = json.dumps(mine, sort_keys=True).encode()
-    digests = collectives.all_gather(hashlib.sha256(spelled).digest())
-    if all(digests[rank] == digests[group[0]] for group in groups for rank in group):
-        return
-    told = [json.loads(one) for one in collectives.all_gather(spelled)]
-    for group in groups:
-        first = told[group[0]]
-        for rank in group:
-            for key in sorted({*first, *told[rank]}):
-                if first.get(key) != told[rank].get(key):
-                    raise ConfigError(f"ranks {group[0]} and {rank} differ in {what}: {key}")
 
 
 def _list_places(named: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The plan that `dips plan cluster` writes: what to run, what it will take, what else could run; and what frameworks
 read.
 
-plan.yaml holds what was chosen and not the order of actions: playing the choice on the same profile gives the same
-order (`Planner.finish`), action for action. `hand_over` writes what frameworks run themselves.
+plan.yaml holds what was chosen, and of a pipeline each device's order of actions as it was simulated, which
+dips/inside/pipeline plays. `hand_over` writes what frameworks run themselves.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class ClusterPlan:
     prediction: Prediction | None
     decoder: bool  # the model is a `transformer`, whose layers frameworks know by name
     shares: Mapping[str, tuple[int, int]]  # of data parallelism: a device's samples of a step, and its micro-batches
+    recompute: bool
 
     @property
     def tokens_s(self) -> float:
@@ -116,6 +117,7 @@ def make_plan(profile: ClusterProfile, model: ModelProfile, target: Framework | 
         prediction=prediction,
         decoder=model.transformer is not None,
         shares=shares,
+        recompute=model.recompute,
     )
 
 
@@ -150,7 +152,7 @@ def _list_stages(planner: Planner, choice: PipelineChoice, prediction: Predictio
 
 
 def plan_data(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the plan as plain values: plan.yaml and `--json`. Seconds, bytes and counts; no order of actions."""
+    """Return the plan as plain values: plan.yaml and `--json`. Seconds, bytes, counts, and orders of actions."""
     choice = plan.best.choice
     return {
         "model": plan.model,
@@ -167,6 +169,7 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
             "ministages": choice.ministages,
             "samples": choice.samples,
             "offload": choice.offload,
+            "recompute": plan.recompute,
             "stages": [
                 {
                     "devices": list(stage.devices),
@@ -179,6 +182,10 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
                 for stage in plan.stages
             ],
             "bytes": {key: round(value) for key, value in plan.bytes_moved.items()},
+            "orders": {
+                device: " ".join(map(str, order))
+                for device, order in (plan.prediction.orders.items() if plan.prediction else ())
+            },
         },
         "shares": {d: {"samples": n, "microbatches": m} for d, (n, m) in plan.shares.items()} or None,
         "others": [
@@ -192,31 +199,6 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
         ],
         "refused": [{"plan": r.name, "why": r.missing} for r in plan.refused],
     }
-
-
-def read_choice(data: Mapping[str, Any], profile: ClusterProfile, name: str) -> PipelineChoice:
-    """Return the choice of a plan.yaml, for who executes it. Raises ConfigError if it is none, or of other devices."""
-    found = data.get("pipeline")
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{name}: pipeline: expected a pipeline, got {data.get('plan')!r}, which has no stages")
-    try:
-        stages, v = found["stages"], int(found["ministages"])
-        cuts = [part[0] for k in range(v) for part in (stage["layers"][k] for stage in stages)]
-        cuts.append(stages[-1]["layers"][-1][1])
-        choice = PipelineChoice(
-            ScheduleName(found["schedule"]),
-            tuple(tuple(stage["devices"]) for stage in stages),
-            tuple(cuts),
-            int(found["samples"]),
-            v,
-            bool(found["offload"]),
-            tuple(stage["depth"] for stage in stages) if stages[0]["depth"] is not None else (),
-        )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(f"{name}: pipeline: expected what `dips plan cluster` writes, got {error!r}") from error
-    if unknown := [d for group in choice.groups for d in group if d not in profile.places]:
-        raise ConfigError(f"{name}: {unknown[0]} is no device of the profile")
-    return choice
 
 
 # ---- why -------------------------------------------------------------------------------------------------------------

@@ -33,10 +33,10 @@ from dips.inside.planning.schedules import READY_DRIVEN, SPLITTING, ScheduleName
 from dips.inside.planning.simulate import (
     PartBytes,
     PassSeconds,
-    Pipeline,
     PipelineDevice,
     PipelineStage,
     Prediction,
+    SimulatedPipeline,
     StalledPipeline,
     bound_step,
     simulate,
@@ -170,7 +170,7 @@ class Planner:
 
     # ---- a pipeline --------------------------------------------------------------------------------------------------
 
-    def make_pipeline(self, choice: PipelineChoice) -> Pipeline:
+    def make_pipeline(self, choice: PipelineChoice) -> SimulatedPipeline:
         """Return the pipeline. Raises ConfigError if it cannot run: shares, memory with device and missing bytes."""
         p, v = len(choice.groups), choice.ministages
         total = self.model.batch // choice.samples
@@ -180,7 +180,7 @@ class Planner:
         for s, group in enumerate(choice.groups):
             parts = [(choice.cuts[k * p + s], choice.cuts[k * p + s + 1]) for k in range(v)]
             stages.append(self._make_stage(choice, s, group, parts, total))
-        return Pipeline(
+        return SimulatedPipeline(
             schedule=choice.schedule,
             stages=tuple(stages),
             border_bytes=tuple(choice.samples * self.layers[c - 1].border_bytes for c in choice.cuts[1:-1]),
@@ -333,7 +333,7 @@ class Planner:
         Errors   ConfigError if nothing fits: what is nearest to fitting, with device and missing bytes
         """
         groupings = list_groupings(self.profile, self.speed_of)
-        bounds: list[tuple[float, PipelineChoice, Pipeline]] = []
+        bounds: list[tuple[float, PipelineChoice, SimulatedPipeline]] = []
         refusals: list[ConfigError] = []
         for choice in self.list_choices(groupings):
             if not accept(choice):
@@ -530,7 +530,7 @@ class _Beam:
                 found[key] = seconds, choice
         return sorted(found.values(), key=lambda row: row[0])[:count]
 
-    def score(self, choice: PipelineChoice, pipeline: Pipeline) -> bool:
+    def score(self, choice: PipelineChoice, pipeline: SimulatedPipeline) -> bool:
         """Simulate a pipeline; False if the search has used its events up."""
         if choice in self._scores:
             return True
@@ -646,7 +646,7 @@ def hide_sync(sync_s: float, forward_s: float) -> float:
     return max(0.0, sync_s - 0.8 * forward_s)
 
 
-def count_events(pipeline: Pipeline) -> int:
+def count_events(pipeline: SimulatedPipeline) -> int:
     """About how many events a simulation has."""
     total = sum(len(d.microbatches) for d in pipeline.stages[0].devices)
     return max(1, 4 * total * len(pipeline.stages) * pipeline.ministages)

@@ -98,7 +98,7 @@ class PipelineStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class SimulatedPipeline:
     """Stages, what goes over their borders, and the ways there."""
 
     schedule: ScheduleName
@@ -140,7 +140,7 @@ class StalledPipeline(ConfigError):
     """A schedule in which every device waits for another."""
 
 
-def simulate(pipeline: Pipeline, spans: bool = True) -> Prediction:
+def simulate(pipeline: SimulatedPipeline, spans: bool = True) -> Prediction:
     """Play one step. Raises StalledPipeline if the schedule does not get to its end, ConfigError for an empty share."""
     return _Play(pipeline, spans).play_step()
 
@@ -175,7 +175,7 @@ class _Desk:
 class _Play:
     """A pipeline under way."""
 
-    def __init__(self, pipeline: Pipeline, spans: bool) -> None:
+    def __init__(self, pipeline: SimulatedPipeline, spans: bool) -> None:
         self._pipeline = pipeline
         self._heap = Heap()
         self._free: dict[Hashable, float] = defaultdict(float)  # when a card or line is free
@@ -360,7 +360,7 @@ class _Play:
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
-def bound_step(pipeline: Pipeline) -> float:
+def bound_step(pipeline: SimulatedPipeline) -> float:
     """Return seconds that no order of this pipeline can beat; what is above the best so far need not be simulated.
 
     SpanTrain eq. 1, mended: `B` there is the number of micro-batches, not their size, and the sum that fills a stage
@@ -393,7 +393,7 @@ def bound_step(pipeline: Pipeline) -> float:
     return max([best, *_load_things(pipeline).values()])
 
 
-def _load_things(pipeline: Pipeline) -> dict[Hashable, float]:
+def _load_things(pipeline: SimulatedPipeline) -> dict[Hashable, float]:
     """Seconds for which each card or line is busy at least: what passes it whoever of the next stage it is for."""
     loads: dict[Hashable, float] = defaultdict(float)
     stages, p = pipeline.stages, len(pipeline.stages)
@@ -434,7 +434,7 @@ def _own_w(device: PipelineDevice) -> float:
     return len(device.microbatches) * sum(took.w for took in device.seconds) + sum(device.step_s)
 
 
-def _least_transfer(pipeline: Pipeline, s: int, forward: bool) -> float:
+def _least_transfer(pipeline: SimulatedPipeline, s: int, forward: bool) -> float:
     """Seconds of the fastest way over the border after stage s."""
     near, far = pipeline.stages[s].devices, pipeline.stages[s + 1].devices
     nbytes = pipeline.border_bytes[s]
@@ -452,7 +452,7 @@ def _least_transfer(pipeline: Pipeline, s: int, forward: bool) -> float:
 # ---- tuning ----------------------------------------------------------------------------------------------------------
 
 
-def tune_depths(pipeline: Pipeline, most_plays: int = 400) -> tuple[Pipeline, Prediction]:
+def tune_depths(pipeline: SimulatedPipeline, most_plays: int = 400) -> tuple[SimulatedPipeline, Prediction]:
     """Find the depth of warm-up of each stage of a `compact_zb` pipeline: a grid of base and slope, then one by one.
 
     Returns the pipeline with its depths, and its prediction; at most about `most_plays` simulations.
@@ -486,7 +486,7 @@ def tune_depths(pipeline: Pipeline, most_plays: int = 400) -> tuple[Pipeline, Pr
     return made, simulate(made)
 
 
-def with_depths(pipeline: Pipeline, depths: Sequence[int]) -> Pipeline:
+def with_depths(pipeline: SimulatedPipeline, depths: Sequence[int]) -> SimulatedPipeline:
     """Return the pipeline with these depths of warm-up, one for each stage."""
     return replace(pipeline, stages=tuple(replace(s, depth=d) for s, d in zip(pipeline.stages, depths, strict=True)))
 
@@ -498,14 +498,14 @@ def make_chain(
     microbatches: int,
     latency_s: float = 0.0,
     most_held: Sequence[int] | None = None,
-) -> Pipeline:
+) -> SimulatedPipeline:
     """Return a pipeline of one device a stage, with this time of a micro-batch on each link, the same both ways."""
     names = [f"g{s}" for s in range(len(seconds))]
     costs: Mapping[tuple[str, str], float] = {
         way: cost for s, cost in enumerate(link_s) for way in ((names[s], names[s + 1]), (names[s + 1], names[s]))
     }
     held = most_held or [1 << 30] * len(seconds)
-    return Pipeline(
+    return SimulatedPipeline(
         schedule=schedule,
         stages=tuple(
             PipelineStage((PipelineDevice(name, tuple(range(microbatches)), (took,)),), most_held=most)

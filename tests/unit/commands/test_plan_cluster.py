@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from dips.cli import cli
 from dips.errors import ConfigError
-from dips.inside.planning.plan import Framework, explain_plan, hand_over, make_plan, plan_data, read_choice
+from dips.inside.pipeline.orders import read_pipeline
+from dips.inside.planning.plan import Framework, explain_plan, hand_over, make_plan, plan_data
 from dips.inside.planning.profile import parse_model, parse_profile
-from dips.inside.planning.search import Planner
 
 ROOT = Path(__file__).parents[3]
 MACHINES: dict[str, Any] = {
@@ -57,12 +57,10 @@ def test_the_plan_is_shown_and_written(files: list[str], tmp_path: Path) -> None
     events = json.loads(trace.read_text())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"fast.0", "slow.0"}
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(data["step_s"] * 1e6, rel=1e-3)
-    profile, model = parse_profile(MACHINES, "p"), parse_model(DECODER, "m")
-    choice, again = Planner(profile, model).finish(read_choice(data, profile, "plan.yaml"))
-    assert again.seconds == pytest.approx(data["step_s"], rel=1e-5)
-    assert [list(group) for group in choice.groups] == [stage["devices"] for stage in data["pipeline"]["stages"]]
-    layers = [layer for stage in data["pipeline"]["stages"] for part in stage["layers"] for layer in range(*part)]
-    assert sorted(layers) == list(range(8))
+    plan = read_pipeline(data, "plan.yaml")
+    assert [list(stage) for stage in plan.stages] == [stage["devices"] for stage in data["pipeline"]["stages"]]
+    assert [layer for part in plan.layers for layer in range(*part)] == list(range(8))
+    assert plan.samples * plan.microbatches == data["samples"]
 
 
 def test_it_works_where_there_is_no_torch(files: list[str]) -> None:

@@ -11,11 +11,11 @@ from dips.inside.planning.schedules import SCHEDULES, SPLITTING, Op, ScheduleMac
 from dips.inside.planning.simulate import (
     PartBytes,
     PassSeconds,
-    Pipeline,
     PipelineDevice,
     PipelineStage,
     Prediction,
     Route,
+    SimulatedPipeline,
     StalledPipeline,
     bound_step,
     make_chain,
@@ -56,7 +56,7 @@ def test_spantrain_figure_6_fg3() -> None:
     assert order(compact, "g2") == "F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 I4 W1 W2 I5 W3 W4 W5"
 
 
-def zorse_figure_4() -> Pipeline:
+def zorse_figure_4() -> SimulatedPipeline:
     """20 layers on three groups of 4 ministages with 2, 2 and 1 layers, three micro-batches."""
 
     def stage(name: str, layers: int) -> PipelineStage:
@@ -68,7 +68,7 @@ def zorse_figure_4() -> Pipeline:
         )
         return PipelineStage(devices, (0.5,) * 4, (0.5,) * 4)
 
-    return Pipeline(
+    return SimulatedPipeline(
         ScheduleName.BREADTH_FIRST, (stage("a", 2), stage("b", 2), stage("c", 1)), (1.0,) * 11,
         lambda a, b: Route(0.0, (((a, b), 0.25),)), ministages=4, keep=False,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def test_a_memory_limit_is_kept(held: int) -> None:
     stages = tuple(
         PipelineStage((PipelineDevice(f"g{s}", tuple(range(6)), (ONE,), (), sizes),), most_held=held) for s in range(3)
     )
-    chain = Pipeline(ScheduleName.COMPACT_ZB, stages, (1.0, 1.0), lambda a, b: Route(0.0, (((a, b), 2.0),)))
+    chain = SimulatedPipeline(ScheduleName.COMPACT_ZB, stages, (1.0, 1.0), lambda a, b: Route(0.0, (((a, b), 2.0),)))
     assert max(simulate(chain).peak_bytes.values()) <= held
 
 
@@ -165,7 +165,7 @@ def test_offloaded_activations_come_back_in_time() -> None:
     device = PipelineDevice("g0", tuple(range(8)), (ONE,), (), sizes, copy_byte_s=0.01)
     peaks = {}
     for offload in (False, True):
-        chain = Pipeline(
+        chain = SimulatedPipeline(
             ScheduleName.BREADTH_FIRST, (PipelineStage((device,)),), (), lambda a, b: Route(0, ()), offload=offload
         )
         played = simulate(chain)

@@ -1,0 +1,12 @@
+"""Runs the pipelines of `dips plan cluster` that no framework runs: stages of unequal speed, size and share
+(docs/guides/inside.md).
+
+pipeline.py       `Pipeline`, the training script's part: steps, evaluation, checkpoints, what is refused
+orders.py         the plan and each rank's order, with its transfers; no torch
+parts.py          the layers that a rank holds, sharded over its stage
+torch_runtime.py  torch's runtime that plays the order, and all of torch's private names
+"""
+
+from dips.inside.pipeline.pipeline import Pipeline
+
+__all__ = ["Pipeline"]

@@ -1,0 +1,260 @@
+"""A pipeline's plan as its ranks play it: who holds what, and each rank's order of actions with its transfers.
+
+`read_pipeline` reads what `dips plan cluster` wrote, and checks that its orders can be played to their end as they
+stand: an order that was edited cannot hang a job. `lower_order` and `lower_forward` add to one device's order what the
+simulator does by itself: receives ahead of their use, sends, and the RESHARD after a gradient's reduction. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from dips.errors import ConfigError
+from dips.inside.planning.schedules import COMPUTING, Op, ScheduledAction
+
+AHEAD = 2  # computations before its use at which a receive begins: one transfer runs beside the computation before
+SPELLED = re.compile(rf"(\d+)({'|'.join(Op)})(\d*)")
+NOT_PLAYED = frozenset({Op.STEP, Op.FETCH, Op.OFFLOAD})  # a step follows its REDUCE_GRAD at once
+
+
+class BorderTransfer(StrEnum):
+    """Sends and receives of one micro-batch, by torch's names: F the activations, B the gradients."""
+
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+
+class RankAction(NamedTuple):
+    """An action of a rank on a part of the model; without a micro-batch it concerns the part as a whole."""
+
+    op: Op | BorderTransfer
+    part: int
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """The part of plan.yaml that a pipeline runs. A *part* is a ministage: part v·p + s is ministage v of stage s."""
+
+    model: str
+    samples: int  # of a micro-batch
+    stages: tuple[tuple[str, ...], ...]  # devices of each
+    layers: tuple[tuple[int, int], ...]  # of each part: first, and one past the last
+    recompute: bool
+    orders: Mapping[str, tuple[ScheduledAction, ...]]
+    shares: Mapping[str, tuple[int, ...]]  # the micro-batches of each device, in the order of its last forwards
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices, stage by stage: by default rank i is the i-th."""
+        return tuple(device for stage in self.stages for device in stage)
+
+    @property
+    def microbatches(self) -> int:
+        """How many a step has."""
+        return sum(len(self.shares[device]) for device in self.stages[0])
+
+    def stage_of(self, device: str) -> int:
+        return next(s for s, stage in enumerate(self.stages) if device in stage)
+
+    def parts_of(self, device: str) -> range:
+        """The parts that a device holds."""
+        return range(self.stage_of(device), len(self.layers), len(self.stages))
+
+    def owner(self, part: int, microbatch: int) -> str:
+        """Return the device that computes a micro-batch on a part."""
+        return next(d for d in self.stages[part % len(self.stages)] if microbatch in self.shares[d])
+
+    def crosses(self, device: str, part: int, microbatch: int) -> bool:
+        """Return whether a micro-batch's neighbour on this part exists, and is another device."""
+        return 0 <= part < len(self.layers) and self.owner(part, microbatch) != device
+
+
+def read_pipeline(data: Any, name: str) -> PipelinePlan:
+    """Return the pipeline of a plan.yaml. Raises ConfigError if it has none, or one that cannot be played."""
+    found = data.get("pipeline") if isinstance(data, Mapping) else None
+    if not isinstance(found, Mapping):
+        plan = data.get("plan") if isinstance(data, Mapping) else data
+        raise ConfigError(f"{name}: pipeline: expected a pipeline, got {plan!r}, which has no stages")
+    try:
+        stages = tuple(tuple(map(str, stage["devices"])) for stage in found["stages"])
+        count = int(found["ministages"])
+        layers = tuple((int(a), int(b)) for v in range(count) for a, b in (s["layers"][v] for s in found["stages"]))
+        orders = {str(d): tuple(map(_parse_action, str(text).split())) for d, text in found["orders"].items()}
+        plan = PipelinePlan(
+            model=str(data["model"]),
+            samples=int(found["samples"]),
+            stages=stages,
+            layers=layers,
+            recompute=bool(found["recompute"]),
+            orders=orders,
+            shares={device: _list_share(order) for device, order in orders.items()},
+        )
+        offload = bool(found["offload"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{name}: pipeline: expected what `dips plan cluster` writes, got {error!r}") from error
+    if offload:
+        raise ConfigError(f"{name}: pipeline.offload: expected false: activations in host memory are not built yet")
+    _check_plan(plan, name)
+    return plan
+
+
+def _parse_action(text: str) -> ScheduledAction:
+    found = SPELLED.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text} is no action")
+    part, op, microbatch = found.groups()
+    return ScheduledAction(Op(op), int(part), int(microbatch) if microbatch else None)
+
+
+def _list_share(order: Sequence[ScheduledAction]) -> tuple[int, ...]:
+    """The micro-batches of a device, in the order of the forwards of its last part."""
+    last = max((a.part for a in order), default=0)
+    return tuple(a.microbatch for a in order if a.op is Op.F and a.part == last and a.microbatch is not None)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_plan(plan: PipelinePlan, name: str) -> None:
+    def refuse(text: str) -> None:
+        raise ConfigError(f"{name}: pipeline: {text}")
+
+    edges = [edge for part in plan.layers for edge in part]
+    if not plan.stages or edges[0] != 0 or any(a >= b for a, b in plan.layers) or edges[1:-1:2] != edges[2::2]:
+        refuse(f"expected parts that follow each other from layer 0 on, got {list(map(list, plan.layers))}")
+    if len(set(plan.devices)) != len(plan.devices) or set(plan.devices) != set(plan.orders):
+        refuse("expected an order for each device, and each device in one stage")
+    numbers = set(plan.shares[plan.stages[0][0]]).union(*(plan.shares[d] for d in plan.stages[0]))
+    if plan.samples < 1 or numbers != set(range(len(numbers))):
+        refuse(f"expected micro-batches numbered from 0, of at least one sample, got {sorted(numbers)}")
+    for s, stage in enumerate(plan.stages):
+        dealt = sorted(m for device in stage for m in plan.shares[device])
+        if dealt != sorted(numbers) or not all(plan.shares[device] for device in stage):
+            refuse(f"stage {s}: expected each micro-batch on one of its devices, and one for each, got {dealt}")
+    for device, order in plan.orders.items():
+        _check_order(plan, device, order, refuse)
+    _check_end(plan, refuse)
+
+
+def _check_order(plan: PipelinePlan, device: str, order: Sequence[ScheduledAction], refuse: Any) -> None:
+    """Each pass of each micro-batch on each part once, and a reduction of each part after its last."""
+    parts, share = set(plan.parts_of(device)), set(plan.shares[device])
+    computed = [(a.op, a.part, a.microbatch) for a in order if a.op in COMPUTING]
+    split = any(op is Op.I for op, _, _ in computed)
+    passes = (Op.F, Op.I, Op.W) if split else (Op.F, Op.B)
+    wanted = {(op, part, m) for op in passes for part in parts for m in share}
+    if len(computed) != len(wanted) or set(computed) != wanted:
+        odd = sorted(set(computed) ^ wanted, key=str)
+        refuse(f"orders.{device}: expected {', '.join(passes)} of each of its micro-batches once, see {odd[:1]}")
+    for part in parts:
+        at = [i for i, a in enumerate(order) if a.part == part and a.op is Op.REDUCE]
+        last = max(i for i, a in enumerate(order) if a.part == part and a.op in COMPUTING)
+        if len(at) != 1 or at[0] < last:
+            refuse(f"orders.{device}: expected one {part}REDUCE_GRAD, after all other actions of part {part}")
+
+
+def _check_end(plan: PipelinePlan, refuse: Any) -> None:
+    """Play all orders in turn, as ranks that wait for each other do; refuse those in which all wait."""
+    left = {device: list(lower_order(plan, device)) for device in plan.devices}
+    sent: set[tuple[Op | BorderTransfer, int, int | None]] = set()
+    gathered: dict[tuple[int, int], set[str]] = {}  # part and how often: who has asked for it
+    reduced: dict[int, set[str]] = {}
+    asked = {device: dict.fromkeys(plan.parts_of(device), 0) for device in plan.devices}
+
+    def can_play(device: str, action: RankAction) -> bool:
+        stage, (op, part, m) = plan.stages[plan.stage_of(device)], action
+        if op is Op.UNSHARD:
+            asked[device][part] += 1
+            gathered.setdefault((part, asked[device][part]), set()).add(device)
+        elif op is Op.REDUCE:
+            came = reduced.setdefault(part, set())
+            came.add(device)
+            return len(came) == len(stage)
+        elif isinstance(op, BorderTransfer):
+            if op in (BorderTransfer.SEND_F, BorderTransfer.SEND_B):
+                sent.add((op, part, m))
+        elif op in COMPUTING and m is not None:
+            if len(stage) > 1 and len(gathered.get((part, asked[device][part]), ())) < len(stage):
+                return False
+            if op is Op.F and plan.crosses(device, part - 1, m):
+                return (BorderTransfer.SEND_F, part - 1, m) in sent
+            if op in (Op.I, Op.B) and plan.crosses(device, part + 1, m):
+                return (BorderTransfer.SEND_B, part + 1, m) in sent
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for device, actions in left.items():
+            while actions and can_play(device, actions[0]):
+                actions.pop(0)
+                moved = True
+    if waiting := [device for device, actions in left.items() if actions]:
+        refuse(f"orders: {', '.join(waiting[:3])} would wait for each other for ever; plan again")
+
+
+# ---- transfers -------------------------------------------------------------------------------------------------------
+
+
+def lower_order(plan: PipelinePlan, device: str) -> list[RankAction]:
+    """Return a device's order of a training step, with its transfers."""
+    sharded = len(plan.stages[plan.stage_of(device)]) > 1
+    made, over = [], set()  # parts of which all is computed: their RESHARD comes after the reduction
+    ends = {a.part: i for i, a in enumerate(plan.orders[device]) if a.op in COMPUTING}
+    for i, action in enumerate(plan.orders[device]):
+        if action.op in NOT_PLAYED or (action.op is Op.RESHARD and action.part in over):
+            continue
+        made.append(RankAction(action.op, action.part, action.microbatch))
+        if ends[action.part] == i:
+            over.add(action.part)
+        if action.op is Op.REDUCE and sharded:
+            made.append(RankAction(Op.RESHARD, action.part))
+    return _add_transfers(plan, device, made)
+
+
+def lower_forward(plan: PipelinePlan, device: str) -> list[RankAction]:
+    """Return a device's order of an evaluation: its forwards alone, each part gathered while it computes."""
+    sharded = len(plan.stages[plan.stage_of(device)]) > 1
+    forwards = [RankAction(a.op, a.part, a.microbatch) for a in plan.orders[device] if a.op is Op.F]
+    ends, begun, made = {action.part: i for i, action in enumerate(forwards)}, set(), []
+    for i, action in enumerate(forwards):
+        if sharded and action.part not in begun:
+            begun.add(action.part)
+            made.append(RankAction(Op.UNSHARD, action.part))
+        made.append(action)
+        if sharded and ends[action.part] == i:
+            made.append(RankAction(Op.RESHARD, action.part))
+    return _add_transfers(plan, device, made)
+
+
+def _add_transfers(plan: PipelinePlan, device: str, actions: Sequence[RankAction]) -> list[RankAction]:
+    """Add a send after each computation whose result another device needs, and a receive `AHEAD` of each use."""
+    receives: list[list[RankAction]] = []  # by computation
+    for op, part, m in actions:
+        if op in COMPUTING and m is not None:
+            needed = []
+            if op is Op.F and plan.crosses(device, part - 1, m):
+                needed.append(RankAction(BorderTransfer.RECV_F, part, m))
+            if op in (Op.I, Op.B) and plan.crosses(device, part + 1, m):
+                needed.append(RankAction(BorderTransfer.RECV_B, part, m))
+            receives.append(needed)
+    made: list[RankAction] = [receive for needed in receives[:AHEAD] for receive in needed]
+    number = 0
+    for action in actions:
+        op, part, m = action
+        if op in COMPUTING:
+            made += receives[number + AHEAD] if number + AHEAD < len(receives) else []
+            number += 1
+        made.append(action)
+        if m is not None and op is Op.F and plan.crosses(device, part + 1, m):
+            made.append(RankAction(BorderTransfer.SEND_F, part, m))
+        if m is not None and op in (Op.I, Op.B) and plan.crosses(device, part - 1, m):
+            made.append(RankAction(BorderTransfer.SEND_B, part, m))
+    return made

@@ -1,0 +1,187 @@
+"""The layers of a model, and the parts of it that one rank holds.
+
+A model is given as a function that returns its layers in order: an `nn.Sequential` or `nn.ModuleList`, or an iterable
+of modules or of pairs of name and module. A generator makes one layer at a time, so that no rank ever holds the whole
+model. All ranks build it under one seed; each keeps its own layers, and of the others shapes only.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from dips.errors import ConfigError
+
+Build = Callable[[], Iterable[Any]]
+SHARD = "shard"
+
+
+class PipelinePart(nn.Module):
+    """Consecutive layers of a model, called one after the other, under their names in the model."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], numbers: Sequence[int], seed: int) -> None:
+        """Make a part of these layers, whose `numbers` in the model seed their dropout."""
+        super().__init__()
+        for name, layer in layers.items():
+            _register_layer(self, name, layer)
+        self._called = tuple(layers.values())  # a tuple: not registered once more
+        self._numbers, self._seed = tuple(numbers), seed
+        self._now = (0, 0)
+
+    @contextmanager
+    def seeded(self, step: int, microbatch: int) -> Iterator[None]:
+        """Draw random numbers of this micro-batch by step, layer and micro-batch, whichever rank computes it."""
+        self._now = step, microbatch
+        places = {p.device for p in self.parameters()} - {torch.device("cpu")}
+        with torch.random.fork_rng(devices=places):
+            yield
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in zip(self._numbers, self._called, strict=True):
+            if self.training:
+                torch.manual_seed(_mix_seed(self._seed, *self._now, number))
+            x = layer(x)
+        return x
+
+
+class LayerShapes:
+    """All layers of the model without memory, to find the shapes of what goes over borders."""
+
+    def __init__(self, named: Mapping[str, nn.Module]) -> None:
+        self._named = dict(named)
+        self.names = list(named)
+
+    def trace(self, inputs: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
+        """Return shape and dtype of each layer's output for inputs of a micro-batch.
+
+        Raises ConfigError for a layer whose output is no single tensor of floats, or that needs values to compute.
+        """
+        found, x = [], inputs.to("meta")
+        for number, (name, layer) in enumerate(self._named.items()):
+            try:
+                with torch.no_grad():
+                    x = layer(x)
+            except Exception as error:
+                raise ConfigError(
+                    f"layer {name}: its output's shape cannot be found on torch's meta device: {error!r}"
+                ) from error
+            last = number == len(self._named) - 1
+            if not isinstance(x, torch.Tensor) or not (last or x.is_floating_point()):
+                raise ConfigError(f"layer {name}: expected one tensor of floats as its output, got {type(x).__name__}")
+            found.append((x.shape, x.dtype))
+        return found
+
+
+def build_layers(build: Build, seed: int, wanted: Sequence[range]) -> tuple[list[dict[str, nn.Module]], LayerShapes]:
+    """Build the model layer by layer under a seed; return the wanted ranges of its layers, by name, and all shapes.
+
+    Raises ConfigError for what is no sequence of layers, and for layers that a pipeline cannot run.
+    """
+    kept: list[dict[str, nn.Module]] = [{} for _ in wanted]
+    shapes: dict[str, nn.Module] = {}
+    owners: dict[int, tuple[weakref.ref[Any], str]] = {}  # of parameters and layers seen so far
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for number, (name, layer) in enumerate(_list_layers(build())):
+            if name in shapes:
+                raise ConfigError(f"build: expected layers of different names, got {name} twice")
+            _check_layer(name, layer, owners)
+            # Parameters and buffers are not copied: the memo has their counterparts already.
+            tensors = [*layer.parameters(), *layer.buffers()]
+            memo: dict[int, Any] = {id(t): _as_meta(t) for t in tensors}
+            shapes[name] = copy.deepcopy(layer, memo)
+            for layers, numbers in zip(kept, wanted, strict=True):
+                if number in numbers:
+                    layers[name] = layer
+    return kept, LayerShapes(shapes)
+
+
+def _list_layers(made: Any) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(made, nn.Sequential | nn.ModuleList):
+        yield from made._modules.items()
+        return
+    if isinstance(made, nn.Module) or not isinstance(made, Iterable):
+        raise ConfigError(
+            f"build: expected the model's layers in order, as nn.Sequential or a generator, got {type(made).__name__}"
+        )
+    for number, one in enumerate(made):
+        name, layer = one if isinstance(one, tuple) and len(one) == 2 else (str(number), one)
+        if not isinstance(layer, nn.Module):
+            raise ConfigError(f"build: expected layer {name} to be a torch.nn.Module, got {type(layer).__name__}")
+        yield str(name), layer
+
+
+def _check_layer(name: str, layer: nn.Module, owners: dict[int, tuple[weakref.ref[Any], str]]) -> None:
+    for path, module in layer.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"layer {'.'.join(filter(None, (name, path)))}: {type(module).__name__} has statistics of the batch, "
+                "which a pipeline never has in one place: use LayerNorm, GroupNorm or RMSNorm"
+            )
+    for held in (layer, *layer.parameters()):
+        known = owners.get(id(held))
+        if known is not None and known[0]() is held:
+            raise ConfigError(f"layers {known[1]} and {name} share parameters, which a pipeline would train apart")
+        owners[id(held)] = weakref.ref(held), name
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    made = tensor.detach().to("meta")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def make_part(
+    layers: Mapping[str, nn.Module],
+    first: int,
+    seed: int,
+    recompute: bool,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> PipelinePart:
+    """Make a part on this rank's device, from layer number `first` on.
+
+    recompute  each layer's activations are dropped after its forward, and computed again in its backward
+    group      ranks of the stage, over which parameters are sharded; None: one rank holds them whole
+    """
+    part = PipelinePart(layers, range(first, first + len(layers)), seed).to(device)
+    if recompute:
+        for layer in layers.values():  # not around the call: FSDP's own hooks run once
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if group is None:
+        return part
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(SHARD,))
+    for module in (*(layer for layer in layers.values() if _has_parameters(layer)), part):
+        made: Any = fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        made.set_gradient_divide_factor(1.0)  # a step's loss is a sum: gradients are added, not averaged
+        made.set_force_sum_reduction_for_comms(True)
+    return part
+
+
+def _has_parameters(layer: nn.Module) -> bool:
+    return next(layer.parameters(), None) is not None
+
+
+def _register_layer(root: nn.Module, name: str, layer: nn.Module) -> None:
+    """Register a layer under a dotted name."""
+    *path, last = name.split(".")
+    for each in path:
+        if each not in root._modules:
+            root.add_module(each, nn.Module())
+        root = getattr(root, each)
+    root.add_module(last, layer)
+
+
+def _mix_seed(*numbers: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,393 @@
+"""A planned pipeline in a training script: no server and no agent, only the ranks of one job.
+
+    def build():                                         # the layers in order; a generator makes one at a time
+        yield nn.Embedding(...)
+        for _ in range(32):
+            yield Block(...)
+        yield Head(...)
+
+    pipe = Pipeline(build, "plan.yaml", loss=summed_loss, optimizer=lambda part: AdamW(part.parameters(), lr=3e-4))
+    for batch in loader:                                 # (inputs, targets) of the whole batch, the same on all ranks
+        loss = pipe.step(batch)
+
+A step's gradients are those of one device: the loss is the sum over all tokens of the batch, divided by their number.
+The gradients of a part are reduced over its stage right after its last backward, and its optimizer steps at once, while
+other parts still compute (Zorse §4.1.2); with `max_grad_norm`, which needs the whole model's norm, all step at the end.
+Under Di-PS the job is one cluster: `OuterLoop(pipe.parts)`, then `outer.step(tokens=pipe.tokens, loss=loss)`.
+
+What the caller must do: the constructor, `step`, `evaluate`, `state_dict`, `load_state_dict` and `close` are
+collective: all ranks call them, in the same order.
+
+Known limits: layers take and give one tensor. Parameters that two layers share, mixed precision by FSDP's policy and
+plans with `offload` are refused or not built. Where a stage is sharded, both of its ministages at work are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from dips.client.parallel.adapter import is_dtensor
+from dips.client.rank.agent_client import JobCollectives
+from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Unavailable
+from dips.inside.agreement import agree, compare
+from dips.inside.pipeline.orders import (
+    BorderTransfer,
+    PipelinePlan,
+    RankAction,
+    lower_forward,
+    lower_order,
+    read_pipeline,
+)
+from dips.inside.pipeline.parts import Build, LayerShapes, PipelinePart, build_layers, make_part
+from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage
+
+IGNORED = -100  # a target that does not count, as torch's cross_entropy has it by default
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by names of parameters, as other plans have them
+
+
+class Pipeline:
+    """One rank's parts of a model, and the step of all ranks."""
+
+    def __init__(
+        self,
+        build: Build,
+        plan: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        loss: Loss,
+        optimizer: MakeOptimizer | None = None,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        device_name: str | None = None,
+        collective_s: float = 600.0,
+    ) -> None:
+        """Build this rank's layers, and shard them over its stage.
+
+        build          returns the model's layers in order; called under `seed`, so that all ranks have one model
+        plan           plan.yaml of `dips plan cluster`, or its contents
+        loss           loss(output, targets) of a micro-batch: the sum over its tokens
+        optimizer      makes the optimizer of one part; None: gradients stay on the parameters, and the caller steps
+        max_grad_norm  clips the norm of the whole model's gradient; parts then step at the end of a step, not at once
+        seed           of the model's first values, and of dropout: it depends on step, layer and micro-batch alone
+        device         of this rank
+        device_name    this rank's device in the plan; by default rank i is the i-th, stage by stage
+        collective_s   a rank that misses a transfer or a collective for this long ends the job, with a sentence
+        Errors         ConfigError, the same on every rank: a plan for another model, other devices or another number of
+                       ranks, no sequence of layers, a layer that a pipeline cannot run, ranks that differ
+        """
+        if not dist.is_initialized():
+            raise ConfigError("Pipeline: call torch.distributed.init_process_group first")
+        self._collectives = JobCollectives(collective_s)
+        self._collective_s, self._rank = collective_s, dist.get_rank()
+        data, self._plan = agree(self._collectives, lambda: _read_plan(plan, max_grad_norm))
+        everyone = [list(range(dist.get_world_size()))]
+        given = {"plan": data, "seed": seed, "max_grad_norm": max_grad_norm, "optimizer": optimizer is not None}
+        compare(self._collectives, "the arguments of Pipeline", given, everyone)
+        self._ranks = self._place_ranks(device_name)
+        self._name = next(name for name, rank in self._ranks.items() if rank == self._rank)
+        self._own = self._plan.shares[self._name]
+        self._numbers = list(self._plan.parts_of(self._name))
+        wanted = [range(*self._plan.layers[number]) for number in self._numbers]
+        kept, self._shapes = agree(self._collectives, lambda: _build(build, seed, wanted, self._plan))
+        self._device, self._seed, self._max_grad_norm = torch.device(device), seed, max_grad_norm
+        self._timeout = timedelta(seconds=collective_s)
+        self._stage_group = self._make_groups()
+        self.parts: list[PipelinePart] = [
+            make_part(layers, numbers[0], seed, self._plan.recompute, self._device, self._stage_group)
+            for layers, numbers in zip(kept, wanted, strict=True)
+        ]
+        """This rank's parts of the model, whose parameters have the names of the whole model; for `OuterLoop`."""
+        self._by_number = dict(zip(self._numbers, self.parts, strict=True))
+        self._make_optimizer = optimizer
+        trained = {n: part for n, part in self._by_number.items() if any(p.requires_grad for p in part.parameters())}
+        self._optimizers = {n: optimizer(part) for n, part in trained.items()} if optimizer else {}
+        self._loss, self._batch_tokens = loss, 1
+        self._borders: dict[int, PartBorders] = {}
+        self._runtime = self._make_runtime()
+        self._train_order = self._number_own(lower_order(self._plan, self._name))
+        self._forward_order = self._number_own(lower_forward(self._plan, self._name))
+        self._failed, self._closed = "", False
+        self._traced: tuple[Any, ...] | None = None
+        self.steps = 0
+        """Steps since the pipeline was made, plus those of the loaded checkpoint."""
+        self.tokens = 0
+        """Tokens of the last step, of all ranks together: targets that are not -100."""
+        self.grad_norm: float | None = None
+        """Norm of the last step's gradient before it was clipped; None without `max_grad_norm`."""
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of this rank's parts, for a scheduler of the learning rate."""
+        return list(self._optimizers.values())
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Sequence[torch.Tensor]) -> float:
+        """Train on a batch; return its loss, the mean over its tokens, on all ranks.
+
+        batch   inputs and targets of the whole batch, [samples, …] each, the same on all ranks; a rank reads the
+                inputs of its micro-batches if it holds the first layer, the targets if it holds the last
+        Errors  Unavailable: a rank is gone, or did not come within `collective_s`. Diverged: the loss or the norm is
+                not finite. ConfigError: a batch of another size. The same on every rank. What a layer raises is
+                raised on its rank.
+        """
+        inputs, targets = self._take_batch("step", batch)
+        with self._explained():
+            losses = self._runtime.play(self._train_order, inputs, targets)
+            if self._max_grad_norm is not None:
+                self._clip_gradients()
+            for optimizer in self._optimizers.values() if self._max_grad_norm is not None else ():
+                _step_optimizer(optimizer)
+            loss = self._sum_over_ranks(losses)
+        self.steps, self.tokens = self.steps + 1, self._batch_tokens
+        if not isfinite(loss):
+            self._failed = f"the loss of step {self.steps} is {loss}: load a checkpoint from before, in a new job"
+            raise Diverged(self._failed)
+        return loss
+
+    def evaluate(self, batch: Sequence[torch.Tensor]) -> float:
+        """Return the loss of a batch as `step` takes it, without dropout; parameters stay as they are."""
+        inputs, targets = self._take_batch("evaluate", batch)
+        training = [part.training for part in self.parts]
+        try:
+            with self._explained(), torch.no_grad():
+                for part in self.parts:
+                    part.eval()
+                losses = self._runtime.play(self._forward_order, inputs, targets, backward=False)
+                return self._sum_over_ranks(losses)
+        finally:
+            for part, was in zip(self.parts, training, strict=True):
+                part.train(was)
+
+    def _take_batch(self, call: str, batch: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return inputs and targets of this rank's micro-batches; refuse a batch that is not as the others'."""
+        self._check_usable()
+        inputs, targets = batch
+        with self._explained():
+            self._batch_tokens = agree(self._collectives, lambda: self._check_batch(inputs, targets))
+            shapes = {"inputs": list(inputs.shape), "targets": list(targets.shape)}
+            here = {"method": call, "tokens": self._batch_tokens, "step": self.steps, **shapes}
+            compare(self._collectives, "their calls", here, [list(range(dist.get_world_size()))])
+            agree(self._collectives, lambda: self._trace_borders(inputs))
+        rows = [slice(m * self._plan.samples, (m + 1) * self._plan.samples) for m in self._own]
+        first, last = 0 in self._by_number, len(self._plan.layers) - 1 in self._by_number
+        return (
+            [inputs[row].to(self._device) if first else inputs[row] for row in rows],
+            [targets[row].to(self._device) if last else targets[row] for row in rows],
+        )
+
+    def _check_batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> int:
+        wanted = self._plan.samples * self._plan.microbatches
+        for what, tensor in (("inputs", inputs), ("targets", targets)):
+            if tensor.ndim < 1 or len(tensor) != wanted:
+                raise ConfigError(
+                    f"batch: expected {what} of {wanted} samples, {self._plan.microbatches} micro-batches of "
+                    f"{self._plan.samples}, got the shape {list(tensor.shape)}"
+                )
+        tokens = targets.numel() if targets.is_floating_point() else int((targets != IGNORED).sum())
+        if not tokens:
+            raise ConfigError("batch: expected targets, got none but -100")
+        return tokens
+
+    def _trace_borders(self, inputs: torch.Tensor) -> None:
+        """Find the shapes of what goes over borders, if the inputs have another shape than before."""
+        key = (inputs.shape, inputs.dtype)
+        if self._traced != key:
+            outputs = self._shapes.trace(inputs[: self._plan.samples])
+            for number, borders in self._borders.items():
+                first, end = self._plan.layers[number]
+                borders.taken, borders.given = outputs[first - 1] if first else None, outputs[end - 1]
+            self._traced = key
+
+    def _on_reduced(self, number: int) -> None:
+        """Step the optimizer of a part whose gradients are whole, unless the norm of all is waited for."""
+        if self._max_grad_norm is None and number in self._optimizers:
+            _step_optimizer(self._optimizers[number])
+
+    def _clip_gradients(self) -> None:
+        assert self._max_grad_norm is not None
+        held = [p.grad.to_local() if is_dtensor(p.grad) else p.grad for p in self._trained() if p.grad is not None]
+        mine = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in held)
+        self.grad_norm = sqrt(sum(json.loads(one) for one in self._collectives.all_gather(json.dumps(mine).encode())))
+        if not isfinite(self.grad_norm):
+            self._failed = f"the norm of the gradient is {self.grad_norm} in step {self.steps + 1}, which was not taken"
+            raise Diverged(self._failed)
+        scale = self._max_grad_norm / (self.grad_norm + 1e-6)  # as torch's clip_grad_norm_
+        if scale < 1:
+            for gradient in held:
+                gradient.mul_(scale)
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (p for part in self.parts for p in part.parameters() if p.requires_grad)
+
+    def _sum_over_ranks(self, losses: Sequence[torch.Tensor]) -> float:
+        mine = float(sum(float(one.detach()) for one in losses))
+        return float(sum(json.loads(one) for one in self._collectives.all_gather(json.dumps(mine).encode())))
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of a checkpoint, for `torch.distributed.checkpoint`; it fits any other plan.
+
+        Load it in place, `dcp.load(state := pipe.state_dict(), …)`, then call `load_state_dict(state)`.
+        """
+        self._check_usable()
+        model: dict[str, Any] = {}
+        optimizer: dict[str, Any] = {}
+        for number, part in self._by_number.items():
+            model |= get_model_state_dict(part)
+            if number in self._optimizers:
+                optimizer |= get_optimizer_state_dict(part, self._optimizers[number], options=FLAT)
+        return {"model": model, "optimizer": optimizer, "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint holds of this rank's parts, as `state_dict` names it."""
+        self._check_usable()
+        for number, part in self._by_number.items():
+            names = get_model_state_dict(part).keys()
+            set_model_state_dict(part, {name: state["model"][name] for name in names})
+            if number in self._optimizers:
+                optimizer = self._optimizers[number]
+                keys = get_optimizer_state_dict(part, optimizer, options=FLAT).keys()
+                held = {key: state["optimizer"][key] for key in keys}
+                set_optimizer_state_dict(part, optimizer, held, options=FLAT)
+        self.steps = int(state["steps"])
+
+    def close(self) -> None:
+        """Give the process groups back, but for the stage's, over which the parameters stay sharded. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            for group in (self._alone, self._between):
+                dist.destroy_process_group(group)
+            self._collectives.close()
+
+    # ---- making ------------------------------------------------------------------------------------------------------
+
+    def _place_ranks(self, device_name: str | None) -> dict[str, int]:
+        """Return the rank of each device. Collective; raises ConfigError unless each has one."""
+        devices = self._plan.devices
+        own = devices[self._rank] if device_name is None and self._rank < len(devices) else str(device_name)
+        names = [one.decode() for one in self._collectives.all_gather(own.encode())]
+        if len(names) != len(devices):
+            raise ConfigError(f"plan: expected {len(devices)} ranks, one for each device, got {len(names)}")
+        if unknown := sorted(set(names) - set(devices)):
+            raise ConfigError(f"plan: expected a device of {', '.join(devices)}, got {unknown[0]}")
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"plan: expected one rank for each device, got two for {twice}")
+        return {name: rank for rank, name in enumerate(names)}
+
+    def _make_groups(self) -> dist.ProcessGroup | None:
+        """Make the groups of all ranks for borders, of this rank alone, and of each stage; return this rank's stage's,
+        None if it has the stage alone. Collective.
+        """
+        self._between = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._alone = dist.new_group([self._rank], backend="gloo", use_local_synchronization=True)
+        mine: dist.ProcessGroup | None = None
+        for stage in self._plan.stages:
+            if len(stage) > 1:
+                group = dist.new_group([self._ranks[device] for device in stage], timeout=self._timeout)
+                mine = group if self._name in stage else mine
+        return mine
+
+    def _make_runtime(self) -> RankRuntime:
+        plan, stages = self._plan, []
+        for number, part in self._by_number.items():
+            near = {at: [self._rank_of(at, m) for m in self._own] for at in (number - 1, number + 1)}
+            borders = PartBorders(self._between, near[number - 1], near[number + 1], self._tag)
+            self._borders[number] = borders
+            stages.append(
+                RankStage(part, number, len(plan.layers), self._device, self._alone, borders, self._seeding(part))
+            )
+        return RankRuntime(stages, len(self._own), self._part_of_loss, self._on_reduced)
+
+    def _rank_of(self, part: int, microbatch: int) -> int:
+        return self._ranks[self._plan.owner(part, microbatch)] if 0 <= part < len(self._plan.layers) else -1
+
+    def _tag(self, transfer: BorderTransfer, part: int, number: int) -> int:
+        way = (BorderTransfer.SEND_F, BorderTransfer.SEND_B).index(transfer)
+        return (2 * part + way) * self._plan.microbatches + self._own[number]
+
+    def _seeding(self, part: PipelinePart) -> Callable[[int], Any]:
+        return lambda number: part.seeded(self.steps, self._own[number])
+
+    def _part_of_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self._loss(output, targets) / self._batch_tokens
+
+    def _number_own(self, order: Sequence[RankAction]) -> list[RankAction]:
+        """Return the order with this rank's micro-batches numbered from 0, as torch's runtime does."""
+        number = {m: i for i, m in enumerate(self._own)}
+        return [a if a.microbatch is None else a._replace(microbatch=number[a.microbatch]) for a in order]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn the failure of a transfer or collective into a sentence, the same on every rank."""
+        try:
+            yield
+        except DipsError:
+            raise
+        except RuntimeError as error:
+            self._failed = (
+                f"a step did not end: a rank is gone, or did not come within {self._collective_s:g} s. Restart the job "
+                "from a checkpoint"
+            )
+            if self._runtime.failed_here:
+                raise
+            raise Unavailable(self._failed) from error
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise LocalProtocolError("this Pipeline is closed")
+        if self._failed:
+            raise Unavailable(self._failed)
+
+
+def _read_plan(
+    plan: str | os.PathLike[str] | Mapping[str, Any], max_grad_norm: float | None
+) -> tuple[Mapping[str, Any], PipelinePlan]:
+    if max_grad_norm is not None and not 0 < max_grad_norm < float("inf"):
+        raise ConfigError(f"max_grad_norm: expected a number above 0, got {max_grad_norm}")
+    if isinstance(plan, Mapping):
+        return plan, read_pipeline(plan, "plan")
+    try:
+        data = yaml.safe_load(Path(plan).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{plan}: expected a plan of `dips plan cluster`: {error}") from error
+    return data, read_pipeline(data, str(plan))
+
+
+def _build(
+    build: Build, seed: int, wanted: Sequence[range], plan: PipelinePlan
+) -> tuple[list[dict[str, nn.Module]], LayerShapes]:
+    kept, shapes = build_layers(build, seed, wanted)
+    if len(shapes.names) != plan.layers[-1][1]:
+        raise ConfigError(
+            f"plan: it is for {plan.model}, of {plan.layers[-1][1]} layers; `build` has {len(shapes.names)}: plan for "
+            "this model, with its layers one by one"
+        )
+    return kept, shapes
+
+
+def _step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()

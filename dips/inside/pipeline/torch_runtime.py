@@ -1,0 +1,235 @@
+"""All that the pipeline uses of torch's pipelining under private names; the one file to look at for another torch.
+
+`RankRuntime` plays a rank's order on torch's `_PipelineScheduleRuntime`. torch's own stage has a process group with one
+rank for each stage. `RankStage` has this rank alone: it numbers the rank's own micro-batches from 0, and finds each
+one's peer by part and micro-batch, with a tag; so stages may have any number of ranks, and ranks any share. Borders go
+over gloo, through host memory where the device is another.
+
+Must stay true: one tensor goes over a border, and each action of `RankAction` is torch's of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dips.errors import ConfigError
+from dips.inside.pipeline.orders import BorderTransfer, RankAction
+
+TESTED = "2.13"
+if not torch.__version__.startswith(f"{TESTED}."):
+    raise ConfigError(
+        f"dips.inside.pipeline: expected torch {TESTED}, got {torch.__version__}: it stands on private names of its "
+        "pipelining, which another version may have changed. Install the one that it was tested with"
+    )
+
+from torch.distributed.pipelining.schedules import (  # noqa: E402
+    REDUCE_GRAD,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase  # noqa: E402
+
+Spec = tuple[torch.Size, torch.dtype]  # of the tensor that goes over a border
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True)
+class PartBorders:
+    """The ends of a part on one rank: who is beyond each, by the rank's own number of the micro-batch."""
+
+    group: dist.ProcessGroup
+    before: Sequence[int]  # rank that computes the part before, for each of this rank's micro-batches
+    after: Sequence[int]
+    tag: Callable[[BorderTransfer, int, int], int]  # of a send, its part and micro-batch
+    taken: Spec | None = field(default=None)  # of what the part before gives; the pipeline tells them before each step
+    given: Spec | None = field(default=None)
+
+
+class RankStage(_PipelineStageBase):
+    """One part of the model on one rank."""
+
+    def __init__(
+        self,
+        part: nn.Module,
+        number: int,
+        parts: int,
+        device: torch.device,
+        alone: dist.ProcessGroup,
+        borders: PartBorders,
+        on_forward: Callable[[int], Any],
+    ) -> None:
+        """Make the stage of one part.
+
+        part        its module
+        number      of it, among `parts`
+        alone       a process group of this rank alone
+        on_forward  called with the micro-batch's number on this rank; a context manager around its forward
+        """
+        super().__init__(part, number, parts, device, alone)
+        self._runtime_validate = False  # it would compare with metadata that torch's own stage exchanges
+        self._stage_meta.inputs = (None,)  # type: ignore[assignment]  # read for its length
+        self._borders, self._on_forward = borders, on_forward
+        self._activations: dict[int, torch.Tensor] = {}  # that came from the part before, by micro-batch
+        self._gradients: dict[int, torch.Tensor] = {}  # from the part after
+        self.failed_here = False  # an exception was raised by the part's own computation
+
+    # ---- transfers ---------------------------------------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        tag = self._borders.tag(BorderTransfer.SEND_F, self.stage_index - 1, fwd_chunk_id)
+        self._activations[fwd_chunk_id] = _make_buffer(self._borders.taken)
+        return [self._receive(self._activations[fwd_chunk_id], self._borders.before[fwd_chunk_id], tag)]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        tag = self._borders.tag(BorderTransfer.SEND_B, self.stage_index + 1, bwd_chunk_id)
+        self._gradients[bwd_chunk_id] = _make_buffer(self._borders.given)
+        return [self._receive(self._gradients[bwd_chunk_id], self._borders.after[bwd_chunk_id], tag)]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        (output,), _ = self.fwd_cache[fwd_chunk_id]
+        if not self.has_backward:
+            del self.fwd_cache[fwd_chunk_id]
+        tag = self._borders.tag(BorderTransfer.SEND_F, self.stage_index, fwd_chunk_id)
+        return [self._send(output, self._borders.after[fwd_chunk_id], tag)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
+        if gradient is None:
+            gradient = _make_buffer(self._borders.taken).zero_()
+        tag = self._borders.tag(BorderTransfer.SEND_B, self.stage_index, bwd_chunk_id)
+        return [self._send(gradient, self._borders.before[bwd_chunk_id], tag)]
+
+    def _receive(self, buffer: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, buffer, rank, self._borders.group, tag)
+
+    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(dist.isend, tensor.detach().cpu().contiguous(), rank, self._borders.group, tag)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        self._activations[mb_index] = prev_stage_outputs.detach()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        (gradient,) = next_stage_bwd_outputs
+        self._gradients[mb_index] = _make_buffer(self._borders.given).zero_() if gradient is None else gradient
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor]:
+        taken = self._activations.pop(fwd_chunk_id).to(self.device)
+        return (taken.requires_grad_(self.has_backward and taken.is_floating_point()),)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor]:
+        return (self._gradients.pop(bwd_chunk_id).to(self.device),)
+
+    # ---- computation -------------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        with self._marking_failure(), self._on_forward(fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        if self.is_last and not self.has_backward:
+            del self.fwd_cache[fwd_chunk_id]
+        return output
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self._marking_failure():
+            super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self._marking_failure():
+            super().backward_weight_one_chunk(*args, **kwargs)
+
+    @contextmanager
+    def _marking_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.failed_here = True
+            raise
+
+    def clear_runtime_states(self) -> None:
+        for held in (self.fwd_cache, self.bwd_cache, self.output_chunks, self._activations, self._gradients):
+            held.clear()
+
+    # ---- what torch's own stage prepares -----------------------------------------------------------------------------
+
+    def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("RankRuntime tells shapes by PartBorders")
+
+    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("RankRuntime tells shapes by PartBorders")
+
+    def _create_grad_recv_info(self, act_send_info: dict[Any, Any]) -> tuple[Any, ...]:
+        raise AssertionError("RankRuntime tells shapes by PartBorders")
+
+
+class RankRuntime:
+    """torch's runtime over the parts of one rank."""
+
+    def __init__(self, stages: Sequence[RankStage], microbatches: int, loss: Loss, on_reduced: Callable[[int], None]):
+        """Make the runtime.
+
+        microbatches  how many this rank has
+        loss          of an output of the last part and its targets, a scalar; gradients are those of the sum of all
+        on_reduced    called with a part's number when the gradients of its parameters are whole on this rank
+        """
+        self._stages, self._on_reduced = list(stages), on_reduced
+        self._schedule = _PipelineScheduleRuntime(self._stages, microbatches, loss_fn=loss, scale_grads=False)
+        self._schedule.register_custom_function(REDUCE_GRAD, self._reduce)
+        for stage in self._stages:
+            stage.chunks = microbatches
+
+    def play(
+        self,
+        order: Sequence[RankAction],
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        backward: bool = True,
+    ) -> list[torch.Tensor]:
+        """Play an order; return the losses of the rank's micro-batches, if it holds the last part.
+
+        order    its micro-batches numbered from 0, in the order of the forwards of the rank's last part
+        inputs   of each, read by the first part
+        targets  of each, read by the last
+        Raises   RuntimeError if a transfer or collective does not end; what a layer raises, with `failed_here` set
+        """
+        losses: list[torch.Tensor] = []
+        schedule = self._schedule
+        schedule.pipeline_order_with_comms = {
+            schedule.rank: [_Action(a.part, _ComputationType(str(a.op)), a.microbatch) for a in order]
+        }
+        for stage in self._stages:
+            stage.has_backward = backward
+            stage.clear_runtime_states()
+        schedule._has_backward = backward
+        # What is prepared there is told by PartBorders.
+        schedule._stages_forward_initialized, schedule._stages_backward_initialized = True, backward
+        schedule._step_microbatches([(one,) for one in inputs], None, list(targets), losses, return_outputs=False)
+        return losses
+
+    @property
+    def failed_here(self) -> bool:
+        """Whether an exception came from a layer of this rank."""
+        return any(stage.failed_here for stage in self._stages)
+
+    def _reduce(self, action: _Action, ctx: Any) -> None:
+        stage = next(stage for stage in self._stages if stage.stage_index == action.stage_index)
+        stage.perform_reduce_grad(1)
+        self._on_reduced(action.stage_index)
+
+
+def _make_buffer(spec: Spec | None) -> torch.Tensor:
+    assert spec is not None
+    shape, dtype = spec
+    return torch.empty(shape, dtype=dtype)

@@ -1,0 +1,547 @@
+"""`Pipeline` on the ranks of random plans, each against one process.
+
+check_pipeline.py OUT WHAT[=COUNT]...     writes OUT as JSON
+
+Each WHAT is a function here. Ranks are forked for each plan from this process, which has imported torch once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dips.client.parallel.adapter import is_dtensor
+from dips.errors import DipsError
+from dips.inside.pipeline import Pipeline
+from dips.inside.pipeline.orders import lower_order, read_pipeline
+from dips.inside.planning.schedules import SPLITTING, ScheduleName
+from dips.inside.planning.search import deal_microbatches
+from dips.inside.planning.simulate import (
+    PassSeconds,
+    PipelineDevice,
+    PipelineStage,
+    Route,
+    SimulatedPipeline,
+    StalledPipeline,
+    simulate,
+)
+
+WIDTH, VOCABULARY, LENGTH, SAMPLES = 6, 11, 5, 2
+COLLECTIVE_S, ENDS_S = 60.0, 120.0
+GRADIENT = {torch.float32: 1e-6, torch.float64: 1e-12}
+STEPPED = {torch.float32: 1e-5, torch.float64: 1e-10}
+STEPS = 3
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """A plan, and the model that it is for."""
+
+    plan: dict[str, Any]
+    layers: int
+    dtype: torch.dtype
+    dropout: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        return sum(len(stage["devices"]) for stage in self.plan["pipeline"]["stages"])
+
+    def build(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield layers of which one has no parameters, and none a number of them that ranks divide evenly."""
+        yield "embed", nn.Embedding(VOCABULARY, WIDTH, dtype=self.dtype)
+        for i in range(self.layers - 2):
+            yield f"blocks.{i}", nn.Tanh() if i == 1 else ResidualTanh(self.dropout, self.dtype)
+        yield "head", nn.Linear(WIDTH, VOCABULARY, dtype=self.dtype)
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets of a global batch; samples have unequally many tokens."""
+        count = sum(self.plan["pipeline"]["stages"][0]["microbatches"])
+        rows = torch.randint(VOCABULARY, (SAMPLES * count, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+        targets = rows[:, 1:].clone()
+        targets[::3, 0] = -100
+        return rows[:, :-1], targets
+
+
+class ResidualTanh(nn.Module):
+    """A block with dropout."""
+
+    def __init__(self, dropout: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.tanh(self.inner(x)))
+
+
+def make_case(
+    schedule: str,
+    sizes: tuple[int, ...],
+    ministages: int = 1,
+    microbatches: int = 6,
+    layers: int = 8,
+    seed: int = 0,
+    recompute: bool = False,
+    dtype: torch.dtype = torch.float64,
+    dropout: float = 0.0,
+) -> PlannedCase:
+    """Simulate a pipeline of devices whose speeds are drawn, and write its plan. Raises StalledPipeline."""
+    draw, parts = random.Random(seed), len(sizes) * ministages
+    cuts = [0, *sorted(draw.sample(range(1, layers), parts - 1)), layers]
+    stages, shown = [], []
+    for s, size in enumerate(sizes):
+        names = [f"s{s}d{i}" for i in range(size)]
+        speeds = [draw.uniform(1, 4) for _ in names]
+        shares = deal_microbatches(tuple(1 / speed for speed in speeds), microbatches)
+        seconds = [tuple(_draw_seconds(draw, speed) for _ in range(ministages)) for speed in speeds]
+        collective = tuple(draw.uniform(0, 2) for _ in range(ministages)) if size > 1 else ()
+        devices = tuple(
+            PipelineDevice(name, share, row) for name, share, row in zip(names, shares, seconds, strict=True)
+        )
+        stages.append(PipelineStage(devices, collective, collective, depth=draw.randint(1, microbatches)))
+        owned = [[cuts[v * len(sizes) + s], cuts[v * len(sizes) + s + 1]] for v in range(ministages)]
+        shown.append({"devices": names, "layers": owned, "microbatches": [len(share) for share in shares]})
+    played = simulate(
+        SimulatedPipeline(
+            ScheduleName(schedule),
+            tuple(stages),
+            (1.0,) * (parts - 1),
+            lambda a, b: Route(0.01, (((a, b), 0.5),)),
+            ministages,
+            keep=ministages == 1,
+        )
+    )
+    pipeline = {
+        "schedule": schedule, "ministages": ministages, "samples": SAMPLES, "offload": False, "recompute": recompute,
+        "stages": shown, "orders": {device: " ".join(map(str, order)) for device, order in played.orders.items()},
+    }  # fmt: skip
+    return PlannedCase({"model": "tiny", "plan": schedule, "pipeline": pipeline}, layers, dtype, dropout)
+
+
+def _draw_seconds(draw: random.Random, speed: float) -> PassSeconds:
+    return PassSeconds(*(draw.uniform(0.5, 1.5) / speed for _ in range(3)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> PlannedCase:
+    """Up to 3 stages of 1 to 3 ranks, every schedule, 1 to 4 ministages, unequal layers and shares."""
+    schedule = draw(st.sampled_from([str(name) for name in ScheduleName]))
+    sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    if schedule in (ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_H1):
+        sizes = (sizes[0],) * len(sizes)
+    ministages = draw(st.integers(1, 4)) if schedule == ScheduleName.BREADTH_FIRST else 1
+    layers = draw(st.integers(max(4, len(sizes) * ministages), 13))
+    rest = {
+        "microbatches": draw(st.integers(max(sizes), 7)), "layers": layers, "seed": draw(st.integers(0, 1 << 20)),
+        "recompute": draw(st.booleans()), "dtype": draw(st.sampled_from([torch.float32, torch.float64])),
+    }  # fmt: skip
+    try:
+        return make_case(schedule, sizes, ministages, **rest)
+    except StalledPipeline:  # unequal shares: only what takes micro-batches as they arrive gets to its end
+        splits = schedule in SPLITTING
+        return make_case("compact_zb" if splits else "breadth_first", sizes, ministages, **rest)
+
+
+def summed_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def make_pipeline(case: PlannedCase, **options: Any) -> Pipeline:
+    return Pipeline(case.build, case.plan, **{"loss": summed_loss, "collective_s": COLLECTIVE_S, **options})
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+OfRank = Callable[[int], Any]
+DIES = 9  # exit code of a rank that a check lets die
+
+
+def on_ranks(count: int, play: OfRank, dying: Collection[int] = ()) -> list[Any]:
+    """Fork a rank for each number, and return what `play` returns on each; an exception as its text.
+
+    dying   ranks that end by `die`, and tell nothing
+    Raises  AssertionError if a rank ends otherwise than it should, as by an abort
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory:
+        queue = context.Queue()
+        ranks = [context.Process(target=_play_rank, args=(r, count, directory, play, queue)) for r in range(count)]
+        for process in ranks:
+            process.start()
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < count - len(dying):
+                rank, told = queue.get(timeout=ENDS_S)
+                found[rank] = told
+            for process in ranks:
+                process.join(30)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    ended = [process.exitcode for process in ranks]
+    assert ended == [DIES if rank in dying else 0 for rank in range(count)], (ended, found)
+    return [found.get(rank) for rank in range(count)]
+
+
+def die() -> None:
+    """End this rank as a crash does: without a word."""
+    os._exit(DIES)
+
+
+def _play_rank(rank: int, count: int, directory: str, play: OfRank, queue: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count)
+    try:
+        told = play(rank)
+    except Exception as error:  # noqa: BLE001  # told to the test, which knows what is expected
+        told = f"{type(error).__name__}: {error}"
+    queue.put((rank, told))
+    queue.close()
+    queue.join_thread()
+    if isinstance(told, str) and told.startswith("Unavailable: "):
+        os._exit(0)  # others are gone
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---- against one process ---------------------------------------------------------------------------------------------
+
+
+class OneProcess:
+    """The model in one process, under the names that the pipeline gives."""
+
+    def __init__(self, case: PlannedCase) -> None:
+        torch.manual_seed(0)
+        named = list(case.build())
+        self.model = nn.Sequential(*(layer for _, layer in named))
+        self.named = {
+            f"{named[int(number)][0]}.{rest}": p
+            for number, rest, p in ((*path.split(".", 1), p) for path, p in self.model.named_parameters())
+        }
+
+    def backward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        loss = summed_loss(self.model(batch[0]), batch[1]) / int((batch[1] != -100).sum())
+        loss.backward()
+        return float(loss.detach())
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def worst_error(pipe: Pipeline, alone: OneProcess, of: Callable[[Any], Any]) -> float:
+    """The largest difference of a parameter's tensor from that of one process, over that one's largest element."""
+    worst = 0.0
+    for part in pipe.parts:
+        for name, parameter in part.named_parameters():
+            wanted = of(alone.named[name])
+            got = whole(of(parameter))
+            worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)))
+    return worst
+
+
+def compare_case(case: PlannedCase, _: int) -> dict[str, float]:
+    """Gradients of a step, and what three steps of AdamW make of the parameters; one rank's part of it."""
+    pipe, alone = make_pipeline(case), OneProcess(case)
+    losses = abs(pipe.step(case.batch(0)) - alone.backward(case.batch(0)))
+    gradient = worst_error(pipe, alone, lambda p: p.grad)
+    pipe.close()
+    pipe, alone = make_pipeline(case, optimizer=adamw), OneProcess(case)
+    optimizer = adamw(alone.model)
+    for step in range(STEPS):
+        losses = max(losses, abs(pipe.step(case.batch(step)) - alone.backward(case.batch(step))))
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = max(losses, abs(pipe.evaluate(case.batch(9)) - float(alone.backward(case.batch(9)))))
+    stepped = worst_error(pipe, alone, lambda p: p.detach())
+    assert pipe.tokens == int((case.batch(0)[1] != -100).sum())
+    pipe.close()
+    return {"gradient": gradient, "stepped": stepped, "loss": losses}
+
+
+def check_case(case: PlannedCase) -> dict[str, float]:
+    """Raise AssertionError if a rank of the case is off; return the worst of all."""
+    found = on_ranks(case.ranks, partial(compare_case, case))
+    shown = json.dumps(case.plan)
+    assert all(isinstance(of, dict) for of in found), (found, shown)
+    worst = {key: max(of[key] for of in found) for key in found[0]}
+    assert worst["gradient"] <= GRADIENT[case.dtype], (worst, shown)
+    assert worst["stepped"] <= STEPPED[case.dtype], (worst, shown)
+    assert worst["loss"] <= STEPPED[case.dtype], (worst, shown)
+    return worst
+
+
+SIX = (
+    make_case("breadth_first", (1, 2), 2),
+    make_case("compact_zb", (1, 2), dtype=torch.float32),
+    make_case("1f1b", (1, 1), recompute=True),
+    make_case("zb_h1", (2, 2), microbatches=4),
+    make_case("gpipe", (3,), recompute=True, dtype=torch.float32),
+    make_case("breadth_first", (1,), 3),
+)
+
+
+def six(_: int) -> list[dict[str, float]]:
+    """Each schedule once."""
+    return [check_case(case) for case in SIX]
+
+
+def drawn(count: int) -> int:
+    """Plans that hypothesis draws; return how many."""
+    played = []
+
+    @settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(cases())
+    def check(case: PlannedCase) -> None:
+        check_case(case)
+        played.append(case)
+
+    check()
+    return len(played)
+
+
+# ---- what else a step is ---------------------------------------------------------------------------------------------
+
+UNEQUAL = make_case("breadth_first", (1, 2), 2)  # three ranks, two ministages
+OTHER = make_case("compact_zb", (2, 1), seed=4)
+ALONE = make_case("gpipe", (1,))
+Named = dict[str, list[float]]
+
+
+def full_parameters(pipe: Pipeline) -> Named:
+    return {name: whole(p.detach()).flatten().tolist() for part in pipe.parts for name, p in part.named_parameters()}
+
+
+def worst_difference(found: list[Any], wanted: Named) -> float:
+    """Between the parameters of some ranks, which together hold the model, and a whole one."""
+    assert set().union(*found) == set(wanted)
+    return max(abs(a - b) for of in found for name in of for a, b in zip(of[name], wanted[name], strict=True))
+
+
+def clipped(_: int) -> dict[str, Any]:
+    """Three steps of SGD whose gradients are clipped to half their norm."""
+
+    def play(_: int) -> dict[str, Any]:
+        def sgd(module: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(module.parameters(), lr=1.0)
+
+        alone = OneProcess(UNEQUAL)
+        alone.backward(UNEQUAL.batch(0))
+        norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in alone.model.parameters()])))
+        alone.model.zero_grad()
+        pipe, optimizer = make_pipeline(UNEQUAL, optimizer=sgd, max_grad_norm=norm / 2), sgd(alone.model)
+        norms = []
+        for step in range(STEPS):
+            pipe.step(UNEQUAL.batch(step))
+            alone.backward(UNEQUAL.batch(step))
+            wanted = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), norm / 2)
+            norms.append(abs(float(wanted) - (pipe.grad_norm or 0.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"stepped": worst_error(pipe, alone, lambda p: p.detach()), "norm": max(norms)}
+
+    found = on_ranks(UNEQUAL.ranks, play)
+    return {key: max(of[key] for of in found) for key in ("stepped", "norm")}
+
+
+def dropout(_: int) -> dict[str, Any]:
+    """Two steps with dropout under three plans, and the loss of an evaluation."""
+    cases = [replace(case, dropout=0.3) for case in (ALONE, UNEQUAL, make_case("1f1b", (1, 1), recompute=True))]
+
+    def play(case: PlannedCase, _: int) -> tuple[list[float], Named]:
+        pipe = make_pipeline(case, optimizer=adamw)
+        losses = [pipe.step(case.batch(step)) for step in range(2)]
+        losses.append(pipe.evaluate(case.batch(0)))
+        again = pipe.evaluate(case.batch(0))
+        assert again == losses[-1] and all(part.training for part in pipe.parts)
+        return losses, full_parameters(pipe)
+
+    found = [on_ranks(case.ranks, partial(play, case)) for case in cases]
+    ((losses, wanted),) = found[0]
+    return {
+        "losses": [losses, *([of[0] for of in ranks] for ranks in found[1:])],
+        "worst": [worst_difference([of[1] for of in ranks], wanted) for ranks in found[1:]],
+    }
+
+
+def saved(_: int) -> dict[str, Any]:
+    """A checkpoint of one plan is loaded into another, and into its own; the next step of each."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def save(_: int) -> tuple[float, Named]:
+            pipe = make_pipeline(UNEQUAL, optimizer=adamw)
+            for step in range(2):
+                pipe.step(UNEQUAL.batch(step))
+            dcp.save(pipe.state_dict(), checkpoint_id=directory)
+            return pipe.step(UNEQUAL.batch(2)), full_parameters(pipe)
+
+        def load(case: PlannedCase, _: int) -> tuple[float, Named, int]:
+            pipe = make_pipeline(case, optimizer=adamw, seed=7)
+            state = pipe.state_dict()
+            dcp.load(state, checkpoint_id=directory)
+            pipe.load_state_dict(state)
+            return pipe.step(case.batch(2)), full_parameters(pipe), pipe.steps
+
+        before = on_ranks(UNEQUAL.ranks, save)
+        wanted: Named = {}
+        for _, of in before:
+            wanted |= of
+        worst, losses, steps = [], [before[0][0]], []
+        for case in (UNEQUAL, OTHER, ALONE):
+            after = on_ranks(case.ranks, partial(load, case))
+            worst.append(worst_difference([of[1] for of in after], wanted))
+            losses.append(after[0][0])
+            steps.append(after[-1][2])
+    return {"worst": worst, "losses": losses, "steps": steps}
+
+
+# ---- bad inputs ------------------------------------------------------------------------------------------------------
+
+
+def refused(_: int) -> dict[str, list[str]]:
+    """The sentences that each of three ranks is told."""
+
+    def play(rank: int) -> dict[str, str]:
+        def told(run: Callable[[], Any]) -> str:
+            try:
+                run()
+            except DipsError as error:
+                return f"{type(error).__name__}: {error}"
+            return "nothing"
+
+        def nan_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return summed_loss(output, targets) * float("nan")
+
+        def build_otherwise() -> Iterator[Any]:
+            yield from UNEQUAL.build()
+            yield nn.Tanh()
+
+        other = OTHER.plan if rank == 2 else UNEQUAL.plan
+        inputs, targets = UNEQUAL.batch(0)
+        pipe = make_pipeline(UNEQUAL)
+        short = (inputs[:-1], targets[:-1])
+        found = {
+            "ranks": told(lambda: make_pipeline(ALONE)),
+            "no file": told(lambda: Pipeline(UNEQUAL.build, "/nowhere/plan.yaml", loss=summed_loss)),
+            "model": told(lambda: Pipeline(build_otherwise, UNEQUAL.plan, loss=summed_loss)),
+            "no layers": told(lambda: Pipeline(lambda: nn.Linear(3, 3), UNEQUAL.plan, loss=summed_loss)),
+            "plans differ": told(lambda: Pipeline(UNEQUAL.build, other, loss=summed_loss)),
+            "seeds differ": told(lambda: make_pipeline(UNEQUAL, seed=rank)),
+            "a device twice": told(lambda: make_pipeline(UNEQUAL, device_name=f"s1d{min(rank, 1)}")),
+            "no such device": told(lambda: make_pipeline(UNEQUAL, device_name=f"s{rank}d0")),
+            "norm": told(lambda: make_pipeline(UNEQUAL, max_grad_norm=-1.0)),
+            "batch on one rank": told(lambda: pipe.step(short if rank == 1 else (inputs, targets))),
+            "no targets": told(lambda: pipe.step((inputs, torch.full_like(targets, -100)))),
+            "calls differ": told(lambda: (pipe.evaluate if rank == 1 else pipe.step)((inputs, targets))),
+            "inputs": told(lambda: pipe.step((inputs.float(), targets))),
+            "then": told(lambda: pipe.step((inputs, targets))),
+            "NaN": told(lambda: make_pipeline(UNEQUAL, loss=nan_loss, optimizer=adamw).step((inputs, targets))),
+            "NaN, clipped": told(
+                lambda: make_pipeline(UNEQUAL, loss=nan_loss, max_grad_norm=1.0).step((inputs, targets))
+            ),
+        }
+        pipe.close()
+        found["closed"] = told(lambda: pipe.step((inputs, targets)))
+        return found
+
+    found = on_ranks(UNEQUAL.ranks, play)
+    assert all(isinstance(of, dict) for of in found), found
+    return {what: [of[what] for of in found] for what in found[0]}
+
+
+def a_rank_dies(every: int) -> list[list[Any]]:
+    """One rank ends after so many actions of its order; each of the others tells how long it waited, and what for."""
+    plan, found = read_pipeline(UNEQUAL.plan, "plan"), []
+    for dying in range(UNEQUAL.ranks):
+        for point in range(0, len(lower_order(plan, plan.devices[dying])), every or 1):
+
+            def play(rank: int, dying: int = dying, point: int = point) -> Any:
+                pipe = make_pipeline(UNEQUAL, optimizer=adamw, collective_s=DEAD_S)
+                pipe.step(UNEQUAL.batch(0))
+                if rank == dying:
+                    _end_after(pipe, point)
+                began = time.monotonic()
+                try:
+                    pipe.step(UNEQUAL.batch(1))
+                except DipsError as error:
+                    return f"{type(error).__name__}: {error} | {time.monotonic() - began:.1f}"
+                return "nothing"
+
+            found.append([dying, point, on_ranks(UNEQUAL.ranks, play, dying=(dying,))])
+    return found
+
+
+DEAD_S = 5.0
+
+
+def _end_after(pipe: Pipeline, point: int) -> None:
+    """Let this rank die when it has played so many actions."""
+    play, order = pipe._runtime.play, pipe._train_order[:point]
+
+    def play_some(_: Any, *rest: Any) -> Any:
+        Timer(DEAD_S / 5, die).start()  # its sends may have no receiver
+        with suppress(Exception):
+            play(order, *rest)
+        die()
+
+    pipe._runtime.play = play_some
+
+
+def a_rank_stops(_: int) -> list[Any]:
+    """One rank does not come to a step; what the others are told, and after how long."""
+
+    def play(rank: int) -> Any:
+        pipe = make_pipeline(UNEQUAL, collective_s=DEAD_S)
+        began = time.monotonic()
+        if rank == 1:
+            time.sleep(2 * DEAD_S)
+            die()
+        try:
+            pipe.step(UNEQUAL.batch(0))
+        except DipsError as error:
+            return f"{type(error).__name__}: {error} | {time.monotonic() - began:.1f}"
+        return "nothing"
+
+    return on_ranks(UNEQUAL.ranks, play, dying=(1,))
+
+
+def repeated(count: int) -> int:
+    """So many jobs of one plan with ministages, each of which must end without an abort; return how many."""
+    for _ in range(count):
+        check_case(UNEQUAL)
+    return count
+
+
+if __name__ == "__main__":
+    words = [word.partition("=") for word in sys.argv[2:]]
+    told = {name: globals()[name](int(count or 0)) for name, _, count in words}
+    Path(sys.argv[1]).write_text(json.dumps(told))

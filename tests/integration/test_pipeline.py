@@ -1,0 +1,134 @@
+"""`Pipeline` on real ranks: plans of unequal stages against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_constant_model import HERE, harness
+
+pytestmark = pytest.mark.torchrun
+WAITED_S = 5.0 + 5.0  # check_pipeline.py's deadline, and what a loaded machine takes besides
+
+
+def run(directory: Path, *words: str, within_s: float = 300) -> dict[str, Any]:
+    """Run check_pipeline.py; return what it wrote."""
+    out = directory / "found.json"
+    done = subprocess.run(
+        [sys.executable, str(HERE / "check_pipeline.py"), str(out), *words],
+        cwd=harness.ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(harness.ROOT)},
+        capture_output=True, text=True, timeout=within_s,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Everything that takes a second or two, of processes that one has forked."""
+    return run(tmp_path_factory.mktemp("pipeline"), "six", "clipped", "dropout", "saved", "refused", "a_rank_dies=30")
+
+
+@pytest.mark.timeout(330)
+def test_six_plans_have_the_gradients_of_one_process(found: dict[str, Any]) -> None:
+    """Each schedule, stages of 1 to 3 ranks, unequal shares, ministages, recompute: gradients within 1e-6 in fp32 and
+    1e-12 in float64, three AdamW steps within 1e-5 and 1e-10; check_pipeline.py holds each to its bound.
+    """
+    assert [of["gradient"] > 1e-9 for of in found["six"]] == [False, True, False, False, True, False], found["six"]
+
+
+def test_the_norm_is_the_whole_models(found: dict[str, Any]) -> None:
+    """Gradients are clipped by the norm over all parts, and then all step, as in one process."""
+    assert found["clipped"]["norm"] < 1e-12 and found["clipped"]["stepped"] < 1e-12
+
+
+def test_dropout_and_evaluation_do_not_depend_on_the_plan(found: dict[str, Any]) -> None:
+    """Three plans train alike with dropout; all ranks are told one loss; an evaluation has none."""
+    first, *others = found["dropout"]["losses"]
+    assert all(of == pytest.approx(first, abs=1e-12) for ranks in others for of in ranks)
+    assert all(len({tuple(of) for of in ranks}) == 1 for ranks in others), "ranks are told different losses"
+    assert max(found["dropout"]["worst"]) < 1e-12
+    assert first[2] != pytest.approx(first[0], abs=1e-3)
+
+
+def test_a_checkpoint_fits_another_plan(found: dict[str, Any]) -> None:
+    """Model, moments and the count of steps, loaded into three plans: the next step is that of the job that went on."""
+    of = found["saved"]
+    assert max(of["worst"]) < 1e-12 and of["losses"] == pytest.approx([of["losses"][0]] * 4, abs=1e-12)
+    assert of["steps"] == [3, 3, 3]
+
+
+REFUSED = {
+    "ranks": "expected 1 ranks, one for each device, got 3",
+    "no file": "expected a plan of `dips plan cluster`",
+    "model": "it is for tiny, of 8 layers; `build` has 9",
+    "no layers": "expected the model's layers in order, as nn.Sequential or a generator, got Linear",
+    "plans differ": "ranks 0 and 2 differ in the arguments of Pipeline: plan",
+    "seeds differ": "ranks 0 and 1 differ in the arguments of Pipeline: seed",
+    "a device twice": "expected one rank for each device, got two for s1d1",
+    "no such device": "expected a device of s0d0, s1d0, s1d1, got s2d0",
+    "norm": "max_grad_norm: expected a number above 0, got -1.0",
+    "batch on one rank": "expected inputs of 12 samples, 6 micro-batches of 2, got the shape [11, 5]",
+    "no targets": "batch: expected targets, got none but -100",
+    "calls differ": "ranks 0 and 1 differ in their calls: method",
+    "inputs": "layer embed: its output's shape cannot be found",
+    "then": "nothing",
+    "NaN": "Diverged: the loss of step 1 is nan",
+    "NaN, clipped": "Diverged: the norm of the gradient is nan in step 1, which was not taken",
+    "closed": "this Pipeline is closed",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_with_one_sentence_on_all_ranks(found: dict[str, Any], what: str) -> None:
+    """Nobody waits for those who cannot; after a batch that was refused, a right one is trained on."""
+    told = set(found["refused"][what])
+    assert len(told) == 1 and REFUSED[what] in told.pop(), found["refused"][what]
+
+
+def check_told(found: list[Any], but: int) -> None:
+    """All ranks but one have one sentence, in time."""
+    told = [of.split(" | ") for rank, of in enumerate(found) if rank != but]
+    assert len({text for text, _ in told}) == 1 and "a step did not end: a rank is gone" in told[0][0], told
+    assert all(float(waited) < WAITED_S for _, waited in told), told
+
+
+def test_a_rank_that_dies_ends_the_step_on_all(found: dict[str, Any]) -> None:
+    """At the begin and in the middle of each rank's order."""
+    assert len(found["a_rank_dies"]) >= 6
+    for dying, _, ranks in found["a_rank_dies"]:
+        check_told(ranks, dying)
+
+
+# ---- slow ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_sixty_random_plans_have_the_gradients_of_one_process(tmp_path: Path) -> None:
+    """Plans that hypothesis draws: up to 3 stages of 1 to 3 ranks, 1 to 4 ministages, every schedule."""
+    assert run(tmp_path, "drawn=60", within_s=1200)["drawn"] >= 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+def test_two_hundred_jobs_of_ministages_end_without_an_abort(tmp_path: Path) -> None:
+    """Each rank ends by itself with exit code 0: no thread of gloo still holds a tensor when Python ends."""
+    assert run(tmp_path, "repeated=200", within_s=1800)["repeated"] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_a_rank_may_die_or_stop_at_any_point(tmp_path: Path) -> None:
+    """After each action of each rank's order; a rank that does not come is waited for as long as was said."""
+    found = run(tmp_path, "a_rank_dies=1", "a_rank_stops", within_s=900)
+    assert len(found["a_rank_dies"]) > 100
+    for dying, _, ranks in found["a_rank_dies"]:
+        check_told(ranks, dying)
+    check_told(found["a_rank_stops"], 1)

@@ -1,0 +1,99 @@
+"""The plan as its ranks play it: transfers where they are needed, and no order that cannot get to its end."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from dips.errors import ConfigError
+from dips.inside.pipeline.orders import lower_forward, lower_order, read_pipeline
+
+# Two stages of one and two devices, two micro-batches, in the order in which 1F1B would take them.
+PLAN: dict[str, Any] = {
+    "model": "tiny",
+    "plan": "1f1b 1+2",
+    "pipeline": {
+        "ministages": 1,
+        "samples": 4,
+        "offload": False,
+        "recompute": False,
+        "stages": [{"devices": ["a"], "layers": [[0, 3]]}, {"devices": ["b", "c"], "layers": [[3, 5]]}],
+        "orders": {
+            "a": "0F0 0F1 0B0 0B1 0REDUCE_GRAD 0STEP",
+            "b": "1UNSHARD 1F0 1B0 1REDUCE_GRAD 1STEP",
+            "c": "1UNSHARD 1F1 1B1 1RESHARD 1REDUCE_GRAD 1STEP",
+        },
+    },
+}
+# One device with two ministages, of which the second splits its backward.
+ALONE: dict[str, Any] = {
+    "model": "tiny",
+    "plan": "breadth_first 1",
+    "pipeline": {
+        "ministages": 2,
+        "samples": 1,
+        "offload": False,
+        "recompute": True,
+        "stages": [{"devices": ["a"], "layers": [[0, 1], [1, 2]]}],
+        "orders": {"a": "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"},
+    },
+}
+
+
+def spell(actions: Any) -> str:
+    return " ".join(f"{part}{op}{'' if m is None else m}" for op, part, m in actions)
+
+
+def test_transfers_are_added() -> None:
+    """Sends follow their computation, receives begin two computations before their use, and what is gathered is
+    resharded after its reduction, once.
+    """
+    plan = read_pipeline(PLAN, "plan.yaml")
+    assert (plan.devices, plan.microbatches, plan.owner(1, 1)) == (("a", "b", "c"), 2, "c")
+    assert spell(lower_order(plan, "a")) == "0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1 0REDUCE_GRAD"
+    assert spell(lower_order(plan, "b")) == "1RECV_F0 1UNSHARD 1F0 1B0 1SEND_B0 1REDUCE_GRAD 1RESHARD"
+    assert spell(lower_order(plan, "c")) == "1RECV_F1 1UNSHARD 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1RESHARD"
+    assert spell(lower_forward(plan, "c")) == "1RECV_F1 1UNSHARD 1F1 1RESHARD"
+
+
+def test_ministages_of_one_device_send_nothing() -> None:
+    """Borders inside a device are none."""
+    plan = read_pipeline(ALONE, "plan.yaml")
+    assert spell(lower_order(plan, "a")) == "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"
+    assert spell(lower_forward(plan, "a")) == "0F0 1F0"
+    assert plan.recompute
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("pipeline",), None, "expected a pipeline, got '1f1b 1+2', which has no stages"),
+        (("pipeline", "orders"), {}, "expected an order for each device"),
+        (
+            ("pipeline", "orders", "a"),
+            "0F0 0X1",
+            "expected what `dips plan cluster` writes, got ValueError('0X1 is no action')",
+        ),
+        (("pipeline", "offload"), True, "activations in host memory are not built yet"),
+        (("pipeline", "stages", 1, "layers"), [[2, 5]], "expected parts that follow each other"),
+        (("pipeline", "stages", 1, "devices"), ["b", "d"], "expected an order for each device"),
+        (("pipeline", "samples"), 0, "of at least one sample"),
+        (("pipeline", "orders", "b"), "1UNSHARD 1F1 1B1 1REDUCE_GRAD", "stage 1: expected each micro-batch on one"),
+        (("pipeline", "orders", "a"), "0F0 0F1 0B0 0REDUCE_GRAD", "orders.a: expected F, B of each of its"),
+        (("pipeline", "orders", "a"), "0F0 0F1 0B0 0REDUCE_GRAD 0B1", "after all other actions of part 0"),
+        (("pipeline", "orders", "a"), "0F0 0B1 0F1 0B0 0REDUCE_GRAD", "would wait for each other for ever"),
+        (("pipeline", "orders", "c"), "1F1 1B1 1REDUCE_GRAD", "would wait for each other for ever"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(path: tuple[Any, ...], value: Any, told: str) -> None:
+    """An order that was edited cannot hang a job: it is refused before anything is built."""
+    data = copy.deepcopy(PLAN)
+    at: Any = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(ConfigError) as refused:
+        read_pipeline(data, "plan.yaml")
+    assert told in str(refused.value) and str(refused.value).startswith("plan.yaml: pipeline")
