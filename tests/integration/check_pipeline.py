@@ -334,6 +334,7 @@ def drawn(count: int) -> int:
 UNEQUAL = make_case("breadth_first", (1, 2), 2)  # three ranks, two ministages
 OTHER = make_case("compact_zb", (2, 1), seed=4)
 ALONE = make_case("gpipe", (1,))
+LEARNED = make_case("breadth_first", (2, 1), 2, dtype=torch.float32, dropout=0.1)  # of train_pipeline.py
 Named = dict[str, list[float]]
 
 
@@ -488,7 +489,7 @@ def a_rank_dies(every: int) -> list[list[Any]]:
                 pipe = make_pipeline(UNEQUAL, optimizer=adamw, collective_s=DEAD_S)
                 pipe.step(UNEQUAL.batch(0))
                 if rank == dying:
-                    _end_after(pipe, point)
+                    end_after(pipe, point)
                 began = time.monotonic()
                 try:
                     pipe.step(UNEQUAL.batch(1))
@@ -503,15 +504,18 @@ def a_rank_dies(every: int) -> list[list[Any]]:
 DEAD_S = 5.0
 
 
-def _end_after(pipe: Pipeline, point: int) -> None:
-    """Let this rank die when it has played so many actions."""
-    play, order = pipe._runtime.play, pipe._train_order[:point]
+def end_after(pipe: Pipeline, point: int, steps: int = 0) -> None:
+    """Let this rank die when it has played so many actions, after some whole steps."""
+    play, played = pipe._runtime.play, []
 
-    def play_some(_: Any, *rest: Any) -> Any:
+    def play_some(order: Any, *rest: Any) -> Any:
+        played.append(order)
+        if len(played) <= steps:
+            return play(order, *rest)
         Timer(DEAD_S / 5, die).start()  # its sends may have no receiver
         with suppress(Exception):
-            play(order, *rest)
-        die()
+            play(order[:point], *rest)
+        return die()
 
     pipe._runtime.play = play_some
 

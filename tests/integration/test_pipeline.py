@@ -9,9 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.integration.test_constant_model import HERE, harness
+from dips.ids import VersionId
+from tests.integration import train_constant as script
+from tests.integration.check_pipeline import LEARNED
+from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, harness, reference
 
 pytestmark = pytest.mark.torchrun
 WAITED_S = 5.0 + 5.0  # check_pipeline.py's deadline, and what a loaded machine takes besides
@@ -132,3 +137,73 @@ def test_a_rank_may_die_or_stop_at_any_point(tmp_path: Path) -> None:
     for dying, _, ranks in found["a_rank_dies"]:
         check_told(ranks, dying)
     check_told(found["a_rank_stops"], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(530)
+def test_a_pipeline_is_a_cluster_like_any_other(tmp_path: Path) -> None:
+    """2 + 1 + 1 ranks with two ministages each and a plain cluster through master and slaves, the reference's number on
+    every rank after every round. The last rank dies twice, in a forward and between two reductions: each time
+    the job is started again, pulls, and its pushes count.
+    """
+    tensors = {
+        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
+    }
+    outer = {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}}
+    shared = {"stop": {"versions": 8}, "outer": outer, "penalty": {"gates": []}}
+    points = [tmp_path / f"fast.out.die.{after}" for after in (3, 24)]
+    for point in points:
+        point.touch()
+    with harness.Run(tmp_path, tensors, shared=shared) as run:
+        run.start_master()
+        run.start_slaves()
+        planned = [
+            *harness.TORCHRUN,
+            "4",
+            str(HERE / "train_pipeline.py"),
+            "fast",
+            "64",
+            "2",
+            str(tmp_path / "fast.out"),
+        ]
+        plain = [sys.executable, str(HERE / "train_constant.py"), "slow", "24", "4", str(tmp_path / "slow.out")]
+        clusters = [
+            run.start_cluster("fast", planned, steps=2, max_restarts=3), run.start_cluster("slow", plain, steps=1)
+        ]  # fmt: skip
+        for cluster in clusters:
+            run.wait(cluster, 450)
+        with run.ledger() as ledger:
+            rounds = [each for each in ledger.read_history(100) if each.version is not None]
+    assert not any(point.exists() for point in points), "a rank died twice"
+    numel = sum(t.size for t in tensors.values())
+    expected = reference([(each.version, each.folds) for each in rounds if each.version is not None], numel)
+    folds = [fold for each in rounds for fold in each.folds]
+    assert {fold.push.cluster for fold in folds} == {"fast", "slow"}
+    for rank in range(4):
+        seen = json.loads((tmp_path / f"fast.out.{rank}").read_text())
+        pulled = VersionId.parse(seen[0][0])
+        assert any(fold.push.cluster == "fast" and fold.base == pulled for fold in folds), "its push did not count"
+        for version, number in seen:
+            assert number is None or number == pytest.approx(expected[version], abs=2e-6), (rank, version)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_a_pipeline_learns_under_di_ps(tmp_path: Path) -> None:
+    """2 + 1 ranks whose ministages step by themselves push and pull every fourth step; all ranks are told one loss, and
+    it falls.
+    """
+    torch.manual_seed(0)
+    tensors = {f"{name}.{key}": p.detach().numpy() for name, l in LEARNED.build() for key, p in l.named_parameters()}
+    shared = {"outer": {"lr": 1.0, "momentum": 0.0, "step": "sgd"}, "penalty": {"gates": []}, "stop": {"versions": 8}}
+    with harness.Run(tmp_path, tensors, shared=shared) as run:
+        run.start_master()
+        run.start_slaves()
+        words = ["learner", "60", "1", str(tmp_path / "learner.out")]
+        command = [*harness.TORCHRUN, "3", str(HERE / "train_pipeline.py"), *words]
+        run.wait(run.start_cluster("learner", command, steps=4), 200)
+    told = [(tmp_path / f"learner.out.{rank}").read_text() for rank in range(3)]
+    assert len(set(told)) == 1
+    version, losses = json.loads(told[0])
+    assert VersionId.parse(version).version == 8
+    assert losses[-1] < 0.8 * losses[0], losses
