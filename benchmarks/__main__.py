@@ -46,6 +46,7 @@ APART = (
     "peers",
     "ledger_start",
     "mesh",
+    "pipeline",
     "planning",
     "scale",
 )  # only by name: with them `make bench` would take more than its 20 minutes
@@ -56,6 +57,7 @@ LIMITS_S = {
     "goodput": 3 * 3600.0,
     "peers": 3600.0,
     "convergence": 6 * 3600.0,
+    "pipeline": 1200.0,
     "planning": 3600.0,
 }  # but for those that train or search
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -28,8 +29,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from dips.client.parallel.adapter import is_dtensor
+from benchmarks.pipeline_rank import spell_plan
+from dips.client.parallel.adapter import is_dtensor, is_fsdp
 from dips.errors import DipsError
 from dips.inside.pipeline import Pipeline
 from dips.inside.pipeline.orders import lower_order, read_pipeline
@@ -109,7 +112,7 @@ def make_case(
     """Simulate a pipeline of devices whose speeds are drawn, and write its plan. Raises StalledPipeline."""
     draw, parts = random.Random(seed), len(sizes) * ministages
     cuts = [0, *sorted(draw.sample(range(1, layers), parts - 1)), layers]
-    stages, shown = [], []
+    stages = []
     for s, size in enumerate(sizes):
         names = [f"s{s}d{i}" for i in range(size)]
         speeds = [draw.uniform(1, 4) for _ in names]
@@ -120,23 +123,16 @@ def make_case(
             PipelineDevice(name, share, row) for name, share, row in zip(names, shares, seconds, strict=True)
         )
         stages.append(PipelineStage(devices, collective, collective, depth=draw.randint(1, microbatches)))
-        owned = [[cuts[v * len(sizes) + s], cuts[v * len(sizes) + s + 1]] for v in range(ministages)]
-        shown.append({"devices": names, "layers": owned, "microbatches": [len(share) for share in shares]})
-    played = simulate(
-        SimulatedPipeline(
-            ScheduleName(schedule),
-            tuple(stages),
-            (1.0,) * (parts - 1),
-            lambda a, b: Route(0.01, (((a, b), 0.5),)),
-            ministages,
-            keep=ministages == 1,
-        )
+    pipeline = SimulatedPipeline(
+        ScheduleName(schedule),
+        tuple(stages),
+        (1.0,) * (parts - 1),
+        lambda a, b: Route(0.01, (((a, b), 0.5),)),
+        ministages,
+        keep=ministages == 1,
     )
-    pipeline = {
-        "schedule": schedule, "ministages": ministages, "samples": SAMPLES, "offload": False, "recompute": recompute,
-        "stages": shown, "orders": {device: " ".join(map(str, order)) for device, order in played.orders.items()},
-    }  # fmt: skip
-    return PlannedCase({"model": "tiny", "plan": schedule, "pipeline": pipeline}, layers, dtype, dropout)
+    plan = spell_plan(pipeline, simulate(pipeline), cuts, SAMPLES, recompute)
+    return PlannedCase(plan, layers, dtype, dropout)
 
 
 def _draw_seconds(draw: random.Random, speed: float) -> PassSeconds:
@@ -423,6 +419,43 @@ def saved(_: int) -> dict[str, Any]:
             losses.append(after[0][0])
             steps.append(after[-1][2])
     return {"worst": worst, "losses": losses, "steps": steps}
+
+
+def gathered(_: int) -> dict[str, list[int]]:
+    """By the number of ministages: the most bytes of gathered parameters, those of the largest two, and of all."""
+
+    def play(case: PlannedCase, _: int) -> tuple[int, int, int]:
+        pipe, most = make_pipeline(case, optimizer=adamw), 0
+
+        def count(*_: Any) -> None:
+            nonlocal most
+            most = max(most, sum(map(gathered_bytes, pipe.parts)))
+
+        for part in pipe.parts:  # when a part is computed, and when its gradients come
+            part.register_forward_hook(count)
+            for parameter in part.parameters():
+                parameter.register_hook(count)
+        pipe.step(case.batch(0))
+        pipe.step(case.batch(1))
+        assert not any(map(gathered_bytes, pipe.parts)), "parameters are gathered after a step"
+        whole_bytes = sorted(sum(map(padded_bytes, part.parameters())) for part in pipe.parts)
+        return most, sum(whole_bytes[-2:]), sum(whole_bytes)
+
+    cases = {n: make_case("breadth_first", (2, 1), n, layers=2 * n + 4, seed=n) for n in (1, 2, 4)}
+    return {str(n): list(on_ranks(case.ranks, partial(play, case))[0]) for n, case in cases.items()}
+
+
+def padded_bytes(parameter: nn.Parameter) -> int:
+    """Bytes of a parameter that two ranks gather in shards of equal size."""
+    return parameter.element_size() * parameter[0].numel() * 2 * ceil(len(parameter) / 2)
+
+
+def gathered_bytes(part: nn.Module) -> int:
+    """Bytes of the whole parameters that FSDP2 holds of a part, buffers of its all-gathers included."""
+    groups = [group for m in part.modules() if is_fsdp(m) for group in fully_shard.state(m)._fsdp_param_groups]
+    kept = [t for group in groups for p in group.fsdp_params for t in p.all_gather_outputs]
+    waiting = [group._all_gather_result.all_gather_output for group in groups if group._all_gather_result is not None]
+    return sum(t.untyped_storage().nbytes() for t in (*kept, *waiting))
 
 
 # ---- bad inputs ------------------------------------------------------------------------------------------------------

@@ -37,7 +37,16 @@ def run(directory: Path, *words: str, within_s: float = 300) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Everything that takes a second or two, of processes that one has forked."""
-    return run(tmp_path_factory.mktemp("pipeline"), "six", "clipped", "dropout", "saved", "refused", "a_rank_dies=30")
+    return run(
+        tmp_path_factory.mktemp("pipeline"),
+        "six",
+        "clipped",
+        "dropout",
+        "saved",
+        "gathered",
+        "refused",
+        "a_rank_dies=30",
+    )
 
 
 @pytest.mark.timeout(330)
@@ -67,6 +76,13 @@ def test_a_checkpoint_fits_another_plan(found: dict[str, Any]) -> None:
     of = found["saved"]
     assert max(of["worst"]) < 1e-12 and of["losses"] == pytest.approx([of["losses"][0]] * 4, abs=1e-12)
     assert of["steps"] == [3, 3, 3]
+
+
+def test_two_ministages_are_gathered_at_most(found: dict[str, Any]) -> None:
+    """Of a sharded stage, buffers of all-gathers included (Zorse, Table 2: 2/S of the stage); none after a step."""
+    for ministages, (most, two, whole) in found["gathered"].items():
+        assert 0 < most <= two, (ministages, found["gathered"])
+        assert int(ministages) <= 2 or most < 0.6 * whole, found["gathered"]
 
 
 REFUSED = {

@@ -1,0 +1,137 @@
+"""Runs planned pipelines on forked gloo ranks, their layers slept by the seconds of the plan."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dips.inside.pipeline import Pipeline
+from dips.inside.planning.simulate import PassSeconds, PipelineDevice, Prediction, SimulatedPipeline
+
+WIDTH, TIMEOUT_S = 8, 180
+
+
+def spell_plan(
+    pipeline: SimulatedPipeline, played: Prediction, cuts: Sequence[int], samples: int, recompute: bool = False
+) -> dict[str, Any]:
+    """Return what plan.yaml would hold of a pipeline that was simulated without a planner."""
+    p = len(pipeline.stages)
+    return {
+        "model": "drawn",
+        "plan": str(pipeline.schedule),
+        "pipeline": {
+            "schedule": str(pipeline.schedule),
+            "ministages": pipeline.ministages,
+            "samples": samples,
+            "offload": pipeline.offload,
+            "recompute": recompute,
+            "stages": [
+                {
+                    "devices": [device.name for device in stage.devices],
+                    "layers": [[cuts[v * p + s], cuts[v * p + s + 1]] for v in range(pipeline.ministages)],
+                    "microbatches": [len(device.microbatches) for device in stage.devices],
+                }
+                for s, stage in enumerate(pipeline.stages)
+            ],
+            "orders": {device: " ".join(map(str, order)) for device, order in played.orders.items()},
+        },
+    }
+
+
+class Slow(torch.autograd.Function):
+    """The identity, which takes time in the forward and in the backward, and no processor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        if not x.is_meta:
+            time.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradients[0], None, None
+
+
+class SlowLayer(nn.Module):
+    """A layer that takes the seconds of its part on this device: I on the way to the input, W to the weights.
+
+    The sum in front gives the first layer of the model an I, too.
+    """
+
+    def __init__(self, took: PassSeconds) -> None:
+        super().__init__()
+        self.took, self.start, self.weight = took, nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Slow.apply(x + self.start, self.took.f, self.took.i) @ Slow.apply(self.weight, 0.0, self.took.w)
+
+
+def measure_step(pipeline: SimulatedPipeline, played: Prediction, steps: int) -> tuple[float, int]:
+    """Run a pipeline with a layer in each part; return median seconds of a step, and the actions of the busiest rank.
+
+    A step takes from the first rank's begin, all having come, to the last one's end.
+    """
+    parts = len(pipeline.stages) * pipeline.ministages
+    plan = spell_plan(pipeline, played, range(parts + 1), 1)
+    places = [(s, device) for s, stage in enumerate(pipeline.stages) for device in stage.devices]
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = [
+            context.Process(
+                target=_play_rank, args=(rank, len(places), directory, plan, parts, *place, steps, queue)
+            )
+            for rank, place in enumerate(places)
+        ]  # fmt: skip
+        for process in ranks:
+            process.start()
+        try:
+            found = [queue.get(timeout=TIMEOUT_S) for _ in ranks]
+        finally:
+            for process in ranks:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    took = [max(ends) - min(begins) for begins, ends in zip(*(list(zip(*each, strict=True)) for each in (
+        [of[0] for of in found], [of[1] for of in found])), strict=True)]  # fmt: skip
+    return median(took), max(of[2] for of in found)
+
+
+def _play_rank(
+    rank: int, count: int, directory: str, plan: dict[str, Any], parts: int, stage: int, device: PipelineDevice,
+    steps: int, queue: Any,
+) -> None:  # fmt: skip
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count)
+    stages = len(plan["pipeline"]["stages"])
+    # Of other stages' layers only the shape counts.
+    seconds = [device.seconds[part // stages] for part in range(parts)]
+    pipe = Pipeline(
+        lambda: (SlowLayer(took) for took in seconds),
+        plan,
+        loss=lambda output, targets: (output - targets).square().sum(),
+        optimizer=lambda part: torch.optim.SGD(part.parameters(), lr=0.1),
+        collective_s=TIMEOUT_S / 2,
+    )
+    total = sum(plan["pipeline"]["stages"][0]["microbatches"])
+    batch, begins, ends = torch.ones(total, WIDTH), [], []
+    for _ in range(steps + 1):
+        dist.barrier()
+        begins.append(time.monotonic())
+        pipe.step((batch, 0 * batch))
+        ends.append(time.monotonic())
+    queue.put((begins[1:], ends[1:], len(pipe._train_order)))  # the first step makes connections and buffers
+    pipe.close()
+    dist.barrier()
+    dist.destroy_process_group()
