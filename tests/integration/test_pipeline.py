@@ -88,7 +88,7 @@ def test_two_ministages_are_gathered_at_most(found: dict[str, Any]) -> None:
 REFUSED = {
     "ranks": "expected 1 ranks, one for each device, got 3",
     "no file": "expected a plan of `dips plan cluster`",
-    "model": "it is for tiny, of 8 layers; `build` has 9",
+    "model": "it is for drawn, of 8 layers; `build` has 9",
     "no layers": "expected the model's layers in order, as nn.Sequential or a generator, got Linear",
     "plans differ": "ranks 0 and 2 differ in the arguments of Pipeline: plan",
     "seeds differ": "ranks 0 and 1 differ in the arguments of Pipeline: seed",
