@@ -38,7 +38,7 @@ from dips.inside.planning.search import (
     hide_sync,
     parameter_costs,
 )
-from dips.inside.planning.simulate import PassSeconds, Pipeline, Prediction, bound_step, simulate
+from dips.inside.planning.simulate import PassSeconds, Prediction, SimulatedPipeline, bound_step, simulate
 
 Accept = Callable[[PipelineChoice], bool]
 
@@ -362,13 +362,13 @@ def play_best(
     planner: Planner,
     groups: Groups,
     accept: Accept = lambda _: True,
-    alter: Callable[[PipelineChoice, Pipeline], Pipeline | None] = lambda _, pipeline: pipeline,
+    alter: Callable[[PipelineChoice, SimulatedPipeline], SimulatedPipeline | None] = lambda _, pipeline: pipeline,
 ) -> tuple[PipelineChoice, Prediction] | None:
     """Return the best pipeline over these groups that fits, and its step; None if none fits.
 
     alter   changes a pipeline before it is played, or refuses it by None
     """
-    bounds: list[tuple[float, int, PipelineChoice, Pipeline]] = []
+    bounds: list[tuple[float, int, PipelineChoice, SimulatedPipeline]] = []
     for number, choice in enumerate(_list_choices(planner, groups)):
         with suppress(ConfigError):
             if accept(choice) and (made := alter(choice, planner.make_pipeline(choice))) is not None:
@@ -462,7 +462,9 @@ def _compare_figure_3(bench: Bench) -> None:
         def plain(choice: PipelineChoice) -> bool:
             return choice.schedule is ScheduleName.BREADTH_FIRST and choice.ministages == 1 and not choice.offload
 
-        def zero_3(choice: PipelineChoice, made: Pipeline, real: Planner = planner) -> Pipeline | None:
+        def zero_3(
+            choice: PipelineChoice, made: SimulatedPipeline, real: Planner = planner
+        ) -> SimulatedPipeline | None:
             return gather_always(real, choice, made)
 
         plans = {"ZeRO-2": play_best(planner, groups, plain), "ZeRO-3": play_best(roomy, groups, plain, zero_3)}
@@ -476,7 +478,7 @@ def _compare_figure_3(bench: Bench) -> None:
                 )
 
 
-def gather_always(planner: Planner, choice: PipelineChoice, pipeline: Pipeline) -> Pipeline | None:
+def gather_always(planner: Planner, choice: PipelineChoice, pipeline: SimulatedPipeline) -> SimulatedPipeline | None:
     """Return a pipeline with ZeRO-3: parameters are gathered for each micro-batch, once in its forward and once in its
     backward, beside the computation; None where two layers and shards do not fit on a device.
     """
