@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from dips.cli import cli
-from dips.commands.profile import deal_pairs, fit_line, make_files
+from dips.commands.profile import _first_tensor, deal_pairs, fit_line, make_files
 from dips.errors import ConfigError
 from dips.inside.planning.profile import parse_model, parse_profile
 
@@ -87,6 +88,15 @@ def test_the_files_are_what_the_planner_reads() -> None:
     assert profile.kinds["fast"].inside_gbit == 80
     assert profile.measured["slow"]["block"].weight == (0.0, 0.3)
     assert (model.batch, model.sequence, model.parameters) == (8, 512, 10)
+
+
+def test_a_layer_may_return_its_tensor_with_other_things() -> None:
+    """In a tuple or a dict, where the first one counts; a layer without one cannot be timed."""
+    tensor = torch.zeros(2)
+    for output in (tensor, (None, tensor, torch.ones(1)), {"mask": None, "hidden": tensor}):
+        assert _first_tensor(output) is tensor
+    with pytest.raises(ConfigError, match="expected layers that return tensors, got tuple"):
+        _first_tensor((None, 3))
 
 
 def test_without_torchrun_it_says_how() -> None:

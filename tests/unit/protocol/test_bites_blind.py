@@ -72,6 +72,19 @@ def test_a_gap_is_nobodys_pace() -> None:
     assert run.view.clusters["a"].pace_s == pytest.approx(30.0)
 
 
+def test_a_gap_moves_when_the_next_push_is_expected() -> None:
+    """A window that waited for it before still does."""
+    run = ScriptedRun()
+    run.train("a")
+    for _ in range(2):
+        run.outcome(run.push("a"))
+        run.wait(30.0)
+    before = run.machine._run.next_pushes.first_at()
+    assert before > run.now - 30.0
+    gap(run)
+    assert run.machine._run.next_pushes.first_at() == pytest.approx(before + GAP_S)
+
+
 def test_a_gap_is_not_time_of_the_run() -> None:
     run = ScriptedRun(replace(OPTIONS, stop=StopOptions(wall_s=50.0)))
     run.wait(20.0)

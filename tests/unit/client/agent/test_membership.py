@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dips.client.agent.account import PastIncarnation
+from dips.client.agent.agent import _bracket_host
 from dips.client.agent.membership import TAKEN_TRIES, past_incarnation
 from dips.client.agent.state import Channel
 from dips.client.ipc.messages import (
@@ -261,3 +262,7 @@ def test_what_is_waited_for_is_logged_once() -> None:
     for now in range(20):
         play.do(play.core.tick(float(now)))
     assert [fields for kind, fields in play.marks if kind == "waits"] == [{"reason": "waits for ps1 (lost)"}]
+
+
+def test_an_address_of_ipv6_has_brackets_where_a_port_follows() -> None:
+    assert [_bracket_host(host) for host in ("fd00::7", "10.0.0.7", "berlin")] == ["[fd00::7]", "10.0.0.7", "berlin"]
