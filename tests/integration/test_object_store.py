@@ -187,21 +187,21 @@ class WatchedMirror:
 
 
 def test_a_mirror_in_an_object_store_that_fails_loses_nothing(store: RealStore, tmp_path: Path) -> None:
-    """One request in twenty fails: status is red while the mirror lags and green when it holds the newest version,
-    which comes back bit for bit to a new disk. No object is larger than the store takes, and no part of an upload that
-    failed stays there, which would be paid for and never seen.
+    """One request in twenty fails, which the mirror makes up for; status is red while the store is away, and green when
+    the mirror holds the newest version, which comes back bit for bit to a new disk. No object is larger than the store
+    takes, and no part of an upload that failed stays there, which would be paid for and never seen.
     """
     root, theta, momentum = tmp_path / "s", arrays(1), arrays(2)
     snapshots = opened(root)
     watched = WatchedMirror(root)
-    store.share, reds = FAILING, 0
+    store.share = FAILING
     try:
         for number in range(1, 5):
             snapshots.write_snapshot(version(number), theta, momentum)
             watched.mirror.want((version(number),))
-            reds += watched.until(lambda r, green, v=version(number): r.held == (v,) and green, f"{number} is held")
+            watched.until(lambda r, green, v=version(number): r.held == (v,) and green, f"{number} is held")
             theta, momentum = momentum, {i: theta[i] + np.float32(number) for i in LAYERS}
-        assert reds and store.counts["failed"] > 0, "it was red while it could not be written"
+        assert store.counts["failed"] > 0
         store.away = True
         snapshots.write_snapshot(version(5), theta, momentum)
         watched.mirror.want((version(4), version(5)))
