@@ -83,7 +83,8 @@ def _advance_seed(run: RunState, event: SeedAsked | RecoverAsked) -> effects.Res
         return effects.Pending(f"not here: {name_some(away)}")
     recovers = isinstance(event, RecoverAsked)
     if recovers and not run.roster.lacking:
-        return effects.Refused(0.0, f"every slave has {run.head}: nothing is lost")
+        why = "one that began with an empty disk just now is known to lack it when it has registered"
+        return effects.Refused(0.0, f"every slave has {run.head}: nothing is lost; {why}")
     takers = {s.name: s.sinc for s in run.slaves.values() if recovers or s.unseeded}
     if not takers:
         return effects.Acknowledged()

@@ -154,6 +154,11 @@ def test_a_mirror_that_is_not_mounted_is_no_empty_one(mirrored: Deployment) -> N
 # ---- without ---------------------------------------------------------------------------------------------------------
 
 
+def _state_of(slave: str, file: str) -> str:
+    state: str = json.loads(_dips("status", "--config", file, "--json"))["slaves"][slave]["state"]
+    return state
+
+
 def _dips(*words: str, code: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "dips.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
@@ -212,6 +217,7 @@ def test_without_mirrors_a_saved_model_goes_on(tmp_path: Path) -> None:
         told = _dips(*lost, code=CONFIG)
         assert "the master (pid " in told and "slave ps0 (pid " in told and "stop the master and all slaves" in told
         ps1 = run.start_slave("ps1")
+        run.until(lambda: _state_of("ps1", file) == "restoring", SEEN_S, "the master knows that ps1 has nothing")
         told = _dips(*words)
         assert "  ps1: " in told and "is the head" in told
         run.made(4)

@@ -303,7 +303,7 @@ class Interpreter:
             reply.place, trap = asked[reply.place]
             await self._take_answer(trap, context)
             async with replying:
-                await context.write(reply.SerializeToString())
+                await _finish(context.write(reply.SerializeToString()))
 
         async def read_orders() -> None:
             place = 0
@@ -361,6 +361,16 @@ class Interpreter:
 
 class _StreamEnded(Exception):
     """One end of a stream of orders has gone."""
+
+
+async def _finish(writing: Coroutine[Any, Any, None]) -> None:
+    """Write to the end even if cancelled: gRPC cannot abort a call on which a write is under way, and leaves it open."""
+    task = asyncio.ensure_future(writing)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 class _Everything(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]

@@ -44,6 +44,11 @@ from dips.protocol.releases import PROTOCOL
 MODEL = Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (10,)),)) for i in range(3)))
 PLACED = (("s", (0, 2)), ("t", (1,)))
 HEAD, MADE = VersionId(9, 12), VersionId(10, 14)
+NOTHING_LOST = Refused(
+    0.0,
+    f"every slave has {HEAD}: nothing is lost; one that began with an empty disk just now is known to lack it when it "
+    "has registered",
+)
 DIGESTS = ("of 0", "of 1", "of 2")
 
 
@@ -163,7 +168,7 @@ def test_a_disk_that_comes_back_ends_it() -> None:
     run.open()
     assert run.register("t", HEAD, nonce="with its disk") == LoadVersion(HEAD)
     assert isinstance(run.recover(), Dropped)
-    assert run.recover() == Refused(0.0, f"every slave has {HEAD}: nothing is lost")
+    assert run.recover() == NOTHING_LOST
     assert not run.records(VersionCommitted) and run.machine.head() == HEAD
 
 
@@ -178,7 +183,7 @@ def test_a_process_that_is_silent_gives_its_place_up() -> None:
 
 def test_requests_that_cannot_be() -> None:
     """Nothing is lost; a slave is away; a model of other layers; a run that the former release may take part in."""
-    assert Lost(HEAD).recover() == Refused(0.0, f"every slave has {HEAD}: nothing is lost")
+    assert Lost(HEAD).recover() == NOTHING_LOST
     short = Lost().recover(digests=("one",))
     assert isinstance(short, Failed) and short.error is ConfigError and "of 3 layers, got 1" in short.message
     refused = Lost(protocol=1).recover()
