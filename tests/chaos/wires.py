@@ -364,7 +364,7 @@ class _StreamEnded(Exception):
 
 
 async def _finish(writing: Coroutine[Any, Any, None]) -> None:
-    """Write to the end even if cancelled: gRPC cannot abort a call on which a write is under way, and leaves it open."""
+    """Write to the end even if cancelled: gRPC cannot abort a call during a write, and leaves it open."""
     task = asyncio.ensure_future(writing)
     try:
         await asyncio.shield(task)
