@@ -43,9 +43,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "clipped",
         "dropout",
         "saved",
-        "gathered",
         "refused",
-        "a_rank_dies=30",
     )
 
 
@@ -76,13 +74,6 @@ def test_a_checkpoint_fits_another_plan(found: dict[str, Any]) -> None:
     of = found["saved"]
     assert max(of["worst"]) < 1e-12 and of["losses"] == pytest.approx([of["losses"][0]] * 4, abs=1e-12)
     assert of["steps"] == [3, 3, 3]
-
-
-def test_two_ministages_are_gathered_at_most(found: dict[str, Any]) -> None:
-    """Of a sharded stage, buffers of all-gathers included (Zorse, Table 2: 2/S of the stage); none after a step."""
-    for ministages, (most, two, whole) in found["gathered"].items():
-        assert 0 < most <= two, (ministages, found["gathered"])
-        assert int(ministages) <= 2 or most < 0.6 * whole, found["gathered"]
 
 
 REFUSED = {
@@ -120,13 +111,6 @@ def check_told(found: list[Any], but: int) -> None:
     assert all(float(waited) < WAITED_S for _, waited in told), told
 
 
-def test_a_rank_that_dies_ends_the_step_on_all(found: dict[str, Any]) -> None:
-    """At the begin and in the middle of each rank's order."""
-    assert len(found["a_rank_dies"]) >= 6
-    for dying, _, ranks in found["a_rank_dies"]:
-        check_told(ranks, dying)
-
-
 # ---- slow ------------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +119,16 @@ def test_a_rank_that_dies_ends_the_step_on_all(found: dict[str, Any]) -> None:
 def test_sixty_random_plans_have_the_gradients_of_one_process(tmp_path: Path) -> None:
     """Plans that hypothesis draws: up to 3 stages of 1 to 3 ranks, 1 to 4 ministages, every schedule."""
     assert run(tmp_path, "drawn=60", within_s=1200)["drawn"] >= 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+def test_two_ministages_are_gathered_at_most(tmp_path: Path) -> None:
+    """Of a sharded stage, buffers of all-gathers included (Zorse, Table 2: 2/S of the stage); none after a step."""
+    found = run(tmp_path, "gathered")
+    for ministages, (most, two, whole) in found["gathered"].items():
+        assert 0 < most <= two, (ministages, found["gathered"])
+        assert int(ministages) <= 2 or most < 0.6 * whole, found["gathered"]
 
 
 @pytest.mark.slow
