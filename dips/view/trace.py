@@ -409,10 +409,12 @@ def to_chrome(trace: RunTrace) -> dict[str, Any]:
         events.append({"ph": "i", "s": "t", "name": point.name, "cat": point.track, **place, "args": args})
     for number, flow in enumerate(trace.flows, 1):
         source, target = trace.spans[flow.source], trace.spans[flow.target]
-        ends = _find_ends(flow, source, target)
+        left, arrived = _find_ends(flow, source, target)
+        if arrived < left:
+            continue  # nobody would see it
         for ph, span, tid, at in (
-            ("s", source, placed[flow.source], ends[0]),
-            ("f", target, placed[flow.target], ends[1]),
+            ("s", source, placed[flow.source], left),
+            ("f", target, placed[flow.target], arrived),
         ):
             bound = {"bp": "e"} if ph == "f" else {}
             place = {"pid": pids[span.writer], "tid": tid, "ts": _micros(at)}
@@ -425,7 +427,7 @@ def _find_ends(flow: TraceFlow, source: TraceSpan, target: TraceSpan) -> tuple[f
     """Return when a flow leaves its source and arrives at its target, each within its span, and in this order.
 
     Perfetto drops an arrow that arrives before it leaves, as from a master's span that is still open when its cluster
-    pulls already. Where clocks have the target over before its source begins, nothing can be done.
+    pulls already. Where clocks have the target over before its source begins, it arrives before it leaves all the same.
     """
     left = min(max(flow.at, source.begin), source.end, max(source.begin, target.begin))
     return left, min(max(target.begin, left), target.end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,6 +142,17 @@ def test_chrome_reads_it() -> None:
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"].endswith("_name")}
     assert names >= {"master", "slave ps0", "cluster east", "rank 0", "rank 1", "rounds", "orders to ps0", "events"}
     assert trace["otherData"]["clock_offsets_s"]["slave ps0"] == pytest.approx(5, abs=0.06)
+
+
+def test_an_arrow_that_would_arrive_before_it_leaves_is_left_out() -> None:
+    """Clocks that differ by less than they can be compared by have a target over before its source begins."""
+    trace = make_trace(one_round())
+    flow = next(flow for flow in trace.flows if flow.name == "bytes")
+    begin, spans = trace.spans[flow.source].begin, list(trace.spans)
+    spans[flow.target] = replace(spans[flow.target], begin=begin - 3e-4, end=begin - 2e-4)
+    drawn = to_chrome(replace(trace, spans=tuple(spans)))["traceEvents"]
+    assert sum(event["ph"] == "f" for event in drawn) == len(trace.flows) - 1
+    check_chrome(json.dumps({"traceEvents": drawn, "displayTimeUnit": "ms", "otherData": {}}))
 
 
 def test_orders_beside_each_other_have_lanes() -> None:
