@@ -29,6 +29,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +40,7 @@ from rich.table import Table
 from benchmarks.record import ROOT, TABLE, BenchRow, append_runs, make_table, shown
 
 END_S = 60.0  # for one to end its processes and take down its namespaces
+RANK_END_S = 10.0  # for a rank that has told its result, or whose step did not end
 PACKAGES = ("numpy", "numba", "torch", "pyzmq", "grpcio", "xxhash")
 
 
@@ -156,6 +159,20 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def gather_ranks(ranks: Sequence[BaseProcess], queue: Queue[Any], within_s: float) -> list[Any]:
+    """Start the processes of ranks; return what each puts into the queue, as it comes. None of them is left."""
+    for process in ranks:
+        process.start()
+    try:
+        return [queue.get(timeout=within_s) for _ in ranks]
+    finally:
+        for process in ranks:
+            process.join(RANK_END_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def report(bench: Bench, took_s: float) -> dict[str, Any]:

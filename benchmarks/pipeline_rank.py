@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.harness import gather_ranks
 from dips.inside.pipeline import Pipeline
 from dips.inside.planning.simulate import PassSeconds, PipelineDevice, Prediction, SimulatedPipeline
 
@@ -93,16 +94,7 @@ def measure_step(pipeline: SimulatedPipeline, played: Prediction, steps: int) ->
             )
             for rank, place in enumerate(places)
         ]  # fmt: skip
-        for process in ranks:
-            process.start()
-        try:
-            found = [queue.get(timeout=TIMEOUT_S) for _ in ranks]
-        finally:
-            for process in ranks:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        found = gather_ranks(ranks, queue, TIMEOUT_S)
     took = [max(ends) - min(begins) for begins, ends in zip(*(list(zip(*each, strict=True)) for each in (
         [of[0] for of in found], [of[1] for of in found])), strict=True)]  # fmt: skip
     return median(took), max(of[2] for of in found)

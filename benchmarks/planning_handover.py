@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.harness import gather_ranks
 from dips.inside.planning.plan import Framework, hand_over, make_plan
 from dips.inside.planning.profile import ClusterProfile, ModelProfile, parse_model, parse_profile
 
@@ -49,16 +50,7 @@ def play_csv(speeds: Sequence[float], batch: int) -> tuple[float, list[int]]:
             )
             for rank in range(len(choice.groups))
         ]
-        for process in ranks:
-            process.start()
-        try:
-            worst = max(queue.get(timeout=TIMEOUT_S) for _ in ranks)
-        finally:
-            for process in ranks:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        worst = max(gather_ranks(ranks, queue, TIMEOUT_S))
     return worst, [b - a for a, b in zip(choice.cuts, choice.cuts[1:], strict=False)]
 
 

@@ -14,36 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.harness import gather_ranks
+from benchmarks.pipeline_rank import Slow
 from benchmarks.record import ROOT
 
 BLOCKS, WIDTH, BYTES, TIMEOUT_S = 4, 16, 256, 120
 Share = tuple[int, int]
 
 
-class Slept(torch.autograd.Function):
-    """The identity, which takes its time in the forward and twice that in the backward, and no processor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
-
-
 class SleptBlock(nn.Module):
-    """A layer that takes `sample_s` for each sample of its micro-batch."""
+    """A layer whose forward takes `sample_s` for each sample of its micro-batch, and its backward twice that."""
 
     def __init__(self, sample_s: float) -> None:
         super().__init__()
         self.sample_s, self.weight = sample_s, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + Slept.apply(self.weight(x), self.sample_s * len(x))
+        seconds = self.sample_s * len(x)
+        return x + Slow.apply(self.weight(x), seconds, 2 * seconds)
 
 
 class SleptDecoder(nn.Module):
@@ -78,16 +66,7 @@ def play_shares(
             context.Process(target=_play_rank, args=(rank, list(sample_s), dict(shares), steps, directory, queue))
             for rank in range(len(sample_s))
         ]
-        for process in ranks:
-            process.start()
-        try:
-            found = [queue.get(timeout=TIMEOUT_S) for _ in ranks]
-        finally:
-            for process in ranks:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        found = gather_ranks(ranks, queue, TIMEOUT_S)
     return {
         name: (
             median(max(took) for took in zip(*(of[name][0] for of in found), strict=True)),
