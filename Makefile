@@ -6,13 +6,15 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow frameworks mutants check deploy-check deploy-run sim chaos attacks bench proto pin clean
+.PHONY: help demo test test-slow coverage frameworks mutants check deploy-check deploy-run sim chaos attacks bench proto pin clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 CPU_TORCH := https://download.pytorch.org/whl/cpu
+TEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+COVERAGE := $(CURDIR)/build/coverage
 SEEDS ?= 1000
 STORM_S ?= 60
 UPGRADES ?= 3
@@ -25,10 +27,16 @@ demo: $(VENV)/demo.stamp ## two unequal clusters train one model through a maste
 	@$(BIN)/dips demo $(ARGS)
 
 test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, three files at a time (ARGS="-k word" picks some)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(TEST) $(ARGS)
 
 test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
 	@$(BIN)/python -m pytest -m slow -n 2 --dist load $(ARGS)
+
+coverage: $(VENV)/dev.stamp ## make test, and which lines of dips/ it executes: a table, and build/coverage, by which make mutants draws
+	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
+	@export COVERAGE_DATA="$(COVERAGE)/data"; status=0; COVERAGE_PROCESS_START="$(CURDIR)/pyproject.toml" \
+	  $(TEST) -o junit_family=xunit1 --junitxml="$(COVERAGE)/tests.xml" $(ARGS) || status=$$?; \
+	  $(BIN)/coverage combine -q; $(BIN)/coverage report; exit $$status
 
 frameworks: $(VENV)/dev.stamp ## torchtitan and Megatron-LM in .venv-frameworks, for slow tests: they do not go together with the rest
 	@$(BIN)/python -m venv .venv-frameworks

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from coverage import Coverage
 from hypothesis import settings
 
 from dips.telemetry import logs
@@ -95,6 +96,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(f"these race with nothing, so they are not played again: {', '.join(sure)}")
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Under `make coverage` each line knows the tests that execute it, also in processes that they start."""
+    if measured := Coverage.current():
+        measured.switch_context(nodeid)
 
 
 @pytest.fixture(scope="session", autouse=True)

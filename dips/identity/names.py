@@ -13,7 +13,7 @@ from dips.errors import ConfigError, Denied
 from dips.ids import check_name, reads_only
 
 SUFFIX = "dips"
-MOST_SAN = 253  # characters of a DNS name
+MOST_QUOTED = 253  # characters of a refused name, as many as a DNS name has
 MASTER_NAME, AUTHORITY_NAME = "master", "authority"  # a run has one of each
 
 
@@ -67,10 +67,7 @@ def make_identity(name: str, role: PeerRole, run: str) -> PeerIdentity:
         raise ConfigError(f"{role} name {name!r}: dots separate the parts of a certificate's name; use - instead")
     if (only := _ONLY.get(role, name)) != name:
         raise ConfigError(f"a run has one {role}, its certificate's name is {only!r}, got {name!r}")
-    identity = PeerIdentity(name, role, run)
-    if len(identity.san) > MOST_SAN:
-        raise ConfigError(f"{identity.san} has {len(identity.san)} characters, at most {MOST_SAN} fit; shorten a name")
-    return identity
+    return PeerIdentity(name, role, run)
 
 
 def parse_san(san: str) -> PeerIdentity:
@@ -78,8 +75,8 @@ def parse_san(san: str) -> PeerIdentity:
     name, _, rest = san.partition(".")
     role, _, rest = rest.partition(".")
     run, dot, suffix = rest.rpartition(".")
-    if not dot or suffix != SUFFIX or len(san) > MOST_SAN or role not in list(PeerRole):
-        raise Denied(f"expected a certificate for <name>.<role>.<run>.{SUFFIX}, got {san[:MOST_SAN]!r}")
+    if not dot or suffix != SUFFIX or role not in list(PeerRole):
+        raise Denied(f"expected a certificate for <name>.<role>.<run>.{SUFFIX}, got {san[:MOST_QUOTED]!r}")
     try:
         return make_identity(name, PeerRole(role), run)
     except ConfigError as error:

@@ -23,11 +23,9 @@ class ByteModel(nn.Module):
         )
         self.norm = nn.LayerNorm(WIDTH)
         self.output = nn.Linear(WIDTH, BYTES, bias=False)
-        for name, parameter in self.named_parameters():
+        for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
 
     def forward(self, text: Tensor) -> Tensor:  # int64 [batch, time] → float32 [batch, time, BYTES]
         time = text.shape[1]

@@ -1,10 +1,10 @@
 """Test every mutant of the table: `python -m tests.mutants [--only WORD] [--list] [-j JOBS] [-v]`.
 
-With `--random N` mutants are drawn by `--seed` instead; those that the tests of their own file do not find meet all
-tests of their room.
+With `--random N` mutants are drawn by `--seed` instead; each meets the tests that execute its line, as `make coverage`
+noted them.
 
-First every selection of tests runs on the tree as it is, since a test that is red anyway finds nothing. Exit code 1 if
-one of them fails, or if a mutant survived or no longer applies.
+A test that is red anyway finds nothing: every selection of the table runs on the tree as it is before, each test that
+found a drawn mutant after. Exit code 1 if one of them fails, or if a mutant survived or no longer applies.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import argparse
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable
 
-from tests.mutants.drawing import draw_mutants, widened
-from tests.mutants.mutant import Mutant
-from tests.mutants.runner import GOOD, TIMEOUT_S, WIDE_TIMEOUT_S, MutantResult, MutantVerdict, check_clean, run
+from tests.mutants.drawing import ExecutingTests, draw_mutants
+from tests.mutants.runner import GOOD, MutantVerdict, check_clean, run
 from tests.mutants.tables import MUTANTS
 
 
@@ -30,7 +29,7 @@ def main() -> int:
     parser.add_argument("-j", "--jobs", type=int, default=2)
     parser.add_argument("-v", "--verbose", action="store_true", help="print what the tests of each mutant printed last")
     chosen = parser.parse_args()
-    drawn = draw_mutants(chosen.random, chosen.seed)
+    drawn = draw_mutants(chosen.random, chosen.seed, ExecutingTests()) if chosen.random else []
     mutants = [m for m in drawn or MUTANTS if chosen.only in m.name or chosen.only in m.where]
     if chosen.list:
         for mutant in mutants:
@@ -39,12 +38,11 @@ def main() -> int:
         return 0
     began, verdicts = time.monotonic(), Counter[MutantVerdict]()
     rooms = defaultdict[str, Counter[MutantVerdict]](Counter)
-    timeout_s = WIDE_TIMEOUT_S if drawn else TIMEOUT_S  # a file without tests of its own meets all of its room at once
-    if failed := check_clean(mutants, chosen.jobs, timeout_s):
-        print("\n\n".join(["these tests fail on the tree as it is:", *failed]))
+    if not drawn and not _are_clean((m.tests for m in mutants if not m.equivalent), chosen.jobs):
         return 1
-    print(f"every selection passes on the tree as it is ({time.monotonic() - began:.0f} s)", flush=True)
-    for result in _run_drawn(mutants, chosen.jobs) if drawn else run(mutants, chosen.jobs):
+    finders = list[str]()
+    for result in run(mutants, chosen.jobs):
+        finders += result.finders
         verdicts[result.verdict] += 1
         if drawn:
             rooms[result.mutant.room][result.verdict] += 1
@@ -55,20 +53,19 @@ def main() -> int:
     print(f"{len(mutants)} mutants in {time.monotonic() - began:.0f} s: {counts}")
     for room, found in sorted(rooms.items()):
         print(f"  {room:<12} {found[MutantVerdict.SURVIVED]} of {found.total()} survived")
+    if drawn and not _are_clean(finders, chosen.jobs):
+        return 1
     return 0 if set(verdicts) <= GOOD else 1
 
 
-def _run_drawn(mutants: list[Mutant], jobs: int) -> Iterator[MutantResult]:
-    """The nearest tests first; what they do not find meets all tests of its room."""
-    left = list[Mutant]()
-    for result in run(mutants, jobs, WIDE_TIMEOUT_S):
-        if result.verdict is MutantVerdict.SURVIVED and widened(result.mutant).tests != result.mutant.tests:
-            left.append(widened(result.mutant))
-        else:
-            yield result
-    if failed := check_clean(left, jobs, WIDE_TIMEOUT_S):
+def _are_clean(selections: Iterable[str], jobs: int) -> bool:
+    """Say how long these tests take on the tree as it is, or which of them fail."""
+    began = time.monotonic()
+    if failed := check_clean(selections, jobs):
         print("\n\n".join(["these tests fail on the tree as it is:", *failed]))
-    yield from run(left, jobs, WIDE_TIMEOUT_S)
+    else:
+        print(f"what must find them passes on the tree as it is ({time.monotonic() - began:.0f} s)", flush=True)
+    return not failed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Mutants drawn at random: one line of the package each, and the tests that should find it, the nearest first.
+"""Mutants drawn at random: one line of the package each, and the tests that execute it.
 
 A table of mutants that people wrote measures the lines that they thought of. These are drawn by a seed from all that
 runs in production: a call whose value nobody takes is left out, a comparison or `and`/`or` is turned, `min` becomes
@@ -10,15 +10,23 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
+import shlex
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
+from xml.etree import ElementTree
+
+import coverage
 
 from tests.mutants.mutant import Mutant, find_definitions, find_fragment, parse_fragment, put, walk_around
 
 ROOT = Path(__file__).parents[2]
+COVERAGE = ROOT / "build" / "coverage"
+LONGEST_S = 120.0  # of tests that one mutant meets, as long as they took under `make coverage`
+PHASE = re.compile(r" \((setup|call|teardown)\)$")  # of a test, in which it started the process that executed a line
 LEFT_OUT = ("demo", "page", "sim", "study", "generated")  # rooms of dips/ from which nothing is drawn
 TELLS = frozenset(  # calls for people, who are no test
     (
@@ -30,53 +38,61 @@ TURNED: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
+AGAINST: dict[type[ast.AST], str] = {ast.Lt: ">=", ast.LtE: ">", ast.Gt: "<=", ast.GtE: "<"}
+CLOCKS = frozenset(("monotonic", "perf_counter", "time", "now", "_now"))  # no test can stand on the edge of a reading
 WORDS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-WIDE = {  # room: what else drives its lines, where the tests of its own name find nothing
-    "protocol": "tests/unit/protocol tests/transcripts tests/simulation/test_seeds.py",
-    "master": "tests/unit/master tests/unit/view tests/unit/test_recover.py tests/transcripts "
-    "tests/integration/test_control.py tests/integration/test_operate.py tests/integration/test_mutual_tls.py "
-    "tests/integration/test_seed.py tests/integration/test_up.py tests/simulation/test_seeds.py",
-    "slave": "tests/unit/slave tests/unit/test_watching.py tests/unit/test_recover.py "
-    "tests/unit/commands/test_rebalance.py tests/integration/test_flow.py tests/simulation/test_seeds.py",
-    "outer": "tests/unit/outer tests/unit/slave tests/integration/test_outer_step.py tests/simulation/test_seeds.py",
-    "wire": "tests/unit/wire tests/unit/slave tests/integration/test_flow.py tests/golden",
-    "transport": "tests/unit/transport tests/integration/test_flow.py tests/integration/test_sealed_lanes.py "
-    "tests/integration/test_mutual_tls.py tests/integration/test_control.py tests/integration/test_call_gate.py",
-    "client": "tests/unit/client tests/integration/test_client_agent.py tests/integration/test_client_ranks.py "
-    "tests/integration/test_lazy_install.py tests/integration/test_adapters.py",
-    "data": "tests/unit/data tests/integration/test_ranges.py",
-    "identity": "tests/unit/identity tests/integration/test_operate.py tests/integration/test_mutual_tls.py",
-    "config": "tests/unit/test_config.py tests/unit/commands tests/unit/test_watching.py",
-    "commands": "tests/unit/commands tests/unit/telemetry tests/unit/test_cli.py tests/unit/test_recover.py "
-    "tests/integration/test_operator.py tests/integration/test_operate.py tests/integration/test_up.py "
-    "tests/integration/test_export_lanes.py tests/integration/test_seed.py tests/integration/test_mistakes.py "
-    "tests/integration/test_follow.py tests/integration/test_rebalance.py",
-    "view": "tests/unit/view tests/unit/commands tests/unit/telemetry tests/integration/test_page.py",
-    "http": "tests/unit/http tests/integration/test_http_port.py",
-    "telemetry": "tests/unit/telemetry tests/unit/http tests/unit/test_errors.py tests/integration/test_scrapes.py",
-    "store": "tests/unit/slave tests/unit/master tests/unit/commands tests/unit/test_recover.py",
-    "inside": "tests/unit/inside tests/integration/test_mesh.py",
-    "local": "tests/unit/commands tests/unit/demo tests/integration/test_up.py",
-    "templates": "tests/unit/commands tests/integration/test_template_run.py",
-}
-ELSEWHERE = "tests/unit --ignore=tests/unit/study --ignore=tests/unit/demo"  # of files that lie in no room
 
 
-def draw_mutants(count: int, seed: int) -> list[Mutant]:
+def draw_mutants(count: int, seed: int, executing: ExecutingTests) -> list[Mutant]:
     """Draw `count` mutants of different places; for a seed the same ones, but where code has changed or is new."""
     places = _find_places() if count else []
-    return [_mutant(place) for place in sorted(places, key=lambda place: place.draw_lot(seed))[:count]]
+    chosen = sorted(places, key=lambda place: place.draw_lot(seed))[:count]
+    return [_mutant(place, executing.of(place.path, place.lines)) for place in chosen]
 
 
-def widened(mutant: Mutant) -> Mutant:
-    """The same mutant, with all tests that drive its room, and those elsewhere that import its module."""
-    wide = WIDE.get(mutant.room, ELSEWHERE)
-    module = "dips." + mutant.name.partition(".py:")[0].removeprefix("dips/").replace("/", ".")
-    covered = [ROOT / test for test in wide.split() if not test.startswith("-")]
-    imports = re.compile(rf"^(from|import) {re.escape(module)}\b", re.MULTILINE)
-    more = (t for t in sorted((ROOT / "tests").rglob("test_*.py")) if imports.search(t.read_text()))
-    tests = [str(t.relative_to(ROOT)) for t in more if not any(t == part or part in t.parents for part in covered)]
-    return replace(mutant, tests=" ".join([wide, *tests]))
+class ExecutingTests:
+    """Which tests of `make test` execute a line, and their seconds, as `make coverage` noted them."""
+
+    def __init__(self, directory: Path = COVERAGE) -> None:
+        if not (notes := directory / "data").is_file():
+            raise FileNotFoundError(f"{notes} is not there: run make coverage first")
+        self._data = coverage.CoverageData(str(notes))
+        self._data.read()
+        self._noted = notes.stat().st_mtime
+        cases = ElementTree.parse(directory / "tests.xml").iter("testcase")
+        passed = (case for case in cases if not len(case))  # one that failed or was skipped holds what it met
+        self._seconds = {f"{c.get('file')}::{c.get('name')}": float(c.get("time", "0")) for c in passed}
+
+    def of(self, path: Path, lines: range) -> list[str]:
+        """Return the tests that execute a line of a file, LONGEST_S of them, those that are named for it first.
+
+        Files of tests that are newer than the notes are taken whole, also those that may execute it since: they import
+        it. So do those of a line that belongs to no test, since it runs on import.
+        """
+        if path.stat().st_mtime > self._noted:
+            raise ValueError(f"{path.relative_to(ROOT)} has changed since make coverage ran: run it again")
+        contexts = self._data.contexts_by_lineno(str(path))
+        noted = {PHASE.sub("", test) for line in lines for test in contexts.get(line, ())} & self._seconds.keys()
+        stem = path.stem.removesuffix("s")
+        order = sorted(noted, key=lambda test: (stem not in test, self._seconds[test], test))
+        took = accumulate(self._seconds[test] for test in order)
+        tests = [test for test, total in zip(order, took, strict=True) if total < LONGEST_S]
+        newer = _newer(self._noted)
+        old = [test for test in tests if test.partition("::")[0] not in newer]
+        importing = [test for test, text in (newer if tests else _newer(0.0)).items() if _imports(text, path)]
+        return [*importing, *old]
+
+
+@cache
+def _newer(since: float) -> dict[str, str]:
+    """The files of tests that were written after a time, and what is in them."""
+    files = [test for test in sorted((ROOT / "tests").rglob("test_*.py")) if test.stat().st_mtime > since]
+    return {str(test.relative_to(ROOT)): test.read_text() for test in files}
+
+
+def _imports(text: str, path: Path) -> bool:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return f"\nfrom {module} import " in text or f"\nimport {module}\n" in text
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +105,12 @@ class DrawnPlace:
     around: tuple[ast.AST, ...]
     new: str
     number: int
+
+    @property
+    def lines(self) -> range:
+        """The lines of this node, and of what Python counts it to."""
+        inner = next((n for n in (self.node, *reversed(self.around)) if isinstance(n, ast.expr | ast.stmt)), self.node)
+        return range(getattr(inner, "lineno", 0), getattr(inner, "end_lineno", 0) + 1)
 
     def draw_lot(self, seed: int) -> bytes:
         """Return what depends on the seed and on this code alone, neither on its file nor on other code."""
@@ -140,7 +162,8 @@ def _turned(node: ast.AST) -> str:
         return "" if isinstance(node.value, ast.Call) and _name(node.value.func) in TELLS else "pass"
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in TURNED:
         left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
-        return f"({left} {TURNED[type(node.ops[0])]} {right})"
+        turned = TURNED | AGAINST if any(_reads_clock(part) for part in ast.walk(node)) else TURNED
+        return f"({left} {turned[type(node.ops[0])]} {right})"
     if isinstance(node, ast.BoolOp):
         word = " or " if isinstance(node.op, ast.And) else " and "
         return "(" + word.join(f"({ast.unparse(value)})" for value in node.values) + ")"
@@ -149,12 +172,16 @@ def _turned(node: ast.AST) -> str:
     return ""
 
 
-def _mutant(place: DrawnPlace) -> Mutant:
+def _reads_clock(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and not node.args and _name(node.func) in CLOCKS
+
+
+def _mutant(place: DrawnPlace, tests: Sequence[str]) -> Mutant:
     file, node = place.path.relative_to(ROOT), place.node
     where = ".".join([*file.relative_to("dips").with_suffix("").parts, place.name]).removesuffix(".")
     title = f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0][:60]} → {place.new[:60]}"
     change = grow(node, place.new, place.around, find_definitions(place.path)[place.name])
-    return Mutant(title, where, *change, _nearest(place.path))
+    return Mutant(title, where, *change, shlex.join(tests))
 
 
 def grow(node: ast.AST, new: str, around: tuple[ast.AST, ...], definitions: list[ast.AST]) -> tuple[str, str]:
@@ -166,18 +193,3 @@ def grow(node: ast.AST, new: str, around: tuple[ast.AST, ...], definitions: list
             break
         node, made = parent, put(parent, [node], [made])
     return ast.unparse(node), ast.unparse(made)
-
-
-def _nearest(path: Path) -> str:
-    """Tests of the module's own name; else the unit tests of its room."""
-    room = path.relative_to(ROOT / "dips").parent
-    tests = ROOT / "tests" / "unit" / room
-    while not tests.is_dir():
-        tests = tests.parent
-    stem = path.stem.removesuffix("s")
-    found = sorted(
-        t for t in tests.rglob("test_*.py") if stem in t.stem or f"{'.'.join(room.parts)}.{path.stem}" in t.read_text()
-    )
-    if not found and tests != ROOT / "tests" / "unit":
-        found = [tests]
-    return " ".join(str(t.relative_to(ROOT)) for t in found) or ELSEWHERE

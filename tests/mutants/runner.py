@@ -31,8 +31,8 @@ TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "LICENSE", ".
 COPIED = ("dips", "tests", "benchmarks", "configs", "deploy", "docs", "protos", "pyproject.toml", *TOP)
 PRELOADED = ("numpy", "numba", "torch", "grpc", "zmq", "structlog", "yaml", "xxhash", "safetensors.numpy")
 OWN = ("dips", "tests", "benchmarks")  # packages that each process imports anew, from its copy
-WIDE_TIMEOUT_S = 600.0  # of one that meets all tests of its room
-TIMEOUT_S = 120.0  # of one mutant; a test that never ends has noticed something, but is no good witness
+FIRST = 30  # tests of a long selection that run before the others are so much as collected
+TIMEOUT_S = 240.0  # of one mutant; a test that never ends has noticed something, but is no good witness
 
 
 class MutantVerdict(Enum):
@@ -50,19 +50,32 @@ GOOD = frozenset({MutantVerdict.FOUND, MutantVerdict.TIMEOUT, MutantVerdict.EQUI
 
 @dataclass(frozen=True, slots=True)
 class MutantResult:
-    """A mutant, its verdict, how long it took, and what the tests printed last."""
+    """A mutant, its verdict, how long it took, what the tests printed last, and the arguments of those that failed."""
 
     mutant: Mutant
     verdict: MutantVerdict
     seconds: float = 0.0
     text: str = ""
+    finders: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """How a selection of tests ended (code None: it did not), on a mutant or on the tree as it is."""
+
+    mutant: Mutant | None
+    tests: str
+    code: int | None
+    seconds: float
+    text: str
+    finders: tuple[str, ...]
 
 
 class _Copy:
     """One copy of the tree, in which one mutant at a time is tested."""
 
     def __init__(self, directory: Path) -> None:
-        self.tree, self.output = directory / "tree", directory / "output.txt"
+        self.tree, self.output, self.failed = directory / "tree", directory / "output.txt", directory / "failed.txt"
         self.tree.mkdir(parents=True)
         for name in COPIED:
             source = ROOT / name
@@ -74,11 +87,12 @@ class _Copy:
         """Begin to run tests, on the tree as it is or on a mutant."""
         self.changed = apply(mutant, self.tree) if mutant else None
         self.mutant, self.tests, self.began = mutant, tests, time.monotonic()
+        self.failed.unlink(missing_ok=True)
         self.process = multiprocessing.get_context("fork").Process(target=self._run, args=(shlex.split(tests),))
         self.process.start()
 
-    def finish(self) -> tuple[int | None, float]:
-        """Return the exit code of the tests (None: they did not end) and their seconds; mend the tree."""
+    def finish(self) -> _Played:
+        """End the tests if they have not; mend the tree."""
         process, seconds = self.process, time.monotonic() - self.began
         assert process is not None
         code = process.exitcode
@@ -87,10 +101,9 @@ class _Copy:
         self.process = None
         if self.changed is not None:
             shutil.copy2(ROOT / self.changed.relative_to(self.tree), self.changed)
-        return code, seconds
-
-    def tail(self) -> str:
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-15:])
+        text = "\n".join(self.output.read_text(errors="replace").splitlines()[-15:])
+        failed = self.failed.read_text().splitlines() if self.failed.exists() else []
+        return _Played(self.mutant, self.tests, code, seconds, text, tuple(map(shlex.quote, failed)))
 
     def _run(self, arguments: list[str]) -> None:
         os.setsid()
@@ -106,8 +119,12 @@ class _Copy:
             del sys.modules[name]
         status = _Status()
         try:
-            pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments], plugins=[status])
+            for part in filter(None, (arguments[:FIRST], arguments[FIRST:])):
+                pytest.main(["-x", "-q", "-p", "no:cacheprovider", *part], plugins=[status])
+                if status.code != pytest.ExitCode.OK:
+                    break
         finally:  # no way out of here leads into the runner's own code
+            self.failed.write_text("".join(f"{test}\n" for test in status.failed))
             sys.stdout.flush()
             os._exit(status.code)
 
@@ -115,7 +132,12 @@ class _Copy:
 class _Status:
     """How the tests ended. What a failed one left open may make pytest itself fail afterwards, which says nothing."""
 
-    code = int(pytest.ExitCode.INTERNAL_ERROR)
+    def __init__(self) -> None:
+        self.code, self.failed = int(pytest.ExitCode.INTERNAL_ERROR), list[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self.code = int(exitstatus)
@@ -129,11 +151,10 @@ def _kill_group(process: ForkProcess) -> None:
         pass  # it ended by itself and left nothing
 
 
-def check_clean(mutants: Iterable[Mutant], jobs: int, timeout_s: float = TIMEOUT_S) -> list[str]:
-    """Run every selection on the tree as it is; return what fails: a test that is red anyway finds nothing."""
-    selections = dict.fromkeys(m.tests for m in mutants if not m.equivalent)
-    played = _play([(None, tests) for tests in selections], jobs, timeout_s)
-    return [f"{tests}\n{text}" for _, tests, code, _, text in played if code != 0]
+def check_clean(selections: Iterable[str], jobs: int, timeout_s: float = TIMEOUT_S) -> list[str]:
+    """Run every selection of tests on the tree as it is; return what fails: a test that is red anyway finds nothing."""
+    played = _play([(None, tests) for tests in dict.fromkeys(selections)], jobs, timeout_s)
+    return [f"{p.tests}\n{p.text}" for p in played if p.code != 0]
 
 
 def run(mutants: Iterable[Mutant], jobs: int, timeout_s: float = TIMEOUT_S) -> Iterator[MutantResult]:
@@ -147,11 +168,13 @@ def run(mutants: Iterable[Mutant], jobs: int, timeout_s: float = TIMEOUT_S) -> I
             continue
         if mutant.equivalent:
             yield MutantResult(mutant, MutantVerdict.EQUIVALENT)
+        elif not mutant.tests:
+            yield MutantResult(mutant, MutantVerdict.SURVIVED, text="no test executes it")
         else:
             work.append((mutant, mutant.tests))
-    for played, _, code, seconds, text in _play(work, jobs, timeout_s):
-        assert played is not None
-        yield MutantResult(played, _verdict(code), seconds, text)
+    for p in _play(work, jobs, timeout_s):
+        assert p.mutant is not None
+        yield MutantResult(p.mutant, _verdict(p.code), p.seconds, p.text, p.finders)
 
 
 def _verdict(code: int | None) -> MutantVerdict:
@@ -162,10 +185,7 @@ def _verdict(code: int | None) -> MutantVerdict:
     return MutantVerdict.FOUND if found else MutantVerdict.SURVIVED
 
 
-Played = tuple[Mutant | None, str, int | None, float, str]
-
-
-def _play(work: list[tuple[Mutant | None, str]], jobs: int, timeout_s: float) -> Iterator[Played]:
+def _play(work: list[tuple[Mutant | None, str]], jobs: int, timeout_s: float) -> Iterator[_Played]:
     for name in PRELOADED:
         import_module(name)
     waiting = list(reversed(work))
@@ -180,8 +200,7 @@ def _play(work: list[tuple[Mutant | None, str]], jobs: int, timeout_s: float) ->
                     assert copy.process is not None
                     if copy.process.is_alive() and time.monotonic() - copy.began < timeout_s:
                         continue
-                    mutant, (code, seconds) = copy.mutant, copy.finish()
-                    yield mutant, copy.tests, code, seconds, copy.tail()
+                    yield copy.finish()
                     if waiting:
                         copy.start(*waiting.pop())
         finally:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
 import shlex
 from collections import Counter
 from pathlib import Path
 
+import coverage
 import pytest
 
-from tests.mutants.drawing import draw_mutants, widened
+from tests.mutants.drawing import LONGEST_S, ExecutingTests, draw_mutants
 from tests.mutants.mutant import EQUIVALENT, LostAnchor, Mutant, apply, mutate
 from tests.mutants.tables import MUTANTS, read_table
 
@@ -121,12 +123,43 @@ def test_a_line_that_is_no_mutant_is_refused() -> None:
             list(read_table(table, "t.txt"))
 
 
-def test_drawn_mutants_apply_and_are_the_same_for_a_seed() -> None:
-    """Each is another program, and has tests that exist; what tells people something is not drawn."""
-    drawn = draw_mutants(40, 7)
-    assert [m.name for m in drawn] == [m.name for m in draw_mutants(40, 7)] != [m.name for m in draw_mutants(40, 8)]
+def _note(directory: Path, contexts: dict[str, dict[Path, list[int]]], seconds: dict[str, float]) -> ExecutingTests:
+    data = coverage.CoverageData(str(directory / "data"))
+    for context, lines in contexts.items():
+        data.set_context(context)
+        data.add_lines({str(path): numbers for path, numbers in lines.items()})
+    data.write()
+    data.close()
+    cases = "".join(
+        f'<testcase file="{test.partition("::")[0]}" name="{test.partition("::")[2]}" time="{time}"/>'
+        for test, time in seconds.items()
+    )
+    skipped = '<testcase file="tests/c.py" name="t" time="0"><skipped/></testcase>'
+    (directory / "tests.xml").write_text(f"<testsuites><testsuite>{cases}{skipped}</testsuite></testsuites>")
+    return ExecutingTests(directory)
+
+
+def test_a_drawn_mutant_meets_what_executes_its_line(tmp_path: Path) -> None:
+    """Tests named for the file come first, then the quickest, as long as two minutes; what failed finds nothing."""
+    path, other = ROOT / "dips" / "ids.py", ROOT / "dips" / "errors.py"
+    names = ("tests/a.py::slow", "tests/a.py::t[x (y)]", "tests/b.py::t", "tests/unit/test_ids.py::t", "tests/c.py::t")
+    contexts = {f"{name} (call)" if name.startswith("tests/b") else name: {path: [3, 4]} for name in names}
+    seconds = dict(zip(names, (LONGEST_S, 2.0, 1.0, 3.0), strict=False))
+    executing = _note(tmp_path, contexts | {"tests/unit/test_config.py::t": {other: [3], path: [5]}}, seconds)
+    assert executing.of(path, range(3, 5)) == ["tests/unit/test_ids.py::t", "tests/b.py::t", "tests/a.py::t[x (y)]"]
+    assert "tests/unit/master/test_orders.py" in executing.of(path, range(6, 7)), "it runs on import, or never"
+    os.utime(tmp_path / "data", (0, 0))
+    with pytest.raises(ValueError, match=r"dips/ids\.py has changed since make coverage ran: run it again"):
+        ExecutingTests(tmp_path).of(path, range(3, 5))
+    with pytest.raises(FileNotFoundError, match="run make coverage first"):
+        ExecutingTests(tmp_path / "nowhere")
+
+
+def test_drawn_mutants_apply_and_are_the_same_for_a_seed(tmp_path: Path) -> None:
+    """Each is another program; what tells people something is not drawn."""
+    executing = _note(tmp_path, {"tests/a.py::t": {ROOT / "dips" / "ids.py": [1]}}, {"tests/a.py::t": 1.0})
+    drawn, again, other = (draw_mutants(40, seed, executing) for seed in (7, 7, 8))
+    assert [m.name for m in drawn] == [m.name for m in again] != [m.name for m in other]
     for mutant in drawn:
         _check_applies(mutant)
         assert "emit_note" not in mutant.name
-        words = shlex.split(mutant.tests) + shlex.split(widened(mutant).tests)
-        assert [word for word in words if not word.startswith("-") and not (ROOT / word).exists()] == []
