@@ -91,7 +91,7 @@ def _check_signed(
     certificate: x509.Certificate, authorities: list[x509.Certificate], files: TlsFiles, now: datetime
 ) -> None:
     for authority in authorities:
-        if certificate.issuer == authority.subject and _is_signed(certificate, authority):
+        if _is_signed(certificate, authority):
             certificates.check_validity(authority, now, f"tls: {files.ca}")
             return
     signer = certificate.issuer.rfc4514_string()

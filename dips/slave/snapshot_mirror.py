@@ -177,7 +177,7 @@ class SnapshotMirror:
         newest = max((v.round for v in on_disk), default=0)
         brought, rotten, reason = list[VersionId](), False, listing.reason
         for version in reversed(listing.whole):
-            if version in on_disk or (version.round < newest and version not in look_for):
+            if version.round <= newest and version not in look_for - on_disk:
                 continue
             try:
                 self._bring_back_one(version)

@@ -445,7 +445,7 @@ class Snapshots:
             if version == GENESIS:
                 continue
             path, aside = self._directory / str(version), self._aside_path(version)
-            if path.exists() and not self._is_foreign(version, path):
+            if path.exists() and not self._is_foreign(path):
                 path.rename(aside)
                 sync_path(self._directory)
                 shutil.rmtree(aside)
@@ -455,9 +455,7 @@ class Snapshots:
             self._bad.pop(version, None)
             self._meter.add(1)  # progress of any size tells a slow disk from one that hangs
 
-    def _is_foreign(self, version: VersionId, path: Path) -> bool:
-        if version in self._whole:
-            return False
+    def _is_foreign(self, path: Path) -> bool:
         try:
             manifest = read_manifest(path)
         except (CorruptSnapshot, OSError):

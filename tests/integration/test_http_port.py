@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import structlog
@@ -142,6 +143,79 @@ async def test_who_is_slow_or_many_keeps_nobody_out(monkeypatch: pytest.MonkeyPa
                 assert await asyncio.to_thread(one.recv, 1) == b""
             one.close()
         assert refusals_by_reason()["http_slow"] > slow
+
+
+async def test_what_is_not_http_is_answered_and_counted() -> None:
+    """A person who speaks TLS to a port of plain text gets a line that says so much."""
+    before = refusals_by_reason().get("http_request", 0)
+    async with serving(subject()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x16\x03\x01 no HTTP\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+    assert refusals_by_reason()["http_request"] == before + 1
+
+
+async def test_a_connection_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its client is idle, or does not read the answer: with TLS the next one shows a newer certificate."""
+    monkeypatch.setattr(server, "CONNECTION_S", 0.05)
+
+    async def answer_much(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(8 << 20)})
+
+    served = server.HttpServer(answer_much, server.bind_socket("127.0.0.1", 0), None)
+    served.start()
+    try:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as idle:
+            idle.sendall(b"HEAD / HTTP/1.1\r\nHost: h\r\n\r\n")
+            while await asyncio.to_thread(idle.recv, 1 << 16):
+                pass
+        monkeypatch.setattr(server, "REQUEST_S", 0.05)
+        with socket.create_connection(("127.0.0.1", served.port)) as unread:
+            unread.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
+            async with asyncio.timeout(5):
+                while not served.connections:
+                    await asyncio.sleep(0.01)
+            async with asyncio.timeout(5):
+                while served.connections:
+                    await asyncio.sleep(0.01)
+    finally:
+        served.close()
+    assert not served._thread.is_alive()
+
+
+async def test_there_are_never_more_connections_than_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest ends for the next one; of those that have ended nothing is kept until their time would be over."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
+    before, made = refusals_by_reason().get("http_connections", 0), WeakSet[Any]()
+
+    class Counted(server.HttpConnection):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.add(self)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(server, "HttpConnection", Counted)
+    served = server.HttpServer(None, server.bind_socket("127.0.0.1", 0), None)
+    served.start()
+    try:
+        held = [socket.create_connection(("127.0.0.1", served.port), timeout=5) for _ in range(3)]
+        await until(lambda: len(made) == 3)
+        assert served.connections == 3 and refusals_by_reason().get("http_connections", 0) == before
+        held.append(socket.create_connection(("127.0.0.1", served.port), timeout=5))
+        assert await asyncio.to_thread(held[0].recv, 1) == b""
+        await until(lambda: len(made) == 3)
+        assert served.connections == 3 and refusals_by_reason()["http_connections"] == before + 1
+        for one in held:
+            one.close()
+        await until(lambda: not made and not served.connections)
+    finally:
+        served.close()
 
 
 async def test_a_port_in_use_is_named() -> None:

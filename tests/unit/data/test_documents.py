@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 import lzma
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,28 @@ def test_a_relative_pattern_is_read_where_it_is_named(tmp_path: Path, monkeypatc
     Path("web").mkdir()
     Path("web/a.jsonl").write_bytes(LINES)
     assert parse_source("web=web/*.jsonl").files == parse_source("web=web").files == (Path("web/a.jsonl"),)
+
+
+def test_a_tokenizer_of_one_s_own_stands_beside_where_the_command_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MODULE:FUNCTION is found in the working directory; what it returns must be a tokenizer."""
+    (tmp_path / "mytokens.py").write_text(
+        "from dips.data.documents import Tokenizer\n"
+        "def build(): return Tokenizer('mine', lambda texts: [[1] for _ in texts], 7, 0)\n"
+        "def wrong(): return 7\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])
+    try:
+        assert make_tokenizer("mytokens:build", None).vocabulary == 7
+        for spec, said in (
+            ("mytokens:wrong", "expected a dips.data.documents.Tokenizer, got int"),
+            ("mytokens:none", "no attribute 'none'"),
+            ("nowhere:build", "No module named 'nowhere'"),
+            ("mytokens", "MODULE:FUNCTION, got 'mytokens'"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                make_tokenizer(spec, None)
+    finally:
+        sys.modules.pop("mytokens", None)

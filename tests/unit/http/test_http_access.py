@@ -13,6 +13,8 @@ from dips.errors import ConfigError
 from dips.http.daemon import (
     CERTIFICATE,
     LEAST_TOKEN,
+    MAX_HEADER_BYTES,
+    MOST_TOKEN,
     CachedView,
     Door,
     ReaderToken,
@@ -77,7 +79,9 @@ def test_a_certificate_that_no_longer_counts_is_refused(enrolled: Enrolled, tls:
     """Of another run, expired, revoked: each with its sentence, also on a connection that was made before."""
     other = Enrolled(tmp_path, run="august").enroll("eve", PeerRole.VIEWER)
     ours = enrolled.enroll("eve", PeerRole.VIEWER)
-    late = Door(tls, None, wall=lambda: utc_now() + timedelta(days=91))
+    until = x509.load_pem_x509_certificate(ours.cert.read_bytes()).not_valid_after_utc
+    assert Door(tls, None, wall=lambda: until).check_request("/metrics", {}, der_of(ours)) is None
+    late = Door(tls, None, wall=lambda: until + timedelta(seconds=1))
     for door, files, said in ((Door(tls, None), other, "of run 'august'"), (late, ours, "is expired")):
         refusal = door.check_request("/metrics", {}, der_of(files))
         assert refusal is not None and refusal.status == 403
@@ -121,13 +125,30 @@ def test_a_token_file_that_does_not_do_is_refused(tmp_path: Path, text: str, mod
         ReaderToken(token_file(tmp_path, text, mode), lambda problem: None)
 
 
+@pytest.mark.parametrize(("length", "beyond"), [(LEAST_TOKEN, LEAST_TOKEN - 1), (MOST_TOKEN, MOST_TOKEN + 1)])
+def test_a_token_as_short_or_long_as_is_allowed(tmp_path: Path, length: int, beyond: int) -> None:
+    """One character less or more is refused."""
+    assert ReaderToken(token_file(tmp_path, "x" * length), lambda problem: None).matches("x" * length)
+    with pytest.raises(ConfigError, match=f"got {beyond} characters"):
+        ReaderToken(token_file(tmp_path, "x" * beyond), lambda problem: None)
+
+
+def test_headers_may_have_as_many_bytes_as_the_bound() -> None:
+    """Names and values together; the refusal of more is counted, and names the bound."""
+    gate = RequestGate(None, Door(None, None), lambda problem: None)
+    for length, refused in ((MAX_HEADER_BYTES - 1, False), (MAX_HEADER_BYTES, True)):
+        scope = {"headers": [(b"x", b"y" * length)], "method": "GET", "path": "/metrics", CERTIFICATE: None}
+        answer = gate._refuse_request(scope)
+        assert (answer is not None and answer.status_code == 431) is refused
+
+
 def test_a_token_is_replaced_without_a_restart(tmp_path: Path) -> None:
     """A second later the new one counts; half of a replacement is reported once, and the former one stays."""
     now, told = [0.0], list[str]()
     token = ReaderToken(token_file(tmp_path), told.append, clock=lambda: now[0])
     token_file(tmp_path, "f" * 32)
     assert token.matches(TOKEN)
-    now[0] = 1.5
+    now[0] = 1.0
     assert token.matches("f" * 32) and not token.matches(TOKEN)
     token_file(tmp_path, "")
     for now[0] in (3.0, 5.0):

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from dips.errors import Denied
-from dips.identity.certificates import make_request, new_key, read_requested_key
+from dips.errors import ConfigError, Denied
+from dips.identity.certificates import (
+    CLOCK_SKEW,
+    MOST_PEM,
+    check_validity,
+    ends_soon,
+    make_authority,
+    make_request,
+    new_key,
+    read_pem,
+    read_requested_key,
+    signed_at,
+)
 from dips.identity.names import PeerRole, make_identity
 
 
@@ -25,3 +39,30 @@ def test_a_request_names_a_key_of_our_kind_and_is_signed_by_it() -> None:
     for wrong in (x509.load_der_x509_csr(bytes(der)), builder.sign(strange_key, hashes.SHA256())):
         with pytest.raises(Denied, match="not signed by the P-256 key that it names"):
             read_requested_key(wrong)
+
+
+def test_a_certificate_is_valid_from_its_first_second_to_its_last() -> None:
+    """Both ends belong to it; the refusal says which clock or command to look at."""
+    begin = datetime(2026, 7, 1, 12, tzinfo=UTC)
+    root = make_authority("july", new_key(), begin + CLOCK_SKEW, days=4)
+    end, second = root.not_valid_after_utc, timedelta(seconds=1)
+    assert root.not_valid_before_utc == begin and signed_at(root) == begin + CLOCK_SKEW
+    check_validity(root, begin, "it")
+    check_validity(root, end, "it")
+    with pytest.raises(ConfigError, match="it is valid from 2026-07-01 12:00 UTC only"):
+        check_validity(root, begin - second, "it")
+    with pytest.raises(ConfigError, match="it expired at 2026-07-05 12:05 UTC"):
+        check_validity(root, end + second, "it")
+
+
+@pytest.mark.parametrize(("days", "late"), [(4, timedelta(days=1)), (90, timedelta(days=14))])
+def test_who_renews_is_late_in_the_last_quarter_or_two_weeks(days: int, late: timedelta) -> None:
+    """Whichever is less: a certificate of a day is not late all its life."""
+    since = datetime(2026, 7, 1, tzinfo=UTC)
+    until = since + timedelta(days=days)
+    assert [ends_soon(since, until, until - late + timedelta(seconds=s)) for s in (-1, 0, 1)] == [False, False, True]
+
+
+def test_a_file_of_certificates_may_be_as_long_as_the_bound(tmp_path: Path) -> None:
+    (tmp_path / "ca.crt").write_bytes(b"x" * MOST_PEM)
+    assert read_pem(tmp_path / "ca.crt", "tls") == b"x" * MOST_PEM

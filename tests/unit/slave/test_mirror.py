@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -248,6 +251,35 @@ def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
     copy_out(store, tmp_path / "s", V1, retire)
     assert not (tmp_path / "s" / str(V1)).exists()
     assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == (V1,)
+
+
+@pytest.mark.parametrize(("error", "copied"), [(errno.EPERM, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+def test_a_disk_without_links_is_copied_from_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, copied: bool
+) -> None:
+    """FAT and some network disks have none; a disk that fails is another matter. Nothing of the links stays."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    (tmp_path / "mirror").mkdir()
+    written(tmp_path / "s", V1)
+    store = MirrorStore(str(tmp_path / "mirror"), "r", "s")
+    monkeypatch.setattr(mirror_store.os, "link", refuse)
+    with nullcontext() if copied else pytest.raises(FailedMirror, match="cannot be copied"):
+        copy_out(store, tmp_path / "s", V1)
+    assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == ((V1,) if copied else ())
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [".lock", str(V1)]
+
+
+def test_a_file_as_long_as_is_allowed_is_read(url: str) -> None:
+    """One byte more is refused before it is fetched: what lies there may be anything; a missing one is none."""
+    store = MirrorStore(url, "r", "s")
+    store.write_file("a", b"12345678")
+    assert store.read_file("a", 8) == b"12345678"
+    with pytest.raises(FailedMirror, match="/a: expected at most 7 bytes, got 8"):
+        store.read_file("a", 7)
+    assert store.read_file("b", 8) is None
 
 
 def test_a_mirror_that_is_gone_is_not_made(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +17,7 @@ import xxhash
 from safetensors.numpy import load_file
 from structlog.testing import capture_logs
 
-from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
+from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Manifest
@@ -26,8 +27,9 @@ from dips.slave.ports import READ_AT_START
 from dips.slave.snapshots import Snapshots
 from dips.store import files, tensorfile
 from dips.store.files import write_version
-from dips.store.version import MOMENTUM, THETA, LayerRecord, VersionManifest
+from dips.store.version import MOMENTUM, THETA, LayerRecord, VersionManifest, digest_of
 from tests.damage import flip_bit, load_parameters
+from tests.disk_calls import DiskCalls
 
 MANIFEST = Manifest.from_shapes(
     [("a.0.10.w", (2, 3)), ("a.0.2.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())]
@@ -314,6 +316,21 @@ def test_a_full_disk_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     snapshots.close()
 
 
+def test_a_snapshot_that_is_wanted_no_more_is_given_up_at_its_next_piece(tmp_path: Path) -> None:
+    """Its round was aborted: gigabytes are not written to their end, each piece of which counts as work done."""
+    snapshots, written = opened(tmp_path / "s"), list[int]()
+
+    def is_wanted() -> bool:
+        written.append(snapshots._meter.nbytes)
+        return len(written) < 2
+
+    with pytest.raises(Stale, match="v1@r1 is wanted no more"):
+        snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2), is_wanted)
+    assert written == [MANIFEST.layers[0].nbytes, 2 * MANIFEST.layers[0].nbytes]
+    assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
+    snapshots.close()
+
+
 def test_a_snapshot_of_one_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
     """As Di-PS wrote it once: it says what to do."""
     path = tmp_path / "s"
@@ -429,12 +446,67 @@ def test_what_is_not_known_to_be_whole_is_not_mapped(tmp_path: Path) -> None:
     again.close()
 
 
+def test_momentum_is_mapped_with_the_digests_of_both(tmp_path: Path) -> None:
+    """Of what this process has written or verified; a damaged file is passed over."""
+    path, theta, momentum = tmp_path / "s", arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
+    snapshots = opened(path)
+    snapshots.write_snapshot(V1, theta, momentum)
+    mapped = snapshots.map_momentum(V1)
+    assert mapped is not None and same(mapped[0], momentum)
+    assert mapped[1] == tuple(digest_of(part[i]) for i in range(4) for part in (theta, momentum))
+    again = reopened(snapshots, path)
+    assert again.map_momentum(V1) is None
+    assert again.complete_versions() == (V1,) and again.map_momentum(V1) is not None
+    os.truncate(path / "v1@r1" / "00000.safetensors", 100)
+    with capture_logs() as logs:
+        assert again.map_momentum(V1) is None
+    assert [line["event"] for line in logs] == ["snapshot_not_mapped"]
+    again.close()
+
+
 def test_version_zero_is_mapped(tmp_path: Path) -> None:
     """v0@r0 comes from the initial model: of all its layers those that this slave holds."""
     snapshots = opened(tmp_path / "s", layers=(0, 1))
     mapped = snapshots.map_theta(GENESIS)
     assert mapped is not None
     assert same(mapped, {i: arrays((0, 1, 2, 3), 0)[i] for i in (0, 1)})
+    snapshots.close()
+
+
+def test_a_directory_that_is_removed_is_made_anew_and_locked(tmp_path: Path) -> None:
+    """The next write is there and is served; what turns up under an old name is read before it is believed, nobody
+    else may have the directory, and no file of the former one stays open.
+    """
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    path.rename(tmp_path / "gone")
+    snapshots.write_snapshot(V2, arrays((0, 1, 2, 3), 3), arrays((0, 1, 2, 3), 4))
+    assert not [name for name in open_files() if "/gone" in name]
+    shutil.copytree(tmp_path / "gone" / str(V1), path / str(V1))
+    flip_bit(path / str(V1), THETA)
+    assert snapshots.complete_versions() == (V2,)
+    with pytest.raises(ConfigError, match="is held by another running slave"):
+        opened(path)
+    snapshots.close()
+
+
+def open_files() -> list[str]:
+    """The paths of this process's open files."""
+    found = list[str]()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # of the listing itself
+            found.append(str(entry.readlink()))
+    return found
+
+
+def test_room_that_is_released_leaves_nothing(tmp_path: Path) -> None:
+    """Of a round that was aborted: the disk has it again at once, not at the next start."""
+    snapshots = opened(tmp_path / "s")
+    snapshots.reserve_room(V1, 2 * sum(layer.nbytes for layer in MANIFEST.layers))
+    assert len(list((tmp_path / "s").iterdir())) == 2, "the lock and the room"
+    snapshots.release_room(V1)
+    assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
     snapshots.close()
 
 
@@ -525,6 +597,22 @@ def test_a_disk_lags_behind_by_a_bound(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "fdatasync", lambda file: sizes.append(os.lseek(file, 0, os.SEEK_CUR) // 1000))
     tensorfile.write_tensors(tmp_path / "m", {}, [("w", (1000,))], [np.zeros(1000, np.float32)])
     assert sizes == [1, 2, 3, 4]
+
+
+def test_files_that_are_written_lag_behind_by_the_same_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small layers are synced as soon as there are SYNC_BYTES of them, and what is left at the end."""
+    monkeypatch.setattr(files, "SYNC_BYTES", 1000)
+    for name in "abcd":
+        (tmp_path / name).touch()
+    queue, journal = files.SyncQueue(), DiskCalls(tmp_path, monkeypatch)
+    synced = list[list[str]]()
+    for name, nbytes in (("a", 400), ("b", 600), ("c", 999), ("d", 0)):
+        queue.add_file(tmp_path / name, nbytes)
+        synced.append(sorted(journal.calls))
+    assert synced == [[], ["fsync a", "fsync b"], ["fsync a", "fsync b"], ["fsync a", "fsync b"]]
+    for _ in range(2):
+        queue.sync_files()
+        assert sorted(journal.calls) == ["fsync a", "fsync b", "fsync c", "fsync d"]
 
 
 # ---- recovered versions ----------------------------------------------------------------------------------------------

@@ -36,6 +36,20 @@ def test_a_restarted_process_goes_on(tmp_path: Path) -> None:
     assert [line["n"] for line in read_marks(path)] == [0, 1, 2]
 
 
+def test_a_file_is_full_at_its_bound(tmp_path: Path) -> None:
+    """The line that reaches it is the last of its file; what comes after the end is counted as lost."""
+    first = Timeline(tmp_path, "r", "cluster", "me")
+    first.record_mark("x", n=0)
+    first.close()
+    first.record_mark("x", n=1)
+    assert first.lines_lost == 1
+    again = Timeline(tmp_path, "r", "cluster", "me", most_bytes=(tmp_path / FILE).stat().st_size)
+    again.record_mark("x", n=2)
+    again.close()
+    assert [[line["n"] for line in read_marks(tmp_path / name)] for name in (FILE, FILE + ".1")] == [[0, 2], [0]]
+    assert not again.lines_lost
+
+
 def test_each_line_names_its_writer(tmp_path: Path) -> None:
     """`dips trace` tells a slave from a cluster of the same name by its lines."""
     timeline = Timeline(tmp_path, "r", "slave", "east")
