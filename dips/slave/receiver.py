@@ -79,7 +79,7 @@ class InStream:
 
     def is_slow(self, now: float) -> bool:
         """Whether the stream was asked and no byte has come for SLOW_S."""
-        return self.intake.in_flight > 0 and now - self.intake.last_byte_at > SLOW_S
+        return bool(self.intake.in_flight) and now - self.intake.last_byte_at >= SLOW_S
 
     def done_message(self) -> Say:
         """Return the message that tells the rank that all its bytes are here."""
@@ -390,8 +390,7 @@ class Receiver:
                     turns.enter_line(stream)
                     moves.append(Wake(lane))
         push.total = sum(stream.intake.total for stream in push.streams.values())
-        if len(self._pushes) > 1:
-            self._line_up()
+        self._line_up()
         return moves + self._freeze_if_whole(push)
 
     def on_ready(self, lane: int, peer: bytes, stream_id: int, ready: int) -> list[Move]:

@@ -89,8 +89,6 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         self._thread.on_reports = lambda reports: None  # the loop may end before the shard's thread
         if not self._ended.done():
             self._ended.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
 
@@ -158,11 +156,9 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
             waiting.set_result(answer)
 
     def _plan_tick(self) -> None:
-        due, timer = self.core.next_deadline(), self._timer
-        if timer is not None:
-            if timer.when() <= due:
-                return  # later deadlines are planned then
-            timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self.core.next_deadline()
         self._timer = self._loop.call_at(due, self._run_tick) if due < inf else None
 
     def _run_tick(self) -> None:

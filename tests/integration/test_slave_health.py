@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import socket
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dips.config import MasterSection, RunFile, Shared, SlaveSection
+from dips.errors import ConfigError
+from dips.files import lock_holder
 from dips.slave.app import serve
 from dips.telemetry import logs
 from dips.transport import control
@@ -65,15 +69,21 @@ def test_systemd_hears_that_a_daemon_serves_runs_and_stops(tmp_path: Path, role:
 
 
 async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> None:
-    """Liveness is the process's own affair, so a probe does not kill a slave that waits for its master."""
+    """Liveness is the process's own affair, so a probe does not kill a slave that waits for its master; with its end
+    it gives back its directory, its ports and every thread. It takes as many open files as it may have.
+    """
+    (tmp_path / "mirror").mkdir()
     section = SlaveSection(
         name="s0",
         master="127.0.0.1:1",
         directory=tmp_path / "s0",
         initial_model=tmp_path / "model.safetensors",
+        mirror=(tmp_path / "mirror").as_uri(),
     )
     config = RunFile(shared=Shared(run="test"), master=MasterSection(directory=tmp_path), slaves=(section,), tls=False)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    before, limits = set(threading.enumerate()), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] - 1, limits[1]))
     incarnation = asyncio.create_task(serve(config, section, logs.configure_log("slave", "s0"), ready.set_result))
     channel = control.open_channel(master_peer(await asyncio.wait_for(ready, 30), None))
     try:
@@ -81,10 +91,20 @@ async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> 
         answer = await stub.Check(health_pb2.HealthCheckRequest(service="dips.v1.OrderService"), timeout=5)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         assert not incarnation.done()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limits[1]
+        assert {thread.name for thread in set(threading.enumerate()) - before} >= {"mirror", "timeline", "shard_0"}
+        with pytest.raises(ConfigError, match="is held by another running slave"):
+            await serve(config, section, logs.configure_log("slave", "s0"))
     finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         await channel.close()
         incarnation.cancel()
         await asyncio.gather(incarnation, return_exceptions=True)
+    for thread in set(threading.enumerate()) - before:
+        if not thread.name.startswith(("asyncio", "Thread-")):  # of the loop's own executor, and of gRPC
+            thread.join(10)
+            assert not thread.is_alive(), thread.name
+    assert not lock_holder(section.lock)
 
 
 def test_a_slave_that_died_comes_back_at_once_in_its_directory(tmp_path: Path) -> None:

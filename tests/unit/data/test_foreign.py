@@ -93,6 +93,13 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
     assert DataSet(tmp_path / "set").tokens(0).tolist() == [0, 1, 2] * 30 + [3]
 
 
+@pytest.mark.parametrize("starts", [np.zeros((2, 2), np.int64), np.zeros(2), np.zeros(0, np.int64)])
+def test_starts_that_are_no_row_of_numbers_are_refused(tmp_path: Path, starts: np.ndarray) -> None:
+    """A table, fractions, and nothing at all, each of which would fail later by a stranger's words."""
+    with pytest.raises(ConfigError, match="expected one row of whole numbers, got"):
+        _check_starts(tmp_path, starts, 50)
+
+
 @pytest.mark.parametrize("starts", [[50], [1, 3], [0, 5, 5], [0, 9, 4], [0, 60]])
 def test_starts_that_do_not_rise_from_0_are_refused(tmp_path: Path, starts: list[int]) -> None:
     """Of a file of 50 tokens: none but its end, none at 0, twice the same, back, beyond the end."""

@@ -34,7 +34,8 @@ class OneRank:
 
     def __init__(self, codec: Codec = Codec.FP32) -> None:
         layout = LayerLayout(Manifest((Layer("l", (Parameter("l.w", (N,)),)),)), (0,))
-        self.receiver = Receiver(1, 4096, Transit(1 << 20), 1, STALL_S)
+        self.pool = Transit(1 << 20)
+        self.receiver = Receiver(1, 4096, self.pool, 1, STALL_S)
         self.receiver.set_layers(layout)
         self.buffer = np.zeros(N, np.float32)
         self.receiver.open_push(PUSH, (0,), {0: self.buffer}, DEADLINE_S, 0.0, codec)
@@ -182,3 +183,4 @@ def test_a_drop_returns_when_nobody_writes_any_more(monkeypatch: pytest.MonkeyPa
     assert dropped.wait(10)
     stage.join()
     drop.join()
+    assert push.pool.used_bytes == 0

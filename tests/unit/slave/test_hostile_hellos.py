@@ -131,6 +131,16 @@ def test_of_two_pushes_that_fit_alone_the_older_comes_to_its_end() -> None:
         assert door.receiver._ranges == 10
 
 
+def test_what_just_fits_takes_no_room_from_a_younger_push() -> None:
+    """The budget is used to its last range, and nobody gives any back for that."""
+    door = OpenDoor()
+    with mock.patch.object(receiver, "MOST_RANGES", 10):
+        door.hello(PUSH, SMALL[:4])
+        door.hello(YOUNGER, SMALL[:2])
+        assert [m.kind for m in door.hello(replace(PUSH, rank=1), SMALL[:4]) if isinstance(m, Say)] == [Kind.WELCOME]
+        assert door.receiver._ranges == 10
+
+
 def test_streams_of_all_pulls_have_a_budget() -> None:
     """Made-up ranks are welcome up to the budget; an honest one that connects again replaces its own stream."""
     door, piece = OpenDoor(), (Range(0, 0, 0, 1),)

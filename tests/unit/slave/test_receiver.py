@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import xxhash
 
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.ports import Move, PushOver, Say, Staged, Wake
+from dips.slave.ports import Move, PushOver, RankMoved, Say, Staged, Wake
 from dips.slave.receiver import Receiver
 from dips.transport.intake import FLOOR_BYTES, Transit
 from dips.wire.chunks import LayerLayout
@@ -103,6 +105,91 @@ def test_pushes_stand_in_one_line():
     assert {peer for peer, _ in story.wants()} == {b"0"}
 
 
+def test_who_waits_already_is_put_into_the_new_order():
+    """The one that has its turn keeps it; of the two that wait the other one is next."""
+    story, later = ReceiverStory(), PushId("fast", 1, 2)
+    story.receiver.open_push(later, (1,), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
+    story.receiver.reorder_push(PUSH, (2, 0))
+    story.hello(0)
+    story.hello(1)
+    whole = StreamName("demo", "push", "fast", 1, 2, 0, "s0", 1, 1, "")
+    story.receiver.on_hello(0, b"later", whole, (Range(0, 0, 0, N),), 0.0)
+    first = story.wants()
+    story.receiver.reorder_push(later, (3,))
+    for _, chunk in first:
+        story.bring(1, chunk)
+    assert {peer for peer, _ in story.wants()} == {b"0"}
+
+
+def test_a_staged_push_says_when_the_bytes_of_each_rank_came():
+    """The first and the last of them, over all lanes; a rank without bytes has no such times."""
+    receiver = Receiver(2, 4096, Transit(1 << 20), 1, stall_s=10.0)
+    receiver.set_layers(LayerLayout(MANIFEST, (0,)))
+    receiver.open_push(PUSH, (0, 1), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
+    names = {
+        (r, lane): StreamName("demo", "push", "fast", 1, 1, r, "s0", 1, 1, "", lane) for r in (0, 1) for lane in (0, 1)
+    }
+    for (rank, lane), stream in names.items():
+        receiver.on_hello(lane, b"%d" % rank, stream, () if rank else (HALVES[lane],), 0.0)
+    asked = {
+        lane: [c for m in receiver.plan_wants(lane, 0.0) if isinstance(m, Say) for c in decode_want(m.body)]
+        for lane in (0, 1)
+    }
+    now, moves = 0.0, list[Move]()
+    for lane, chunk in [(0, asked[0][0]), *((1, chunk) for chunk in asked[1]), *((0, chunk) for chunk in asked[0][1:])]:
+        now += 1.0
+        body = bytes(chunk.nbytes)
+        header = Header(Kind.CHUNK, 0, names[0, lane].stream_id, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3])
+        moves += receiver.stage_chunk(receiver.claim_chunk(lane, b"0", header, body, now))
+    (staged,) = [move for move in moves if isinstance(move, Staged)]
+    assert staged.ranks == (RankMoved(0, 4 * N, 1.0, now),) and now == 4.0
+
+
+@pytest.mark.parametrize(("most", "answer"), [(2, "ERROR"), (3, "WELCOME")])
+def test_no_push_that_moves_makes_room_for_one_that_gathers(monkeypatch: pytest.MonkeyPatch, most: int, answer: str):
+    """Its bytes are on their way: the older one's rank comes again, unless what it names just fits."""
+    monkeypatch.setattr("dips.slave.receiver.MOST_RANGES", most)
+    story, later = ReceiverStory(), PushId("fast", 1, 2)
+    story.receiver.open_push(later, (0,), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
+    story.hello(0)
+    whole = StreamName("demo", "push", "fast", 1, 2, 0, "s0", 1, 1, "")
+    assert kinds(story.receiver.on_hello(0, b"later", whole, (Range(0, 0, 0, N),), 0.0)) == ["WELCOME", "Wake"]
+    assert kinds(story.hello(1))[0] == answer
+    assert [transfer.seq for transfer in story.receiver.list_transfers()] == [1, 2]
+
+
+def test_a_rank_with_nothing_ready_waits_for_no_turn():
+    """READY with a number that it said before is nothing new: who has the turn is not watched for its sake."""
+    story = ReceiverStory()
+    story.receiver.on_hello(0, b"1", name(1), (HALVES[1],), 0.0, ready=0)
+    story.hello(0)
+    assert {peer for peer, _ in story.wants()} == {b"0"}
+    story.receiver.on_ready(0, b"1", name(1).stream_id, 0)
+    assert story.receiver.next_deadline(0.0) == 10.0, "when rank 0 stalls"
+    story.receiver.on_ready(0, b"1", name(1).stream_id, 1)
+    assert story.receiver.next_deadline(0.0) == 1.0, "when rank 0 loses its turn to rank 1"
+
+
+def test_the_rates_of_the_last_clusters_are_kept(monkeypatch: pytest.MonkeyPatch):
+    """A cluster that comes again finds its own, and no other is forgotten for it."""
+    monkeypatch.setattr("dips.slave.receiver.MOST_LINKS", 2)
+    receiver = ReceiverStory().receiver
+    for number, cluster in enumerate(["a", "b", "c", "b"], 5):
+        receiver.open_push(PushId(cluster, 1, number), (0,), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
+        whole = StreamName("demo", "push", cluster, 1, number, 0, "s0", 1, 1, "")
+        receiver.on_hello(0, b"%d" % number, whole, (Range(0, 0, 0, N),), 0.0)
+    assert list(receiver._links) == ["b", "c"]
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 2}, {"lane": 1}, {"version": "v1@r1"}])
+def test_a_hello_that_is_none_of_its_push_is_refused(wrong: dict[str, Any]):
+    """A rank that the push does not have, a stream of another lane, the name of a pull's version: each by itself."""
+    story = ReceiverStory()
+    (answer,) = story.receiver.on_hello(0, b"p", replace(name(0), **wrong), (HALVES[0],), 0.0)
+    assert isinstance(answer, Say) and answer.kind is Kind.ERROR and decode_error(answer.body).code == "invalid"
+    assert kinds(story.hello(0)) == ["WELCOME"]
+
+
 def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
     """Each rank gets DONE when its own are here; the push is staged once, then frozen."""
     story = ReceiverStory()
@@ -182,7 +269,8 @@ def test_a_silent_rank_loses_its_turn_to_the_next():
     story.hello(0)
     story.hello(1)
     first = story.wants()
-    second = story.wants(now=1.5)
+    assert story.wants(now=0.9) == []
+    second = story.wants(now=1.0)
     assert {peer for peer, _ in second} == {b"0"}
     news = [kind for peer, chunk in first + second for kind in kinds(story.bring(int(peer), chunk))]
     assert news[-1] == "Staged"

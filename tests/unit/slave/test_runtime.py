@@ -44,7 +44,18 @@ from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbe
 from dips.protocol.manifest import Manifest
 from dips.slave.core import SlaveCore
 from dips.slave.mirror_plan import Restored
-from dips.slave.ports import Arrays, FlowEvent, Meters, PushOver, SlaveIdentity, SlaveTiming, Staged
+from dips.slave.ports import (
+    Arrays,
+    FlowEvent,
+    Meters,
+    PushOver,
+    RankMoved,
+    Released,
+    SlaveAction,
+    SlaveIdentity,
+    SlaveTiming,
+    Staged,
+)
 from dips.slave.runtime import ShardThread, SlaveRuntime, SlaveServiceLink
 from dips.slave.shard import OpenTransfers, Shard
 from dips.slave.snapshot_mirror import SnapshotMirror
@@ -200,7 +211,8 @@ class RunningSlave:
         self.executor, self.mirror = thread, None if restore is None else MirrorReport((), "")
         self.flow = BufferFlow()
         log = structlog.get_logger()
-        self.thread = ShardThread(thread, time.monotonic, log)
+        self.marks = list[tuple[str, dict[str, Any]]]()
+        self.thread = ShardThread(thread, time.monotonic, log, lambda kind, **fields: self.marks.append((kind, fields)))
         versions, on_event = Versions(KernelPool(reference), 1, 0), self.thread.on_flow_event
         self.shard = Shard("s", versions, GatedDisk(), self.flow, on_event, prepare)
         self.thread.own_shard(self.shard)
@@ -351,6 +363,49 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
         await master.until(lambda: master.heartbeats[-1].staged == (PUSH,))
         incarnation.flow.on_event(PushOver(PUSH, "it stalled"))
         await master.until(lambda: master.reports[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
+
+
+async def test_the_timeline_has_the_end_of_each_transfer() -> None:
+    """`dips trace` draws a push by when the first and the last byte of each rank came, and the end of each pull."""
+    master, pull = ScriptedMaster(LoadVersion(GENESIS), Hold()), PullId("x", 1, 1)
+    async with living(master) as incarnation:
+        await incarnation.ready()
+        await incarnation.order(OpenPush(PUSH, 1, 60.0))
+        on_event, now = incarnation.flow.on_event, time.monotonic()
+        assert on_event is not None
+        on_event(Staged(PUSH, 12, (RankMoved(0, 12, now - 3.0, now - 1.0),)))
+        on_event(PushOver(PUSH, "it stalled"))
+        on_event(Released(pull, "closed"))
+        await incarnation.order(Ping())
+    (_, opened), (staged, moved), *ended, (_, pinged) = incarnation.marks
+    assert (opened["order"], pinged["order"]) == ("OpenPush", "Ping")
+    assert (staged, moved["push"], moved["nbytes"]) == ("push_staged", str(PUSH), 12)
+    (rank,) = moved["ranks"]
+    assert (rank["rank"], rank["nbytes"]) == (0, 12) and 1.0 <= rank["until_s"] == pytest.approx(rank["since_s"] - 2.0)
+    assert ended == [
+        ("push_over", {"push": str(PUSH), "reason": "it stalled"}),
+        ("pull_released", {"pull": str(pull), "reason": "closed"}),
+    ]
+
+
+async def test_one_timer_waits_however_many_orders_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each order plans the next turn anew, and the former plan is given up: it would plan another one for ever."""
+    master, turns = ScriptedMaster(LoadVersion(GENESIS), Hold()), list[float]()
+    async with living(master) as incarnation:
+        await incarnation.ready()
+        tick = incarnation.core.tick
+
+        def counted(now: float) -> list[SlaveAction]:
+            turns.append(now)
+            return tick(now)
+
+        monkeypatch.setattr(incarnation.core, "tick", counted)
+        for _ in range(50):
+            await incarnation.order(Ping())
+        seen = len(master.heartbeats)
+        turns.clear()
+        await master.until(lambda: len(master.heartbeats) >= seen + 4)
+    assert len(turns) <= 8
 
 
 async def test_orders_are_answered_while_a_snapshot_is_loaded() -> None:

@@ -256,6 +256,29 @@ def test_a_later_round_presumes_the_earlier_aborted() -> None:
     np.testing.assert_array_equal(slave.shard.versions.theta(VersionId(1, 2))[2], [0.25])
 
 
+def test_an_apply_makes_the_version_after_the_served_one_of_its_own_round() -> None:
+    """Any other name would be a second content of a version, or a hole in the lineage (guards invariant 1)."""
+    slave = ShardRig().ready()
+    slave.fold(P1, 0.5, round_=2)
+    for wrong in (VersionId(1, 1), VersionId(2, 2), GENESIS):
+        with pytest.raises(LocalProtocolError, match=f"Apply of {wrong} in round 2 cannot follow v0@r0"):
+            slave.order(Apply(2, wrong, nesterov_step(1.0, 1.0, 0.0)))
+    assert slave.shard.versions.prepared is None and not slave.disk.reserved
+    slave.order(Apply(2, VersionId(1, 2), nesterov_step(1.0, 1.0, 0.0)))
+
+
+def test_a_round_that_was_aborted_does_not_begin_again() -> None:
+    """Also one that never began here: an order for it, or for an earlier one, came late."""
+    slave = ShardRig(slots=1).ready()
+    slave.order(Abort(3, "skipped"))
+    slave.order(Abort(2, "a late one"))
+    slave.stage(P1, 0.5)
+    for over in (1, 2, 3):
+        with pytest.raises(Stale, match=f"round {over} is over; the last one at s was 3"):
+            slave.order(Measure(over, P1, GENESIS))
+    slave.order(Measure(4, P1, GENESIS))
+
+
 def test_a_slave_in_doubt_enters_no_round() -> None:
     """With a prepared version neither committed nor aborted, no other round begins; it is kept
     (docs/rationale.md#1)."""

@@ -599,6 +599,18 @@ def test_a_disk_lags_behind_by_a_bound(tmp_path: Path, monkeypatch: pytest.Monke
     assert sizes == [1, 2, 3, 4]
 
 
+def test_tensors_are_read_in_any_order(tmp_path: Path) -> None:
+    """A model file has the order of whoever saved it, and safetensors' own library sorts by size."""
+    tensorfile.write_tensors(
+        tmp_path / "m", {}, [("b", (2, 2)), ("a", (3,))], [np.arange(4, dtype=np.float32), np.ones(3, np.float32)]
+    )
+    a, b = np.zeros(3, np.float32), np.zeros(4, np.float32)
+    with tensorfile.Reader(tmp_path / "m") as reader:
+        reader.read_into("a", (3,), a)
+        reader.read_into("b", (2, 2), b)
+    assert (a.tolist(), b.tolist()) == ([1, 1, 1], [0, 1, 2, 3])
+
+
 def test_files_that_are_written_lag_behind_by_the_same_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many small layers are synced as soon as there are SYNC_BYTES of them, and what is left at the end."""
     monkeypatch.setattr(files, "SYNC_BYTES", 1000)
