@@ -36,6 +36,10 @@ class IssuedRow:
     until: datetime
     revoked: datetime | None
 
+    def is_valid(self, now: datetime) -> bool:
+        """Whether it is neither revoked nor over."""
+        return self.revoked is None and now <= self.until
+
 
 class Authority:
     """The authority of one run, in its directory."""
@@ -115,7 +119,7 @@ class Authority:
         """Revoke all certificates of `NAME.ROLE`, or one by its serial; raise ConfigError if there is none."""
         now = utc_now()
         with self._lock():
-            rows = [r for r in self.list_issued() if r.revoked is None and r.until > now and self._is_meant(r, label)]
+            rows = [row for row in self.list_issued() if row.is_valid(now) and self._is_meant(row, label)]
             if not rows:
                 raise ConfigError(
                     f"{label}: expected NAME.ROLE or a serial of a certificate that is valid, not revoked"
@@ -147,7 +151,7 @@ class Authority:
     def find_live(self, identity: PeerIdentity) -> list[IssuedRow]:
         """Return the certificates of one name that are valid now."""
         now = utc_now()
-        return [r for r in self.list_issued() if r.san == identity.san and r.revoked is None and r.until > now]
+        return [row for row in self.list_issued() if row.san == identity.san and row.is_valid(now)]
 
     @contextmanager
     def _lock(self) -> Iterator[None]:

@@ -372,7 +372,7 @@ class Sender:
         """Process a WANT; raise BadFrame if the stream is unknown, the ranges are foreign or the credit is exceeded."""
         with self._lock:
             stream = self._streams.get((lane, peer, stream_id))
-            if stream is None or stream.over:
+            if stream is None:
                 raise BadFrame("stream", f"no stream {stream_id:016x} on this connection")
             assert self._layout is not None
             outside = self._layout.describe_outside(chunks) or self._too_long(chunks)

@@ -192,6 +192,12 @@ class TestAuthority:
         with pytest.raises(ConfigError, match=r"expected NAME\.ROLE or a serial"):
             again.revoke("west.cluster")
 
+    def test_a_certificate_is_valid_to_its_last_second_unless_it_is_revoked(self, enrolled: Enrolled) -> None:
+        enrolled.enroll("west", PeerRole.CLUSTER)
+        (row,) = enrolled.authority.list_issued()
+        assert row.is_valid(row.until) and not row.is_valid(row.until + timedelta(seconds=1))
+        assert not replace(row, revoked=row.until).is_valid(row.until)
+
     def test_keys_of_the_authority_are_its_own(self, enrolled: Enrolled) -> None:
         assert (enrolled.directory / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600
         (enrolled.directory / "ca" / "ca.key").write_bytes(certificates.key_to_pem(certificates.new_key()))

@@ -43,6 +43,8 @@ def test_what_is_not_such_a_file_names_nobody(tmp_path: Path, text: str) -> None
 
 def test_a_name_too_long_is_nobodys(tmp_path: Path) -> None:
     """It would be refused as a message, for ever."""
+    last_process(tmp_path).keep_nonce("n" * 64)
+    assert last_process(tmp_path).read_nonce() == "n" * 64
     last_process(tmp_path).keep_nonce("n" * 65)
     assert last_process(tmp_path).read_nonce() == ""
 

@@ -14,7 +14,7 @@ from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.ports import Move, PushOver, RankMoved, Say, Staged, Wake
 from dips.slave.receiver import Receiver
-from dips.transport.intake import FLOOR_BYTES, Transit
+from dips.transport.intake import FLOOR_BYTES, Transit, Turns
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Header, Kind, Range, StreamName, decode_error, decode_want
 
@@ -261,6 +261,20 @@ def test_who_waits_for_its_turn_is_not_stalled():
     assert len(story.wants(1050.0)) == 1
     assert kinds(story.receiver.tick(1059.9)) == []
     assert kinds(story.receiver.tick(1060.0)) == ["ERROR", "ERROR", "PushOver"]
+
+
+def test_a_turn_that_is_used_up_ends_when_its_bytes_are_here():
+    """Ranks alternate by their quantum, here a chunk, and never more of them send at once than may."""
+    story, asked = ReceiverStory(), list[bytes]()
+    story.receiver._turns = [Turns(1, quantum=4096)]
+    story.hello(0)
+    story.hello(1)
+    while wants := story.wants():
+        assert story.wants() == []
+        for peer, chunk in wants:
+            asked.append(peer)
+            story.bring(int(peer), chunk)
+    assert asked == [b"1", b"0", b"1", b"0"]
 
 
 def test_a_silent_rank_loses_its_turn_to_the_next():
