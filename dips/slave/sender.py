@@ -257,7 +257,7 @@ class ChunkSend:
         return guard.seal_frame(header, self.make_body(), hash_body if alone else known)
 
     def still_wanted(self) -> bool:
-        return not (self.stream.over or self.stream.pull.closed)
+        return not self.stream.over  # as all are of a pull that is closed
 
     def on_sent(self, tracker: Tracker) -> None:
         self.sender.on_sent(self, tracker)
@@ -501,7 +501,6 @@ class Sender:
 
     def _end_stream(self, stream: OutStream) -> None:
         stream.over = True
-        stream.parked.clear()
         self._parked.pop(stream, None)
         self._streams.pop((stream.lane, stream.peer, stream.stream), None)
 

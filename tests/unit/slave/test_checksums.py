@@ -44,3 +44,5 @@ def test_the_oldest_version_makes_room():
     assert table.chunk_checksum(V1, chunk(0), b"anew") == xxhash.xxh3_64_intdigest(b"anew")
     table.forget_all()
     assert len(table) == 0
+    other = b"of another incarnation"
+    assert table.chunk_checksum(V1, chunk(0), other) == xxhash.xxh3_64_intdigest(other)

@@ -172,7 +172,7 @@ def test_what_is_owed_counts_from_when_it_was_sent():
     sender.open_pull(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 0.0)
     job = asked(sender)
     now[0] = 100.0
-    sender.on_sent(job, SentTracker())
+    job.on_sent(SentTracker())
     assert sender.next_deadline() == 110.0
     assert sender.tick(109.0) == [] and sender.list_transfers()
     sender.tick(110.0)
@@ -203,6 +203,77 @@ def test_a_repeated_pull_of_a_version_needs_no_reading():
     part, body = job.make_frame(7)
     with pytest.raises(BadFrame, match="checksum"):
         check_body(unpack_header(part, 7, len(body), 4096), body)
+
+
+def test_bytes_of_a_file_vouch_for_no_others():
+    """Who only reads is served from a snapshot, which may have rotted: its checksum is not that of the head's bytes."""
+    sender, reader = make(), PullId("eval.puller", 1, 1)
+    sender.open_pull(reader, V, {0: np.full(1000, -1.0, np.float32)}, 0.0)
+    hello = StreamName("demo", "pull", "eval.puller", 1, 1, 0, "s0", 1, 1, str(V))
+    sender.on_hello(0, b"q", hello, (), 0.0)
+    for job in (*sender.on_want(0, b"q", hello.stream_id, (CHUNK,), 0.0), asked(sender)):
+        part, body = job.make_frame(7)
+        check_body(unpack_header(part, 7, len(body), 4096), body)
+
+
+def test_a_chunk_is_wanted_until_its_stream_or_pull_is_over():
+    """What waits for its checksum then is not sent."""
+    sender = make()
+    first = asked(sender, b"old", 1)
+    second = asked(sender, b"new", 2)
+    assert (first.still_wanted(), second.still_wanted()) == (False, True)
+    sender.close_pull(PULL, "closed")
+    assert not second.still_wanted()
+
+
+@pytest.mark.parametrize("wrong", [Range(0, 0, 990, 20), Range(0, 0, 0, 513)])
+def test_a_want_outside_of_the_layer_or_too_long_is_refused(wrong: Range):
+    """Each by itself, and nothing of it is sent; the longest chunk is the one that the slave named."""
+    sender = Sender(2048, 10.0, lambda: 0.0)
+    sender.set_layers(LayerLayout(MANIFEST, (0,)))
+    sender.open_pull(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 0.0)
+    asked(sender)
+    with pytest.raises(BadFrame) as refused:
+        sender.on_want(0, b"p", name().stream_id, (wrong,), 0.0)
+    assert refused.value.reason == "range"
+    assert len(sender.on_want(0, b"p", name().stream_id, (Range(0, 0, 0, 512),), 0.0)) == 1
+
+
+def test_of_two_pulls_the_first_to_stall_is_waited_for_and_both_end_with_the_slave():
+    """What moved is in their rate; another incarnation believes no checksum of this one, and serves none of them."""
+    now = [0.0]
+    sender = Sender(4096, 10.0, lambda: now[0])
+    sender.set_layers(LayerLayout(MANIFEST, (0,)))
+    for number, now[0] in ((1, 0.0), (2, 5.0)):
+        who = StreamName("demo", "pull", "fast", 1, number, 0, "s0", 1, 1, str(V))
+        sender.open_pull(PullId("fast", 1, number), V, {0: np.arange(1000, dtype=np.float32)}, now[0])
+        sender.on_hello(0, b"p", who, (), now[0])
+        for tracker in (SentTracker(), SentTracker()):
+            (job,) = sender.on_want(0, b"p", who.stream_id, (CHUNK,), now[0])
+            job.make_frame(7)
+            job.on_sent(tracker)
+            tracker.done = number == 2
+    assert sender.next_deadline() == 10.0
+    assert sender.tick(6.0) == [] and sender.list_transfers()[1].bytes_per_s == 400.0
+    sender.on_done(0, b"p", who.stream_id)
+    with pytest.raises(BadFrame, match="no stream"):
+        sender.on_want(0, b"p", who.stream_id, (CHUNK,), 6.0)
+    sender.close_all("the slave ends")
+    assert sender.list_transfers() == () and len(sender.checksums) == 0
+    assert sender.tick(6.0) == [Released(PullId("fast", 1, 2), "the slave ends")]
+    with pytest.raises(BadFrame, match="no stream"):
+        sender.on_want(0, b"p", name().stream_id, (CHUNK,), 6.0)
+
+
+def test_what_has_left_makes_room_at_once(monkeypatch: pytest.MonkeyPatch):
+    """A WANT looks at the trackers itself: it does not wait for the lane's next turn."""
+    monkeypatch.setattr("dips.slave.sender.MOST_CHUNKS", 1)
+    sender, trackers = make(), [SentTracker(), SentTracker()]
+    asked(sender).on_sent(trackers[0])
+    (second,) = sender.on_want(0, b"p", name().stream_id, (CHUNK,), 0.0)
+    second.on_sent(trackers[1])
+    trackers[0].done = trackers[1].done = True
+    assert len(sender.on_want(0, b"p", name().stream_id, (CHUNK,), 0.0)) == 1
 
 
 def test_the_next_deadline_is_the_stall_of_what_is_served():
