@@ -83,7 +83,7 @@ def _as_count(limit: int) -> int:
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 
-def handle_end_signals(on_end: Callable[[], None]) -> None:
+def handle_end_signals(on_end: Callable[[], object]) -> None:
     """Call `on_end` on the running loop at SIGTERM and SIGINT until the process ends: a second signal must not cut an
     orderly end short.
     """
@@ -92,7 +92,7 @@ def handle_end_signals(on_end: Callable[[], None]) -> None:
 
 
 @contextmanager
-def end_signals(on_end: Callable[[], None]) -> Iterator[None]:
+def end_signals(on_end: Callable[[], object]) -> Iterator[None]:
     """Call `on_end` likewise, as long as the context lasts."""
     handle_end_signals(on_end)
     try:

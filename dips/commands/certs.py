@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 from cryptography import x509
 
+from dips import daemon
 from dips.commands.options import AS_JSON
 from dips.commands.renewing import CRT, CSR, KEY, Renewer, put_in_place, serve_authority
 from dips.errors import ConfigError, Denied
@@ -159,12 +159,11 @@ async def _renew_from(certificate: Path, address: str, watch: bool) -> None:
         return
     me = asyncio.current_task()
     assert me is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, me.cancel)
-    try:
-        await renewer.keep()
-    except asyncio.CancelledError:
-        print("stopped")
+    with daemon.end_signals(me.cancel):
+        try:
+            await renewer.keep()
+        except asyncio.CancelledError:
+            print("stopped")
 
 
 @words.command("serve")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from dips.cgroup import available_memory
 from dips.config import ClusterFile, RunFile, host_port, load_cluster, load_run
 from dips.config.reading import is_cluster_file
 from dips.config.section import TlsKey
@@ -139,7 +138,7 @@ def _check_ledger(path: Path, run: RunFile) -> Iterator[CheckFinding]:
     from dips.master import genesis
     from dips.master.ledger import Ledger
     from dips.protocol.manifest import Manifest
-    from dips.slave.machine import memory_of
+    from dips.slave.machine import available_bytes, memory_of
 
     ledger_file = genesis.ledger_path(run)
     if not ledger_file.exists():
@@ -160,9 +159,8 @@ def _check_ledger(path: Path, run: RunFile) -> Iterator[CheckFinding]:
         if not section.directory.is_dir():
             continue
         memory = memory_of(section, sum(model.layers[i].numel for i in layers), run.shared.pull_codec)
-        there = available_memory()
         try:
-            memory.require_memory(there if section.memory_bytes is None else min(section.memory_bytes, there))
+            memory.require_memory(available_bytes(section))
             yield CheckFinding(f"{path}: slaves.{name}", OK, memory.describe_sum())
         except ConfigError as error:
             yield CheckFinding(f"{path}: slaves.{name}", FAIL, str(error))

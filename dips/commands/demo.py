@@ -57,7 +57,7 @@ def demo(
       dips demo --preset configs/shared/paper.yaml
       dips demo --recover             (one machine without a mirror is lost)
     """
-    if (mirror and recover) or (no_kill and (mirror or recover)):
+    if mirror + recover + no_kill > 1:
         raise ConfigError("--mirror, --recover and --no-kill: expected at most one of them")
     run = _of_the_demo("run").run_demo
     way = "mirrored" if mirror else "unmirrored" if recover else "kept"
@@ -68,6 +68,6 @@ def _of_the_demo(module: str) -> Any:
     try:
         return importlib.import_module(f"dips.demo.{module}")
     except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("dips"):
+        if str(error.name).startswith("dips"):
             raise
         raise ConfigError(f"the demo needs the package {error.name}: pip install '.[demo]' in a checkout") from error

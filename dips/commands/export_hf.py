@@ -57,9 +57,7 @@ def write_hf_directory(file: Path, directory: Path, source: ModelSource) -> None
         for pattern in COPIED if like else ():
             for path in sorted(like.glob(pattern)):  # type: ignore[union-attr]
                 shutil.copyfile(path, aside / path.name)
-        if directory.exists():
-            directory.rmdir()
-        aside.rename(directory)
+        aside.rename(directory)  # also over an empty directory
     except OSError as error:
         raise ConfigError(f"--output: {directory} cannot be written: {error}") from error
     finally:

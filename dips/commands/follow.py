@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from dips import daemon
 from dips.client.agent.trainer import TrainerProcess
 from dips.client.version_pull import follow_versions, pulling_name
 from dips.commands.export_lanes import VersionFile
@@ -77,10 +78,8 @@ def _split_command(command: str | None) -> list[str]:
 
 async def _follow(master: Endpoint, name: str, output: Path, words: list[str]) -> None:
     """Follow until the run ends, or a signal comes."""
-    file, me, loop = VersionFile(output), asyncio.current_task(), asyncio.get_running_loop()
+    file, me = VersionFile(output), asyncio.current_task()
     assert me is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, me.cancel)
 
     async def take(version: VersionId) -> None:
         await asyncio.to_thread(file.publish)
@@ -89,7 +88,8 @@ async def _follow(master: Endpoint, name: str, output: Path, words: list[str]) -
             await _run_command(words, {"DIPS_VERSION": str(version), "DIPS_MODEL": str(output.absolute())})
 
     try:
-        last = await follow_versions(master, pulling_name(master, name), file.make_room, take, _warn)
+        with daemon.end_signals(me.cancel):
+            last = await follow_versions(master, pulling_name(master, name), file.make_room, take, _warn)
         print(f"the run has ended with {last}")
     except asyncio.CancelledError:
         print("stopped; the same command goes on with the newest version")

@@ -227,7 +227,7 @@ def _has_another_parent(r: Mapping[str, Any], before: Mapping[str, Any] | None) 
 
 
 def _format_loss(r: Mapping[str, Any]) -> str:
-    told = [(f["tokens"], f["loss"]) for f in r.get("folds", ()) if f["loss"] is not None and f["tokens"]]
+    told = [(f["tokens"], f["loss"]) for f in r.get("folds", ()) if f["loss"] is not None]
     tokens = sum(weight for weight, _ in told)
     return f"{sum(weight * loss for weight, loss in told) / tokens:.3f}" if tokens else NONE
 

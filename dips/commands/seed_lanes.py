@@ -12,8 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,23 +43,25 @@ class SeedWatch:
     on_wait: Callable[[str], None]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Moving:
-    """One transfer in a thread."""
+    """One transfer in a thread; its task returns what made it fail, None if all bytes have moved."""
 
     granted: SeedGranted
-    cancel: threading.Event = field(default_factory=threading.Event)
-    task: asyncio.Task[None] | None = None
-    error: DipsError | None = None
+    cancel: threading.Event
+    task: asyncio.Task[DipsError | None]
 
     @property
-    def over(self) -> bool:
-        return self.task is not None and self.task.done()
+    def has_moved(self) -> bool:
+        return self.task.done() and self.task.result() is None
+
+    @property
+    def error(self) -> DipsError | None:
+        return self.task.result() if self.task.done() else None
 
     async def end(self) -> None:
         self.cancel.set()
-        if self.task is not None:
-            await asyncio.gather(self.task, return_exceptions=True)
+        await asyncio.gather(self.task, return_exceptions=True)
 
 
 class SeedTransfer:
@@ -88,21 +89,22 @@ class SeedTransfer:
         try:
             while True:
                 result = await self._ask_master(question)
-                begun = isinstance(question, SeedAsked) and isinstance(result, Refused) and self._has_moved()
+                # a run that has begun has this model, since with another one the answer would have been an error
+                has_moved = self._moving is not None and self._moving.has_moved
+                begun = isinstance(question, SeedAsked) and isinstance(result, Refused) and has_moved
                 if begun or isinstance(result, Acknowledged):
-                    return  # begun: with this model, since with another one the answer would have been an error
+                    return
                 await self._follow_result(result)
                 await asyncio.sleep(ASK_S)
         finally:
-            if self._moving is not None:
-                await self._moving.end()
+            await self._end_transfer()
 
     async def _ask_master(self, question: SeedAsked | RecoverAsked) -> Result:
         """Ask the master for the next step; a master that is away is asked again, and has forgotten the transfer when
         it returns.
         """
-        broken = self._moving is not None and self._moving.over and self._moving.error is not None
-        given_up = self._moving.granted.push.seq if broken and self._moving is not None else 0
+        failed = self._moving if self._moving is not None and self._moving.error is not None else None
+        given_up = failed.granted.push.seq if failed is not None else 0
         try:
             question = replace(question, seeder=self._nonce, given_up=given_up, keys=(self._keys.public,))
             if isinstance(question, RecoverAsked):
@@ -111,15 +113,10 @@ class SeedTransfer:
         except UnavailableMaster as error:
             self._say_waits(str(error), error)
             return Pending(str(error))
-        if broken and not isinstance(result, Acknowledged):
-            self._count_drop(str(self._moving.error) if self._moving is not None else "")
+        if failed is not None and not isinstance(result, Acknowledged):
+            self._count_drop(str(failed.error))
             self._moving = None
         return result
-
-    def _has_moved(self) -> bool:
-        """Return whether all bytes are at the slaves, which write them and begin without further questions."""
-        moving = self._moving
-        return moving is not None and moving.over and moving.error is None
 
     async def _follow_result(self, result: Result) -> None:
         match result:
@@ -129,9 +126,7 @@ class SeedTransfer:
                 self._say_waits(reason, UnavailableSlave(f"nothing has moved for {self._wait_s:g} s: {reason}"))
             case Dropped(reason):
                 self._count_drop(reason)
-                if self._moving is not None:
-                    await self._moving.end()
-                    self._moving = None
+                await self._end_transfer()
             case Refused():
                 raise ConfigError(result.reason)
             case _:
@@ -141,21 +136,27 @@ class SeedTransfer:
         """Start the granted transfer, unless it is moving already."""
         if self._moving is not None and self._moving.granted.push == granted.push:
             return
+        await self._end_transfer()
+        cancel = threading.Event()
+        moving = asyncio.create_task(asyncio.to_thread(self._move, granted, cancel))
+        self._moving, self.version = _Moving(granted, cancel, moving), granted.grant.version
+
+    async def _end_transfer(self) -> None:
+        """Cancel the transfer that is under way, if there is one, and wait for its thread."""
         if self._moving is not None:
             await self._moving.end()
-        moving, self.version = _Moving(granted), granted.grant.version
-        self._moving = moving
-        moving.task = asyncio.create_task(asyncio.to_thread(self._move, moving))
+        self._moving = None
 
-    def _move(self, moving: _Moving) -> None:
-        """Move the granted layers in a thread; a failure is stored, and the master is asked again."""
-        grant, push = moving.granted.grant, moving.granted.push
+    def _move(self, granted: SeedGranted, cancel: threading.Event) -> DipsError | None:
+        """Move the granted layers in a thread; return what made it fail: the master is asked again."""
+        grant, push = granted.grant, granted.push
         identity = TransferIdentity(self._run, push.cluster, push.inc, push.seq, 0, self._keys)
         try:
             pieces = [p for p in self._pieces if p.layer in _layers_of(grant)]
-            push_pieces(grant, identity, pieces, stall_s=STALL_S, cancel=moving.cancel, progress=self._on_rate)
+            push_pieces(grant, identity, pieces, stall_s=STALL_S, cancel=cancel, progress=self._on_rate)
         except DipsError as error:
-            moving.error = error
+            return error
+        return None
 
     def _on_rate(self, rate: TransferRate) -> None:
         if rate.bytes_per_s or rate.nbytes >= rate.total:
@@ -200,5 +201,4 @@ async def await_master(master: Endpoint, watch: SeedWatch, wait_s: float) -> dic
             if time.monotonic() >= until:
                 raise
             watch.on_wait(str(error))
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(ASK_S)
+        await asyncio.sleep(ASK_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ import structlog
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from dips.commands import certs
 from dips.commands.renewing import AuthorityPort, Renewer, serve_authority
 from dips.errors import Busy, Denied, RemoteProtocolError, Unavailable
 from dips.identity import certificates
@@ -326,6 +328,41 @@ async def test_it_ends_when_only_a_person_can_help(enrolled: Enrolled) -> None:
     with pytest.raises(Denied, match=r"north.cluster.crt expired at .*`dips certs request` and `issue` make a new one"):
         async with asyncio.timeout(20.0):
             await said_by(north, f"127.0.0.1:{harness.free_port()}")[0].keep()
+
+
+async def test_a_command_renews_once_or_until_a_signal(
+    enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both take the certificate and the list of revocations; with --watch it goes on, and SIGTERM ends it."""
+    monkeypatch.setattr("dips.commands.renewing.LOOK_S", 0.05)
+    west = far_away(enrolled, enrolled.enroll("west", PeerRole.CLUSTER))
+    first, said = load_tls(west).cert, ""
+    async with served(enrolled) as address:
+        await certs._renew_from(west.cert, address, watch=False)
+        once = load_tls(west)
+        assert once.cert != first and once.revoked == frozenset() and west.crl.exists()
+        assert "renewed, valid until" in capsys.readouterr().out
+        enrolled.enroll("east", PeerRole.CLUSTER)
+        enrolled.authority.revoke("east.cluster")
+        watching = asyncio.create_task(certs._renew_from(west.cert, address, watch=True))
+        while "1 revoked, as of" not in said and not watching.done():
+            await asyncio.sleep(0.02)
+            said += capsys.readouterr().out
+        signal.raise_signal(signal.SIGTERM)
+        await watching
+    assert capsys.readouterr().out.endswith("stopped\n") and load_tls(west).cert == once.cert, "it is not due"
+
+
+async def test_a_signal_ends_the_port(enrolled: Enrolled) -> None:
+    """Whoever asks then is not answered."""
+    west, address = enrolled.enroll("west", PeerRole.CLUSTER), asyncio.get_running_loop().create_future()
+    serving = serve_authority(enrolled.directory / "ca", "127.0.0.1:0", DAY, LOG, address.set_result)
+    task = asyncio.create_task(serving)
+    await address
+    signal.raise_signal(signal.SIGTERM)
+    await task
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await said_by(west, address.result())[0].renew()
 
 
 @pytest.mark.slow

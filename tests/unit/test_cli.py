@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from dips import __version__, cli
+from dips.commands import demo
 from dips.errors import ConfigError, DipsError, UnavailableMaster, treatment_of
 from dips.store.files import read_parameters
 
@@ -212,6 +213,40 @@ def test_export_of_version_zero(run_file: Path, factory: str) -> None:
     assert all(np.array_equal(initial[name], tensor) for name, tensor in load_file(out).items())
     assert "snapshot" in str(refused(*words, "--version", "v1@r1"))
     assert "a version name like v12@r17, got '12'" in str(refused(*words, "--version", "12"))
+
+
+@pytest.mark.parametrize("words", [["--mirror", "--recover"], ["--mirror", "--no-kill"], ["--recover", "--no-kill"]])
+def test_a_demo_loses_one_thing(words: list[str]) -> None:
+    """Two of them contradict each other; nothing is started."""
+    error = CliRunner().invoke(cli.cli, ["demo", *words]).exception
+    assert isinstance(error, ConfigError) and "expected at most one of them" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("words", "way", "kill"),
+    [
+        ([], "kept", True),
+        (["--mirror"], "mirrored", True),
+        (["--recover"], "unmirrored", True),
+        (["--no-kill"], "kept", False),
+    ],
+)
+def test_a_demo_is_started_as_typed(words: list[str], way: str, kill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit code is the command's."""
+    asked: dict[str, object] = {}
+    monkeypatch.setattr("dips.demo.run.run_demo", lambda **options: asked.update(options) or 1)
+    assert CliRunner().invoke(cli.cli, ["demo", *words]).exit_code == 1
+    assert (asked["way"], asked["kill"], asked["secure"]) == (way, kill, False)
+
+
+def test_a_demo_without_its_packages_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install; a module of ours that is missing is no such thing."""
+    monkeypatch.delitem(sys.modules, "dips.demo.plots", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="the demo needs the package matplotlib"):
+        demo._of_the_demo("plots")
+    with pytest.raises(ModuleNotFoundError, match=r"dips\.demo\.nowhere"):
+        demo._of_the_demo("nowhere")
 
 
 def test_status_of_nobody(run_file: Path) -> None:

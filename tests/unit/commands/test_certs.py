@@ -109,6 +109,19 @@ def test_a_certificate_is_renewed_by_the_authority_or_by_a_request(ca: Path, tmp
     assert serial() not in (first, second) and not list((tmp_path / "own").glob("*.csr"))
 
 
+@pytest.mark.parametrize(
+    "words", [["--watch"], ["--watch", "--authority", "ca"], ["--from", "127.0.0.1:9", "--authority", "ca"]]
+)
+def test_a_renewal_has_one_signer(tmp_path: Path, words: list[str]) -> None:
+    """Nothing is read, made or asked before that is clear."""
+    assert "--authority signs here" in type_certs("renew", tmp_path / "berlin.cluster.crt", *words, code=78)
+
+
+def test_the_port_needs_an_authority(tmp_path: Path) -> None:
+    said = type_certs("serve", tmp_path / "nowhere", "--listen", "127.0.0.1:0", code=78)
+    assert str(tmp_path / "nowhere") in said
+
+
 def test_two_revocations_stay_two(tmp_path: Path) -> None:
     """The list is of all that was ever revoked: a second one does not make the first valid again."""
     enrolled = Enrolled(tmp_path)

@@ -113,15 +113,20 @@ def test_the_directory_is_read_by_from_pretrained(
 
 
 def test_like_another_directory(exported: Exported, trained: LlamaForCausalLM, tmp_path: Path) -> None:
-    """The configuration is read from a directory, whose tokenizer is copied; its weights are not needed."""
+    """The configuration is read from a directory, whose tokenizer is copied; its weights are not needed. The output may
+    lie in a directory that is not there yet, or be an empty one.
+    """
     like = tmp_path / "like"
     torch.manual_seed(8)
     build().save_pretrained(like)
     (like / "model.safetensors").unlink()
     (like / "tokenizer.json").write_text("{}")
-    exported.export(tmp_path / "hf", "--format", "hf", "--like", str(like))
-    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")), logits_of(trained))
-    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+    new, empty = tmp_path / "deep" / "hf", tmp_path / "empty"
+    empty.mkdir()
+    for directory in (new, empty):
+        exported.export(directory, "--format", "hf", "--like", str(like))
+        assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(directory)), logits_of(trained))
+        assert (directory / "tokenizer.json").read_text() == "{}"
 
 
 def test_load_fills_a_plain_module(exported: Exported, trained: LlamaForCausalLM, tmp_path: Path) -> None:

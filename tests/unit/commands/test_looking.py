@@ -8,8 +8,10 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 import yaml
@@ -19,14 +21,19 @@ from typer.testing import CliRunner
 from dips import cli
 from dips.client.parallel import shard_buffer
 from dips.codecs import Codec
-from dips.commands import completing, planning
+from dips.commands import completing, follow, logs, planning
 from dips.commands.config_checks import check_files, read_files
 from dips.commands.init import load_tensors
+from dips.commands.verify import INTACT, Known, _results_table
+from dips.config import load_run
 from dips.errors import ConfigError
 from dips.identity.certificates import SOON, utc_now
 from dips.identity.names import PeerRole
+from dips.ids import VersionId
+from dips.master.genesis import make_run
 from dips.outer.pool import MemorySum
-from dips.printable import FAIL, NOTE, CheckFinding
+from dips.printable import FAIL, NOTE, OK, CheckFinding
+from dips.slave import machine
 from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES
 from dips.wire.chunks import encode_body
 from tests.enrolled import Enrolled
@@ -161,6 +168,115 @@ def test_peers_are_asked_for_a_cluster_file_by_itself(files: FilesToCheck) -> No
     assert f"{files.cluster_file}: master: the master at {NOBODY} cannot be reached" in said
 
 
+def test_the_ledger_is_compared_with_the_run_file(files: FilesToCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run and slaves; and whether each slave that is here has the memory for its layers, by the file's bound or
+    what the machine has, the smaller one.
+    """
+    (files.directory / "s0").mkdir()
+    files.check()
+    make_run(load_run(files.run_file), {"a.w": np.zeros(3000, np.float32), "b.w": np.zeros(3000, np.float32)})
+    rows = files.check()
+    assert not verdicts(rows, FAIL)
+    good = verdicts(rows, OK)
+    assert "dips.yaml: master.directory: the ledger of run july" in good
+    assert [line.partition(": ")[2][:9] for line in good if "slaves." in line] == ["slaves.s0"], "s1 is elsewhere"
+    for bound, there, wrong in ((1000, 1 << 40, True), (1 << 40, 1000, True), (1 << 40, 1 << 40, False)):
+        files.run["slaves"][0]["memory_bytes"] = bound
+        monkeypatch.setattr(machine, "available_memory", lambda there=there: there)
+        assert bool([line for line in verdicts(files.check(), FAIL) if "slaves.s0" in line]) is wrong, (bound, there)
+    files.run["slaves"][0].pop("memory_bytes")
+    files.run["slaves"][1].update(name="s2", directory="s2")
+    assert "master.directory" in str(verdicts(files.check(), FAIL))
+    files.run["slaves"][1].update(name="s1", directory="s1")
+    files.run["shared"]["run"] = files.cluster["shared"]["run"] = "june"
+    assert "master.directory" in str(verdicts(files.check(), FAIL))
+
+
+# ---- dips logs -------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_lines_of_logs_are_printed(files: FilesToCheck) -> None:
+    """Of all that are here, or of those that are named, each line with its process; none of them if 0 are wanted. A
+    slave that the master starts logs in the master's directory.
+    """
+    files.check()
+    for directory, name, count in (("logs", "master", 30), ("m/slaves", "s0", 3)):
+        (path := files.directory / directory).mkdir(parents=True)
+        (path / f"{name}.log").write_bytes(b"".join(b"line %d \xff\n" % i for i in range(count)))
+    words = ("logs", "-c", str(files.run_file))
+    lines = type_words(*words).splitlines()
+    assert len(lines) == 20 + 3 and lines[-1].startswith("master | line 29") and lines[0].startswith("s0     | line 0")
+    assert [line[:12] for line in type_words(*words, "s0", "-n", "2").splitlines()] == ["s0 | line 1 ", "s0 | line 2 "]
+    assert type_words(*words, "-n", "0") == ""
+    with pytest.raises(ConfigError, match="no log of s9; there are those of s0, master"):
+        CliRunner().invoke(cli.cli, [*words, "s9"], catch_exceptions=False)
+    long = b"x" * (3 * logs.BLOCK)
+    (files.directory / "m/slaves/s0.log").write_bytes(b"first\n" + long + b"\nlast\n")
+    assert type_words(*words, "s0", "-n", "2") == f"s0 | {long.decode()}\ns0 | last\n", "longer than a block"
+
+
+def test_logs_are_followed_by_whole_lines(files: FilesToCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is still being written waits for its end, unless it is longer than a block; a file that was truncated begins
+    again; Ctrl-C ends it.
+    """
+    files.check()
+    (files.directory / "logs").mkdir()
+    (path := files.directory / "logs" / "west.log").write_bytes(b"one\n")
+    block = b"y" * logs.BLOCK
+    steps = [b"one\ntw", b"one\ntwo\nthree\n", b"one\ntwo\nthree\n", b"new\n", b"new\n" + block]
+
+    def sleep(seconds: float) -> None:
+        if not steps:
+            raise KeyboardInterrupt
+        path.write_bytes(steps.pop(0))
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=sleep))
+    said = type_words("logs", "-c", str(files.run_file), "--follow")
+    assert [line[:12] for line in said.splitlines()] == [
+        "west | one", "west | two", "west | three", "west | new", "west | yyyyy"
+    ]  # fmt: skip
+
+
+# ---- dips follow -----------------------------------------------------------------------------------------------------
+
+
+def test_a_follower_writes_where_it_is_told_or_beside_its_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a command alone into a directory of its own, which is gone at the end."""
+    asked = list[tuple[Path, list[str], bool]]()
+
+    async def follow_run(master: object, name: str, output: Path, words: list[str]) -> None:
+        asked.append((output, words, output.parent.is_dir()))
+
+    monkeypatch.setattr(follow, "_follow", follow_run)
+    words = ("follow", "--master", NOBODY)
+    type_words(*words, "--output", str(tmp_path / "m.safetensors"))
+    type_words(*words, "--output", str(tmp_path / "m.safetensors"), "--command", "evaluate 'a b'")
+    type_words(*words, "--command", "evaluate")
+    assert asked[:2] == [(tmp_path / "m.safetensors", command, True) for command in ([], ["evaluate", "a b"])]
+    aside, command, was_there = asked[2]
+    assert command == ["evaluate"] and was_there and not aside.parent.exists()
+    for wrong, told in (([], "what to do with each version"), (["--command", "'"], "--command")):
+        with pytest.raises(ConfigError, match=told):
+            CliRunner().invoke(cli.cli, [*words, *wrong], catch_exceptions=False)
+
+
+# ---- dips verify -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_intact_is_red() -> None:
+    """A version of the ledger in red if it lacks anything on a slave, what the ledger does not know faint."""
+    v1, v2, v9 = VersionId(1, 1), VersionId(2, 2), VersionId(9, 9)
+    results = {"s0": {v1: INTACT, v2: INTACT, v9: "torn"}, "s1": {v1: INTACT, v2: "bit rot", v9: INTACT}}
+    table = _results_table(results, Known((v1, v2), v1, {}))
+    assert [row.style for row in table.rows] == ["", "red", "dim"]
+    assert list(table.columns[1].cells) == ["committed", "committed", "no version, or retired"]
+    assert list(table.columns[3].cells) == [INTACT, "bit rot", INTACT]
+    alone = _results_table({"s0": {v9: INTACT}}, Known((), None, {}))
+    assert list(alone.columns[1].cells) == ["–"] and [row.style for row in alone.rows] == [""]
+
+
 # ---- dips plan memory ----------------------------------------------------------------------------------------------
 
 
@@ -218,8 +334,6 @@ def test_ranks_and_links_follow_the_codecs(files: FilesToCheck) -> None:
 @pytest.mark.parametrize("codec", Codec)
 def test_codecs_are_as_wide_as_planned(codec: Codec) -> None:
     """Of pushes; the link of a cluster of as many elements carries them."""
-    import numpy as np
-
     sent = len(bytes(encode_body(codec, np.ones(65536, np.float32))))
     assert planning.plan_cluster(65536, 2, codec, Codec.FP32).push_bytes == sent
 

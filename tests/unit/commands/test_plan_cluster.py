@@ -129,6 +129,18 @@ def test_a_plan_is_handed_over() -> None:
     assert plan_data(megatron)["pipeline"]["schedule"] == "1f1b"
 
 
+def test_what_a_framework_is_given_is_printed_and_written(files: list[str], tmp_path: Path) -> None:
+    """torchtitan's schedule is a file of its own, whose path is in the flags; with --json they are not printed."""
+    csv = tmp_path / "schedule.csv"
+    words = ["plan", "cluster", *files, "--for", "torchtitan", "--csv", str(csv)]
+    shown = CliRunner().invoke(cli, words)
+    assert shown.exit_code == 0, repr(shown.exception)
+    titan = make_plan(parse_profile(MACHINES, "p"), parse_model(DECODER, "m"), Framework.TORCHTITAN)
+    handed = hand_over(titan, Framework.TORCHTITAN, str(csv))
+    assert csv.read_text() == handed.csv and shown.stdout.endswith("\n".join(handed.flags) + "\n")
+    assert json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout) == plan_data(titan)
+
+
 @pytest.mark.parametrize(("gbit", "stages"), [(100, 0), (1, 1)])
 def test_fsdp2_is_given_shares(gbit: float, stages: int) -> None:
     """For FSDP2 each device has its samples by speed, 2 : 1 here, whether the plan gathers layer by layer or, on a slow

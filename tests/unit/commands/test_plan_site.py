@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from dips.cli import cli
 from dips.commands.plan_site import TEMPLATE, describe_choice, plan_sites, read_inventory
 from dips.errors import ConfigError
 
@@ -106,3 +108,21 @@ def test_the_template_is_an_inventory(tmp_path: Path) -> None:
     (tmp_path / "paris-oslo.json").write_text(json.dumps({"end": {"sum_received": {"bits_per_second": 9e8}}}))
     (tmp_path / "sites.yaml").write_text(TEMPLATE)
     assert plan_sites(read_inventory(tmp_path / "sites.yaml")).best.site == "berlin"
+
+
+def test_the_command_shows_all_sites(tmp_path: Path) -> None:
+    """A row for each, the best first, with its longest wait; then the choice in sentences. The template is printed."""
+    content = changed("sites", "three", to={"memory_gb": 0.001})
+    content["rates"]["three"] = {"one": 1, "two": 1}
+    done = CliRunner().invoke(cli, ["plan", "site", str(written(tmp_path, content))], env={"COLUMNS": "120"})
+    assert done.exit_code == 0, repr(done.exception)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines()]
+    assert [row for row in rows if len(row) > 1] == [
+        ["two", "13", "0.00", "20", "6.4 s, one"],
+        ["one", "641", "0.00", "100", "640.0 s, two"],
+        ["three (too little memory)", "128", "0.00", "2", "64.0 s, one"],
+    ]
+    assert "tokens lost in a round" in done.stdout and "longest wait" in done.stdout
+    assert "servers at two: a round costs 13 tokens; at one, the next best, 4905% more" in done.stdout
+    assert CliRunner().invoke(cli, ["plan", "site"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["plan", "site", "--template"]).stdout == TEMPLATE

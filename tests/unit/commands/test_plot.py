@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import sqlite3
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from dips.cli import cli
 from dips.commands.plot import plot_run
 from dips.commands.plot_drawing import draw_losses
 from dips.config import load_run
@@ -102,6 +105,15 @@ def test_the_csv_is_the_ledger(run_file: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_numbers_are_printed_as_json(run_file: Path, tmp_path: Path) -> None:
+    """Those of the files, which are not written; a version by its name, none of a round that made none."""
+    said = json.loads(CliRunner().invoke(cli, ["plot", "-c", str(run_file), "-o", str(tmp_path), "--json"]).stdout)
+    accepted = [(push["version"], push["loss"]) for push in said["pushes"] if push["cluster"] == "a"]
+    assert accepted == [(str(V1), 1 / 3), (None, None), (str(V2), 9.0), (str(V3), 0.25)]
+    assert [(result["version"], result["value"]) for result in said["results"]][1] == (str(V3), 0.2)
+    assert not (tmp_path / "loss.csv").exists()
+
+
 def test_tokens_follow_the_lineage(run_file: Path, tmp_path: Path) -> None:
     """What was rolled back is marked, and its tokens are not those of its successor."""
     rows = rows_of(plot_run(run_file, tmp_path)[0])
@@ -130,6 +142,14 @@ def test_the_picture_shows_curves_gates_and_versions(run_file: Path) -> None:
     assert x_tokens == [400 / 1e6, 800 / 1e6] and x_minutes == [60.5 / 60, 2.0]
     drawn = {str(line.get_label()): list(line.get_ydata()) for axes in figure.axes for line in axes.lines}
     assert (drawn["validation_loss"], drawn["accuracy"]) == ([0.2], [0.75])
+    marks = {str(line.get_label()): list(line.get_xdata()) for line in figure.axes[0].lines}
+    assert marks["version"] == [400 / 1e6, 800 / 1e6], "not the one that was rolled back"
+    assert len(marks["gated push"]) == 3
+    under = [axes.get_xlabel() for axes in figure.axes]
+    assert (
+        under == ["", "", "accepted tokens of the run, millions", "minutes"] and figure.axes[0].get_ylabel() == "loss"
+    )
+    assert all(axes.get_legend() is not None for axes in (figure.axes[0], *figure.axes[2:]))
 
 
 def test_a_run_without_a_round_is_drawn(run_file: Path, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ test-slow.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +19,25 @@ import yaml
 from typer.testing import CliRunner
 
 from dips.cli import cli
-from dips.commands.profile import _first_tensor, deal_pairs, fit_line, make_files
+from dips.commands import profile
+from dips.commands.profile import (
+    SAMPLES,
+    _first_tensor,
+    _time_layer,
+    deal_pairs,
+    find_layers,
+    fit_line,
+    make_files,
+    measure_layers,
+    measure_memory,
+    measure_pairs,
+    time_work,
+)
 from dips.errors import ConfigError
 from dips.inside.planning.profile import parse_model, parse_profile
+from tests.integration.cluster_harness import free_port
 
+CPU = torch.device("cpu")
 FACTORY = """
 import torch
 class Block(torch.nn.Module):
@@ -82,11 +99,11 @@ def test_the_files_are_what_the_planner_reads() -> None:
     places = [place("a"), place("a"), place("b", site="west"), place("c", "slow", site="west")]
     links = {(0, 1): (1e-5, 1e10), (0, 2): (1e-3, 2e8), (0, 3): (1e-3, 1e8), (2, 3): (1e-4, 1e9)}
     machines, needs = make_files(places, links, [{"block": row}, {}, {}, {"block": row}], "mymodel", 512, 8)
-    profile, model = parse_profile(machines, "profile.yaml"), parse_model(needs, "model.yaml")
-    assert list(profile.places) == ["a.0", "a.1", "b.0", "c.0"]
-    assert profile.links["east"]["west"].gbit == profile.links["west"]["east"].gbit == 0.8
-    assert profile.kinds["fast"].inside_gbit == 80
-    assert profile.measured["slow"]["block"].weight == (0.0, 0.3)
+    machine, model = parse_profile(machines, "profile.yaml"), parse_model(needs, "model.yaml")
+    assert list(machine.places) == ["a.0", "a.1", "b.0", "c.0"]
+    assert machine.links["east"]["west"].gbit == machine.links["west"]["east"].gbit == 0.8
+    assert machine.kinds["fast"].inside_gbit == 80
+    assert machine.measured["slow"]["block"].weight == (0.0, 0.3)
     assert (model.batch, model.sequence, model.parameters) == (8, 512, 10)
 
 
@@ -104,6 +121,119 @@ def test_without_torchrun_it_says_how() -> None:
     refused = CliRunner().invoke(cli, ["profile", "--factory", "mymodel:build"], env={"RANK": None}).exception
     assert isinstance(refused, ConfigError)
     assert "torchrun --nproc-per-node" in str(refused)
+
+
+def test_work_is_timed_after_a_first_run_by_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run, which compiles and allocates, does not count, and neither does one that something disturbed."""
+    now, costs = 0.0, [1000.0, 3.0, 1.0, 50.0, 2.0, 2.0]
+
+    def work() -> None:
+        nonlocal now
+        now += costs.pop(0)
+
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert time_work(work, CPU) == 2.0 and not costs
+
+
+class Repeated(torch.nn.Module):
+    """A layer that is called twice, one that runs between ids and floats, one without parameters, one never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.silu = torch.nn.Embedding(50, 8), torch.nn.SiLU()
+        self.blocks = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 8), "b": torch.nn.Linear(8, 8)})
+        self.unused = torch.nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens)
+        for block in (self.blocks["b"], self.blocks["a"], self.blocks["a"]):
+            x = self.silu(block(x))
+        return x
+
+
+def test_layers_are_measured_as_the_forward_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once for each micro-batch, in the forward's order; the hooks are gone after it. Ids have no gradient."""
+    monkeypatch.setattr(profile, "ROUNDS", 1)
+    model = Repeated()
+    assert [name for name, _ in find_layers(model)] == ["embedding", "blocks.a", "blocks.b", "unused"]
+    rows = measure_layers(model, CPU, 16)
+    assert list(rows) == ["embedding", "blocks.b", "blocks.a"]
+    assert all(len(row["seconds"]) == len(SAMPLES) for row in rows.values())
+    assert all(seconds > 0 for row in rows.values() for seconds, _, _ in row["seconds"])
+    assert all(to_inputs == 0 for _, to_inputs, _ in rows["embedding"]["seconds"])
+    assert all(to_inputs > 0 for _, to_inputs, _ in rows["blocks.a"]["seconds"])
+    assert all(weights >= 0 for row in rows.values() for *_, weights in row["seconds"])
+    assert not any(layer._forward_pre_hooks for _, layer in find_layers(model))
+    assert rows["blocks.a"]["flops"] == 2 * 16 * 8 * 8 and rows["blocks.a"]["border_bytes"] == 16 * 8 * 4
+    assert rows["blocks.a"]["activation_bytes"] == 16 * 8 * 4, "its input, and not its weight"
+    assert rows["embedding"]["activation_bytes"] == 16 * 8, "the ids"
+    with pytest.raises(ConfigError, match=r"expected a model of token ids, i64\[samples, 16\], got RuntimeError"):
+        measure_layers(torch.nn.Sequential(torch.nn.Linear(3, 3)), CPU, 16)
+    with pytest.raises(ConfigError, match="expected a model with layers"):
+        measure_layers(torch.nn.Sequential(torch.nn.Identity()), CPU, 16)
+
+
+def test_a_frozen_layer_has_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing to compute a gradient of: 0 s, and not an error."""
+    monkeypatch.setattr(profile, "ROUNDS", 1)
+    frozen = torch.nn.Embedding(50, 8).requires_grad_(False)
+    ((forward, inputs, weights),) = [_time_layer(frozen, (torch.zeros(4, dtype=torch.long),), {}, CPU)]
+    assert forward > 0 and (inputs, weights) == (0.0, 0.0)
+
+
+def test_memory_is_counted_by_category() -> None:
+    """Of one sample; the gradients that it made are taken away."""
+    model = Repeated()
+    counted = measure_memory(model, CPU, 16)
+    parameters = 4 * sum(p.numel() for p in model.parameters())
+    used = parameters - 4 * (8 * 8 + 8)
+    assert counted["parameters"] == parameters and counted["gradients"] == used
+    assert counted["activations"] > 0 and counted["peak"] >= parameters + used
+    assert all(p.grad is None for p in model.parameters())
+
+
+def probe(rank: int, port: int, out: str) -> None:
+    """One of two ranks that measure the link between them."""
+    torch.set_num_threads(1)  # those of the parent are not in a forked process
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    try:
+        profile.PAYLOAD_MB = 1
+        found = measure_pairs([place("a"), place("b")], CPU)
+        Path(f"{out}.{rank}").write_text(repr(found))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_link_is_measured_by_both_ends(tmp_path: Path) -> None:
+    """All ranks know the figures of the first one; a large message goes faster a byte than five integers."""
+    torch.multiprocessing.start_processes(
+        probe, (free_port(), str(tmp_path / "found")), nprocs=2, start_method="fork", join=True
+    )
+    first, second = (ast.literal_eval((tmp_path / f"found.{rank}").read_text()) for rank in range(2))
+    assert first == second and list(first) == [(0, 1)]
+    latency, rate = first[0, 1]
+    assert 0 < latency < 1 and rate > 10 * 5 * 4 / latency
+
+
+def test_one_rank_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command as torchrun starts it, for one device; the process group is gone after it."""
+    (tmp_path / "model_to_profile.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(profile, "ROUNDS", 1)
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3", "MASTER_ADDR": "127.0.0.1"}
+    words = ["profile", "--factory", "model_to_profile:build", "--tokens", "16", "--site", "west"]
+    done = CliRunner().invoke(cli, words, env={**rank, "MASTER_PORT": str(free_port())})
+    assert done.exit_code == 0, repr(done.exception)
+    assert "wrote profile.yaml" in done.stdout and "wrote model.yaml" in done.stdout
+    assert "memory of one sample, without an optimizer: parameters 0.0" in done.stdout
+    machines = parse_profile(yaml.safe_load(Path("profile.yaml").read_text()), "profile.yaml")
+    (node,) = machines.places
+    assert node.endswith("-3.0") and machines.places[node].site == "west"
+    model = parse_model(yaml.safe_load(Path("model.yaml").read_text()), "model.yaml")
+    assert [layer.name for layer in model.layers] == ["embedding", "blocks.0", "blocks.1", "head"]
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.slow
@@ -127,16 +257,16 @@ def test_two_ranks_profile_a_model(tmp_path: Path) -> None:
     counted = {name: float(figure) for name, figure in re.findall(r"(\w+) ([\d.e-]+) MB", done.stdout)}
     assert counted["parameters"] == counted["gradients"] == pytest.approx(4 * parameters / 1e6, rel=0.01)
     assert 2 * counted["parameters"] < counted["peak"]
-    profile = parse_profile(yaml.safe_load((tmp_path / "profile.yaml").read_text()), "profile.yaml")
+    machines = parse_profile(yaml.safe_load((tmp_path / "profile.yaml").read_text()), "profile.yaml")
     model = parse_model(yaml.safe_load((tmp_path / "model.yaml").read_text()), "model.yaml")
-    assert len(profile.places) == 2
+    assert len(machines.places) == 2
     assert [layer.name for layer in model.layers] == ["embedding", "blocks.0", "blocks.1", "head"]
     assert model.layers[1].parameters == 2 * 32 * 64 + 96
     assert model.layers[1].flops == 2 * 16 * 2 * 32 * 64
     assert model.layers[1].border_bytes == 16 * 32 * 4
     saved = sum(layer.activation_bytes for layer in model.layers) / 1e6
     assert saved / 2 < counted["activations"] < 2 * saved  # what autograd saves of each layer by itself
-    measured = profile.measured["cpu"]
+    measured = machines.measured["cpu"]
     assert set(measured) == {layer.name for layer in model.layers}
     assert sum(measured["head"].forward) > 0
-    assert profile.kinds["cpu"].inside_gbit > 0
+    assert machines.kinds["cpu"].inside_gbit > 0

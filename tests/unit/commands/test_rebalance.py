@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,22 @@ import yaml
 from typer.testing import CliRunner
 
 from dips import cli
+from dips.commands import rebalancing
 from dips.commands.rebalancing import rebalance_run
 from dips.config import load_run
-from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk
+from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk, UnavailableMaster
 from dips.files import PidLock
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
+from dips.protocol.effects import Acknowledged, Pending, Refused
+from dips.protocol.events import RebalanceAsked
 from dips.slave import staging
 from dips.slave.snapshots import Snapshots
 from dips.store import tensorfile
 from dips.store.files import read_layer, read_manifest, staged_path
 from dips.store.version import digest_of
-from dips.transport.endpoints import master_peer
+from dips.transport.endpoints import Endpoint, master_peer
 from tests.damage import flip_bit
 from tests.guillotine import Guillotine, Killed
 from tests.power_cut import PowerCut
@@ -44,6 +48,49 @@ SHAPES = {f"block.{i}.w": (3 + i, 2) for i in range(6)} | {"head.b": (1,)}
 def own_log() -> None:
     """A test before this one may have left a log that writes to its own, closed file."""
     structlog.reset_defaults()
+
+
+# ---- the master's answers --------------------------------------------------------------------------------------------
+
+
+def test_it_asks_until_the_placement_is_valid(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reason to wait is said once; what the master refuses is said as it says it. Nothing is copied meanwhile."""
+    away, waits = UnavailableMaster("nobody answers"), Pending("a push is open")
+    answers: list[Any] = []
+    now, said, asked = 0.0, list[str](), list[Any]()
+
+    async def ask_master(master: Endpoint, question: Any) -> Any:
+        asked.append(question)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(rebalancing, "ask_master", ask_master)
+    monkeypatch.setattr(rebalancing, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rebalancing.asyncio, "sleep", sleep)
+
+    def rebalance(wait_s: float, *told: Any) -> None:
+        nonlocal now
+        answers[:], now = told, 0.0
+        said.clear()
+        rebalance_run(load_run(run / "three.yaml"), ["s2"], master_peer("127.0.0.1:1", None), wait_s, said.append)
+
+    rebalance(60.0, away, away, waits, waits, away, Acknowledged())
+    assert said == ["nobody answers", "a push is open", "nobody answers"] and now == 5.0
+    assert asked[0] == RebalanceAsked(0, "s2", ("s0", "s1", "s2"), None, "")
+    with pytest.raises(ConfigError, match="it has other layers"):
+        rebalance(60.0, waits, Refused(0.0, "it has other layers"))
+    with pytest.raises(UnavailableMaster, match="given up after 2 s: a push is open; repeat the command"):
+        rebalance(2.0, *[waits] * 9)
+    assert now == 2.0
+    with pytest.raises(UnavailableMaster, match="nobody answers"):
+        rebalance(2.0, waits, *[away] * 9)
+    assert now == 2.0
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -102,13 +102,17 @@ def test_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_wandb_shows_all_numbers_by_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of versions come later than their rounds, and W&B's own steps only grow; what is called is recorded."""
-    called: list[tuple[object, ...]] = []
+    called: list[object] = []
     run = SimpleNamespace(
-        define_metric=lambda name, step_metric=None: called.append((name, step_metric)), log=called.append
+        define_metric=lambda name, step_metric=None: called.append((name, step_metric)),
+        log=called.append,
+        finish=lambda: called.append("finish"),
     )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
-    WandbSink("project", "my-run", tmp_path).write_point(7, 1000.5, {"loss/run": 0.5})
-    assert called == [("round", None), ("*", "round"), {"loss/run": 0.5, "round": 7, "unix_seconds": 1000.5}]
+    sink = WandbSink("project", "my-run", tmp_path)
+    sink.write_point(7, 1000.5, {"loss/run": 0.5})
+    sink.close()
+    assert called == [("round", None), ("*", "round"), {"loss/run": 0.5, "round": 7, "unix_seconds": 1000.5}, "finish"]
 
 
 async def test_a_process_follows_the_ledger(run_file: Path, tmp_path: Path) -> None:

@@ -325,6 +325,22 @@ def test_the_command_says_what_it_would_run(tmp_path: Path, monkeypatch: pytest.
     assert isinstance(twice.exception, ConfigError) and "exists already" in str(twice.exception)
 
 
+@pytest.mark.usefixtures("in_place")
+def test_the_command_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Table, sentences and picture, into a directory that is made; the printed sentences are those of the file."""
+    monkeypatch.chdir(tmp_path)
+    rows = {"synchronous": CONTENT["rows"]["synchronous"]}
+    Path("study.yaml").write_text(yaml.safe_dump({**CONTENT, "rows": rows}))
+    done = CliRunner().invoke(cli, ["study", "study.yaml", "-j", "1", "--output", "deep/out"])
+    assert done.exit_code == 0, repr(done.exception)
+    out = Path("deep/out")
+    lines = (out / "results.csv").read_text().splitlines()
+    assert len(lines) > 1 and any("synchronous" in line for line in lines)
+    said = (out / "recommendation.txt").read_text()
+    assert said.strip() and said in done.stdout and "losses.png" in done.stdout
+    assert (out / "losses.png").read_bytes()[1:4] == b"PNG"
+
+
 @pytest.mark.parametrize(
     ("factory", "task", "said"),
     [

@@ -12,7 +12,7 @@ from dips.commands.history import draw_rounds, shorten_ranges
 from dips.protocol.enums import DurabilityState, RoundState
 from dips.protocol.view import DurabilityView, ProgressView, RangesView, RoundCounts, RoundView, VersionProcessView
 from dips.telemetry.listing import Column, Listing, ListingRow
-from dips.view.terminal import render_status
+from dips.view.terminal import NONE, render_status
 from tests.unit.view.views import make_cluster, make_run, make_slave
 
 NO_SPACE = "parameter-server-frankfurt-0 refused: FailedDisk: /var/lib/dips/snapshots: No space left on device"
@@ -57,6 +57,11 @@ STATUS_WORDS = (  # also where some columns have no room
     *("parameter-server-frankfurt-0", "awaited", "not registered since this master started", "2/4"),
 )
 
+HEARD = [  # of one cluster no loss was told
+    {"tokens": 100, "loss": 0.5, "base": {"version": 1201}},
+    {"tokens": 900, "loss": None, "base": {"version": 1202}},
+    {"tokens": 300, "loss": 0.3, "base": {"version": 1200}},
+]
 SCORE = "its score 7.31 is above 3.00 after 40 rounds"
 UNDONE = "rolled back to v1202@r1249: no slave but parameter-server-frankfurt-0 offers v1203@r1250"
 
@@ -87,6 +92,9 @@ ROUNDS = [
     round_(1253, "applied", **MADE, undone=UNDONE, durable=False, outcomes=[outcome("berlin-h100-west")]),
     round_(1254, "applied", **MADE, durable=False, outcomes=[outcome("berlin-h100-west")]),
     round_(1255, "unfinished"),
+    round_(1256, "applied", **MADE, folds=HEARD, ended=1100.0),
+    round_(1257, "applied", **MADE, folds=HEARD[1:2], ended=1109.0),
+    round_(1258, "recovered", version="v1204@r1258", parent="v1203@r1250", recovered="from saved.safetensors"),
 ]
 ROUNDS_WORDS = (
     *("r1250", "applied", "v1203@r1250", "parent: v1202@r1249", "812.00M", "0.0123 clipped", "unchanged", "unfinished"),
@@ -116,6 +124,21 @@ def test_nothing_is_cut_off(what: RenderableType, words: tuple[str, ...], width:
         words = tuple(word for word in words if "wider terminal" not in word)
     flat = " ".join(text.split())
     assert [word for word in words if word not in flat] == []
+
+
+def test_a_round_is_told_by_its_pushes() -> None:
+    """The loss is the mean by tokens of those that told one, staleness the oldest base's; seconds from the row above,
+    if both ended. A version of a file says where it came from, and what has no parent above it names its own.
+    """
+    rows = draw_rounds(ROUNDS)._rows[-3:]
+    assert [row.cells[3:7] for row in rows] == [
+        ("0.350", "812.00M", NONE, "2"), (NONE, "812.00M", "9", "0"), (NONE, "0", NONE, NONE)
+    ]  # fmt: skip
+    notes = [[note for note in row.notes if note] for row in rows]
+    assert notes == [["parent: v1202@r1249"], ["parent: v1202@r1249"], ["recovered: from saved.safetensors"]]
+    tuned = {"kind": "tuned", "key": "outer.lr", "value": 0.5}
+    apart = draw_rounds([ROUNDS[-3], tuned, ROUNDS[-2]])._rows
+    assert apart[2].cells[5] == "9" and apart[1].notes == ("outer.lr = 0.5",), "what was set ends no round"
 
 
 def test_what_has_no_room_stands_under_its_row() -> None:
