@@ -52,11 +52,13 @@ def list_groupings(profile: ClusterProfile, speed_of: Callable[[str], float]) ->
         add(groups, by)
     distances = network_distances(profile)
     for network in link_on_average(distances):
-        add(([devices[i] for i in g] for g in network), "linkage by network")
         inner = [link_by_speed([devices[i] for i in g], speed_of) for g in network]
         for depth in range(max(map(len, inner))):
             split = [level[min(depth, len(level) - 1)] for level in inner]
-            add((g for level in split for g in level), "linkage by network, then by speed")
+            add(
+                (g for level in split for g in level),
+                "linkage by network, then by speed" if depth else "linkage by network",
+            )
     for cut in cut_greedily(1 / np.where(distances > 0, distances, np.inf), min(len(devices), MOST_CUTS)):
         add(([devices[i] for i in g] for g in cut), "greedy min-k-cut")
     return list(found.values())

@@ -345,15 +345,10 @@ def schedule_csv(orders: Sequence[Sequence[ScheduledAction]]) -> str:
     """Return the computations of each rank as a line, as torch's pipelining runtime reads them."""
     lines = []
     for order in orders:
-        microbatches = sorted({a.microbatch for a in order if a.op in COMPUTING and a.microbatch is not None})
-        number = {m: i for i, m in enumerate(microbatches)}  # a rank counts its own from 0
-        lines.append(
-            ",".join(
-                str(ScheduledAction(a.op, a.part, number[a.microbatch]))
-                for a in order
-                if a.op in COMPUTING and a.microbatch is not None
-            )
-        )
+        computed = [(a.op, a.part, a.microbatch) for a in order if a.op in COMPUTING]
+        own = sorted({m for *_, m in computed if m is not None})
+        number = {m: i for i, m in enumerate(own)}  # a rank counts its own from 0
+        lines.append(",".join(str(ScheduledAction(op, part, number[m])) for op, part, m in computed if m is not None))
     return "\n".join(lines) + "\n"
 
 

@@ -159,8 +159,10 @@ class ClusterProfile:
 
 
 def ring_seconds(route: Route, devices: int, nbytes: float) -> float:
-    """Seconds of an all-gather or a reduce-scatter of so many bytes in all, over a ring (`ClusterProfile.ring`)."""
-    return (devices - 1) * (route.latency_s + nbytes / devices * route.byte_s) if devices > 1 else 0.0
+    """Seconds of an all-gather or a reduce-scatter of so many bytes in all, over a ring (`ClusterProfile.ring`) of at
+    least one device.
+    """
+    return (devices - 1) * (route.latency_s + nbytes / devices * route.byte_s)
 
 
 def check_profile(profile: ClusterProfile, name: str) -> None:

@@ -81,7 +81,7 @@ class RankedPlan:
     @property
     def rate(self) -> float:
         """Samples a second."""
-        return 0.0 if self.missing or not self.step_s else self.samples / self.step_s
+        return 0.0 if self.missing else self.samples / self.step_s
 
 
 @dataclass(slots=True)

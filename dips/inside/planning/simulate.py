@@ -417,16 +417,12 @@ def _common_uses(
     route: Callable[[str, str], Route], device: str, others: tuple[str, ...], towards: bool = False
 ) -> tuple[tuple[Hashable, float], ...]:
     """Return what all ways from a device to some others pass, or with `towards` all ways from them to it."""
-    found: set[tuple[Hashable, float]] | None = None
-    for other in others:
-        if other == device:
-            return ()
-        uses = set((route(other, device) if towards else route(device, other)).uses)
-        found = uses if found is None else found & uses
-        if not found:
-            return ()
+    if device in others:
+        return ()
+    ways = (route(other, device) if towards else route(device, other) for other in others)
+    found = set.intersection(*(set(way.uses) for way in ways))
     wanted = "in" if towards else "out"
-    return tuple(use for use in found or () if isinstance(use[0], tuple) and use[0][0] == wanted)
+    return tuple(use for use in found if isinstance(use[0], tuple) and use[0][0] == wanted)
 
 
 def _own_w(device: PipelineDevice) -> float:

@@ -58,6 +58,15 @@ def test_transfers_are_added() -> None:
     assert spell(lower_forward(plan, "c")) == "1RECV_F1 1UNSHARD 1F1 1RESHARD"
 
 
+def test_what_is_resharded_between_two_passes_is_gathered_again() -> None:
+    """Only the reshard after a part's last computation waits for its reduction."""
+    spare = copy.deepcopy(PLAN)
+    spare["pipeline"]["orders"]["c"] = "1UNSHARD 1F1 1RESHARD 1UNSHARD 1B1 1RESHARD 1REDUCE_GRAD 1STEP"
+    spare["pipeline"]["orders"]["b"] = "1UNSHARD 1F0 1RESHARD 1UNSHARD 1B0 1RESHARD 1REDUCE_GRAD 1STEP"
+    played = spell(lower_order(read_pipeline(spare, "plan.yaml"), "c"))
+    assert played == "1RECV_F1 1UNSHARD 1F1 1RESHARD 1UNSHARD 1B1 1SEND_B1 1REDUCE_GRAD 1RESHARD"
+
+
 def test_ministages_of_one_device_send_nothing() -> None:
     """Borders inside a device are none."""
     plan = read_pipeline(ALONE, "plan.yaml")

@@ -27,6 +27,7 @@ from dips.inside.planning.schedules import ScheduleName
 from dips.inside.planning.search import (
     PipelineChoice,
     Planner,
+    RankedPlan,
     balance_chain,
     deal_microbatches,
     parameter_costs,
@@ -110,6 +111,24 @@ def test_spantrain_figure_5() -> None:
     second = [sorted(map(len, level)) for level in link_by_speed(first[0], lambda d: profile.kind_of(d).tflops)]
     assert second[-1] == [1, 2, 2]
     assert any(sorted(map(len, groups)) == [1, 1, 1, 1, 1, 1, 2, 2, 2] for groups in found)
+
+
+def test_groups_are_split_by_speed_as_far_as_any_of_them_can_be() -> None:
+    """One site of three speeds, one of equal devices, all of one kind: the second stays whole while the first splits.
+    What several ways find is named by the first of them.
+    """
+    raw = {
+        "nodes": [{"name": f"{site}{i}", "kind": "k", "site": site} for site in "ab" for i in range(3)],
+        "kinds": {"k": {"memory_gb": 16, "tflops": 1}},
+        "links": {a: {b: 10 if a == b else 0.1 for b in "ab"} for a in "ab"},
+    }
+    speeds = {"a0.0": 1.0, "a1.0": 3.0, "a2.0": 30.0}
+    found = {g.groups: g.found_by for g in list_groupings(parse_profile(raw, "p"), lambda d: speeds.get(d, 1.0))}
+    whole = ("b0.0", "b1.0", "b2.0")
+    assert found[("a0.0",), ("a1.0",), ("a2.0",), whole] == "linkage by network, then by speed"
+    assert found[("a0.0", "a1.0"), ("a2.0",), whole] == "linkage by network, then by speed"
+    assert found[("a0.0", "a1.0", "a2.0"), whole] == "by site"
+    assert found[(("a0.0", "a1.0", "a2.0", *whole),)] == "all devices"
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("zorse-a", [2, 2, 8, 8]), ("zorse-b", [8, 16, 16, 24])])
@@ -216,6 +235,30 @@ def test_no_pipeline_beats_its_bound() -> None:
             schedules.add((choice.schedule, choice.ministages > 1, len(choice.groups[0]) > 1))
     assert {(ScheduleName.BREADTH_FIRST, True, True), (ScheduleName.BREADTH_FIRST, True, False)} <= schedules
     assert {(ScheduleName.ONE_F_ONE_B, False, True), (ScheduleName.ZB_H1, False, True)} <= schedules
+
+
+def test_a_slow_border_is_part_of_the_bound() -> None:
+    """All activations and gradients of a step cross it, so no step is shorter than that: 8 MB each way at 1 Mbit/s."""
+    planner = Planner(small_cluster((100, 100), gbit=0.001), small_model(2))
+    pipeline = planner.make_pipeline(PipelineChoice(ScheduleName.ONE_F_ONE_B, (("n0.0",), ("n1.0",)), (0, 1, 2), 1))
+    assert 8 * 1e6 * 8 / 1e6 <= bound_step(pipeline) <= simulate(pipeline, spans=False).seconds
+
+
+def test_what_cannot_run_has_no_rate() -> None:
+    """Whatever its seconds would be."""
+    assert RankedPlan("FSDP2", 2.0, 8.0).rate == 4.0 and RankedPlan("FSDP2", 2.0, 8.0, missing="memory").rate == 0.0
+
+
+def test_a_round_of_edit_takes_as_long_as_its_slowest_node() -> None:
+    """Of two nodes, one four times as fast as the other: EDiT waits for the slow one, under whose forward the
+    parameters cross, A-EDiT for nobody.
+    """
+    planner = Planner(small_cluster((100, 25), gbit=0.2), small_model(8, batch=40))
+    waits, apart = planner.average_nodes([("n0.0",), ("n1.0",)], tau=1)
+    fast, slow = (planner.shard_in_nodes([(f"n{i}.0",)], average=False).step_s / 2 for i in range(2))
+    assert slow == pytest.approx(4 * fast, rel=0.01)
+    assert waits.step_s == pytest.approx(slow, rel=0.01)
+    assert apart.rate == pytest.approx(20 / fast + 20 / slow, rel=0.01)
 
 
 def test_what_does_not_fit_names_device_and_bytes() -> None:
