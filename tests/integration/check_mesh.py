@@ -202,6 +202,29 @@ def timed(mesh: DeviceMesh) -> dict[str, Any]:
     return {"steps": side.loop.last_sync.inner_steps, "taken": number, "agree": replicas_agree(side, mesh)}
 
 
+def idle(mesh: DeviceMesh) -> dict[str, Any]:
+    """By time, a replica may have taken no step since the last sync when `sync` is called: it brings what it holds."""
+    side = MeshSide(mesh, rules(PLAIN), lr=0.1, seconds=1000.0)
+    for number in range(2):
+        side.step(number)
+    side.loop.sync()
+    between = side.shards()
+    if mesh.get_local_rank("sync") == 0:
+        side.step(2)
+    mine = side.shards()
+    of_all = [[torch.empty_like(shard) for _ in range(mesh.size(0))] for shard in mine]
+    for shard, of_one in zip(mine, of_all, strict=True):
+        dist.all_gather(of_one, shard, group=mesh.get_group("sync"))
+    side.loop.sync()
+    assert side.loop.last_sync is not None
+    means = [sum(of_one) / mesh.size(0) for of_one in of_all]
+    return {
+        "steps": side.loop.last_sync.inner_steps, "agree": replicas_agree(side, mesh),
+        "moved": not alike(between, side.shards()),
+        "off": max(float((ours - mean).abs().max()) for ours, mean in zip(side.shards(), means, strict=True)),
+    }  # fmt: skip
+
+
 def saved(mesh: DeviceMesh) -> dict[str, Any]:
     """A checkpoint by torch.distributed.checkpoint, loaded in place into new objects: training goes on as it would."""
     path = Path(os.environ["CHECK_MESH_CHECKPOINT"])

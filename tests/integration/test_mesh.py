@@ -16,7 +16,7 @@ from tests.integration.test_adapters import under_torchrun
 from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, harness, reference
 
 pytestmark = pytest.mark.torchrun
-WORDS = ("layer_by_layer", "synchronous", "not_finite", "timed", "saved", "refused", "a_rank_dies")
+WORDS = ("layer_by_layer", "synchronous", "not_finite", "timed", "idle", "saved", "refused", "a_rank_dies")
 MANY = ("layer_by_layer", "long_intervals", "synchronous", "not_finite")
 
 
@@ -39,7 +39,7 @@ def check_layer_by_layer(found: list[dict[str, Any]], replicas: int) -> None:
     for rank, of in enumerate(found):
         for case, got in {**of["layer_by_layer"], **of.get("long_intervals", {})}.items():
             if case == "held":
-                assert got[0] <= got[1], f"rank {rank}: more than two layers on the device"
+                assert 0 < got[0] <= got[1], f"rank {rank}: more than two layers on the device"
                 continue
             assert got["same"] and got["agree"] and got["moved"], (rank, case, got)
             assert got["pended"] > 0, "a sync goes on in the forward"
@@ -73,6 +73,12 @@ def test_by_time_replicas_take_unequal_steps(four: list[dict[str, Any]]) -> None
     assert fast > slow > 0
     assert [of["timed"]["taken"] for of in four] == [fast, fast, slow, slow]
     assert all(of["timed"]["agree"] and of["timed"]["steps"] == [fast, slow] for of in four)
+
+
+def test_a_replica_without_a_step_brings_what_it_holds(four: list[dict[str, Any]]) -> None:
+    """Not what it had before the last sync: with an outer step of 1.0 all hold the mean."""
+    for of in (rank["idle"] for rank in four):
+        assert of["steps"] == [1, 0] and of["agree"] and of["moved"] and of["off"] < 1e-6, of
 
 
 def test_a_checkpoint_holds_the_outer_state(four: list[dict[str, Any]]) -> None:

@@ -204,6 +204,8 @@ class MeshLoop:
         intervals = [Interval(told[row[0]][1], sum(told[rank][2] for rank in row)) for row in self._rows]
         losses = sum(of[4] for of in told)
         self._reported = (sum(of[3] for of in told) / losses if losses else None, intervals)
+        if not self._anchored:  # by time, a replica may have taken no step: it has what the last sync made
+            self._sync.take_anchor()
         self._anchored = False
         self._begin_interval()
         self._sync.begin(intervals)
