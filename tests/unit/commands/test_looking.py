@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from dips import cli
 from dips.client.parallel import shard_buffer
 from dips.codecs import Codec
-from dips.commands import completing, follow, logs, planning
+from dips.commands import completing, follow, logs, planning, up
 from dips.commands.config_checks import check_files, read_files
 from dips.commands.init import load_tensors
 from dips.commands.verify import INTACT, Known, _results_table
@@ -35,8 +35,10 @@ from dips.outer.pool import MemorySum
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 from dips.slave import machine
 from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES
+from dips.transport.endpoints import master_peer
 from dips.wire.chunks import encode_body
 from tests.enrolled import Enrolled
+from tests.unit.view.views import make_run as make_view
 
 ROOT = Path(__file__).parents[3]
 RUN = "july"
@@ -260,6 +262,39 @@ def test_a_follower_writes_where_it_is_told_or_beside_its_command(
     for wrong, told in (([], "what to do with each version"), (["--command", "'"], "--command")):
         with pytest.raises(ConfigError, match=told):
             CliRunner().invoke(cli.cli, [*words, *wrong], catch_exceptions=False)
+
+
+# ---- dips up ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_watched_until_its_agent_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status is told from time to time, if the master answers; a daemon that ends before ends the command."""
+    now, views = 0.0, [None, make_view(head="v1@r1"), make_view(head="v2@r2")]
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def process(name: str, code: int | None, ends_s: float) -> Any:
+        ended = lambda: code if now >= ends_s else None  # noqa: E731
+        return SimpleNamespace(name=name, exit_code=ended, log_tail=lambda: "the end of its log")
+
+    monkeypatch.setattr(up, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(up.local, "read_status", lambda master: views.pop(0))
+    agent, master = process("west", 3, 3.5 * up.TELL_EVERY_S), process("master", None, 0.0)
+    running: Any = SimpleNamespace(processes={"master": master, "west": agent})
+    up._watch_agent(running, agent, master_peer(NOBODY, None))
+    assert not views and [line[:21] for line in capsys.readouterr().out.splitlines()] == [
+        "status: head v1@r1, 0", "status: head v2@r2, 0"
+    ]  # fmt: skip
+    for code, exits in ((0, 1), (69, 69)):
+        now, running.processes["s0"] = 0.0, process("s0", code, 0.5)
+        with pytest.raises(typer.Exit) as ended:
+            up._watch_agent(running, agent, master_peer(NOBODY, None))
+        assert ended.value.exit_code == exits
+        assert f"error: s0 ended with exit code {code}; the end of its log" in capsys.readouterr().err
 
 
 # ---- dips verify -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ interrupted. tests/integration/test_rebalance.py has whole runs.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
@@ -61,24 +62,25 @@ def test_it_asks_until_the_placement_is_valid(run: Path, monkeypatch: pytest.Mon
 
     async def ask_master(master: Endpoint, question: Any) -> Any:
         asked.append(question)
-        answer = answers.pop(0)
+        answer = answers.pop(0) if answers else Acknowledged() if question.slave == "s1" else waits
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    async def sleep(seconds: float) -> None:
+    async def sleep(seconds: float, others_run: Any = asyncio.sleep) -> None:
         nonlocal now
         now += seconds
+        await others_run(0)
 
     monkeypatch.setattr(rebalancing, "ask_master", ask_master)
     monkeypatch.setattr(rebalancing, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(rebalancing.asyncio, "sleep", sleep)
 
-    def rebalance(wait_s: float, *told: Any) -> None:
+    def rebalance(wait_s: float, *told: Any, slaves: tuple[str, ...] = ("s2",)) -> None:
         nonlocal now
         answers[:], now = told, 0.0
         said.clear()
-        rebalance_run(load_run(run / "three.yaml"), ["s2"], master_peer("127.0.0.1:1", None), wait_s, said.append)
+        rebalance_run(load_run(run / "three.yaml"), slaves, master_peer("127.0.0.1:1", None), wait_s, said.append)
 
     rebalance(60.0, away, away, waits, waits, away, Acknowledged())
     assert said == ["nobody answers", "a push is open", "nobody answers"] and now == 5.0
@@ -91,6 +93,8 @@ def test_it_asks_until_the_placement_is_valid(run: Path, monkeypatch: pytest.Mon
     with pytest.raises(UnavailableMaster, match="nobody answers"):
         rebalance(2.0, waits, *[away] * 9)
     assert now == 2.0
+    rebalance(60.0, slaves=("s0", "s1", "s2"))
+    assert now < 10.0, "the first that knows of the row ends the wait of all: the master has ended with it"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
