@@ -290,7 +290,7 @@ def on_order_failed(run: RunState, event: OrderFailed) -> None:
     unresponsive = issubclass(event.error, UnresponsiveSlave)
     if fanout.kind is FanoutKind.PING:
         run.orders.remove_order(event.number)  # the next Register sends another; a refusal counts as an answer
-        slave.needs_ping = slave.needs_ping and unresponsive
+        slave.needs_ping = unresponsive
         return
     if unresponsive:
         slave.unanswered += 1

@@ -67,9 +67,6 @@ class RenewingChannel:
     async def wait_for_state_change(self, last: ChannelConnectivity) -> None:
         await self._current_channel().wait_for_state_change(last)
 
-    async def channel_ready(self) -> None:
-        await self._current_channel().channel_ready()
-
     async def close(self) -> None:
         for task in self._closing:
             task.cancel()

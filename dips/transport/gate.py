@@ -200,7 +200,7 @@ class CallGate(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         if handler.stream_stream is not None:
             return self._gate_stream(method, handler, waiting)
         if handler.unary_unary is None:
-            return handler if self._guard is None else None  # none of ours is of this kind: unknown to those outside
+            return None  # none of ours is of this kind: unknown to all
         inner = cast(Callable[..., Awaitable[Any]], handler.unary_unary)
         read = cast(Callable[[bytes], Any], handler.request_deserializer)
 

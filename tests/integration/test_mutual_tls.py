@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,9 +18,11 @@ from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.paths import TlsFiles
 from dips.protocol.events import ClusterLeft
+from dips.telemetry.refusals import refusals_by_reason
 from dips.transport import control
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.gate import Guard
+from dips.transport.limits import PATIENCE_S
 from dips.transport.tls import LOOK_S, TlsSource
 from dips.wire.generated import cluster_pb2, operator_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer, ClusterServiceStub
@@ -158,6 +161,10 @@ class TestStrangers:
             with pytest.raises(UnavailableMaster, match="it refused our certificate"):
                 await join(master_peer(address, forged), "west")
             assert not guard.refused, "the handshake already failed"
+            before = refusals_by_reason().get("handshake", 0)
+            guard.handshakes._clock = lambda: time.monotonic() + PATIENCE_S
+            guard.handshakes.on_call("another")
+            assert refusals_by_reason().get("handshake", 0) > before, "and is counted when no call has followed it"
 
     async def test_a_slave_that_poses_as_the_master(self, enrolled: Enrolled) -> None:
         slave = source_of(enrolled.enroll("s0", PeerRole.SLAVE), "s0", PeerRole.SLAVE)

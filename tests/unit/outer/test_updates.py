@@ -111,6 +111,16 @@ def test_both_kernels_have_the_same_bits(codec: Codec, size: int, scale: float) 
     assert np.abs(outs[0][0] - after).max() <= 1.001 * bound + 2.0**-119 + np.abs(after).max() * 2.0**-23
 
 
+def test_the_tiniest_change_that_has_a_step_arrives() -> None:
+    """What is just below it does not."""
+    tiniest, steps = np.float32(Codec.INT8.tiniest), np.zeros(2, np.float32)
+    for module in (kernels, reference):
+        theta, after, momentum = (np.zeros(2 * BLOCK, np.float32) for _ in range(3))
+        after[0], after[BLOCK] = tiniest, np.nextafter(tiniest, np.float32(0))
+        module.round_update(Codec.INT8, theta, after, momentum, 0.4, np.zeros(2 * BLOCK, np.int8), steps)
+        assert after[0] > 0.9 * tiniest and after[BLOCK] == 0.0 and steps[1] == 0.0
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so_in_its_block(bad: float) -> None:
     """A θ′ that overflowed is no number afterwards either; the next block is well."""

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from dips.errors import RemoteProtocolError
+from dips.errors import DipsError, RemoteProtocolError, UnresponsiveSlave
+from dips.ids import GENESIS
 from dips.protocol import events as ev
-from dips.protocol.effects import Fold, Measure
+from dips.protocol.effects import ClosePull, Commit, Fold, Hold, Measure, Ping, RegisterLater
 from dips.protocol.options import Clip, OuterOptions, PenaltyOptions, TimingOptions
 from dips.protocol.records import RoundEnded, ScoreHistory
+from dips.protocol.slaves import UNANSWERED_ORDERS
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
 
@@ -214,3 +216,51 @@ def test_the_window_does_not_wait_for_a_push_that_is_due_after_it() -> None:
     run.step(ev.BandwidthMeasured("b", 1, MANIFEST.numel * 4 / 10.0))
     run.open_push("b")
     assert run.outcome(run.push("a")).kind == "accepted"
+
+
+# ---- orders that are refused ------------------------------------------------------------------------------------------
+
+
+def fail_order(run: ScriptedRun, error: type[DipsError]) -> None:
+    """The oldest order that is held fails."""
+    order = run.orders.popleft()
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, error, "broken"))
+
+
+def test_a_slave_that_refuses_to_commit_registers_again() -> None:
+    """Nobody knows what it serves; the version stands."""
+    run = ScriptedRun()
+    run.train("a")
+    run.held.add(Commit)
+    run.push("a")
+    fail_order(run, RemoteProtocolError)
+    assert (run.view.slaves["s"].state, run.view.slaves["s"].cause) == ("lost", "refused")
+    assert len(run.committed) == 1
+
+
+def test_an_order_on_which_nothing_depends_may_be_refused() -> None:
+    """The slave goes on, and the order is forgotten."""
+    run = ScriptedRun()
+    run.held.add(ClosePull)
+    run.train("a")
+    fail_order(run, RemoteProtocolError)
+    assert run.view.slaves["s"].state == "ready" and not run.machine._run.orders.orders
+    assert run.outcome(run.push("a")).kind == "accepted"
+
+
+def test_any_answer_to_a_ping_shows_that_orders_arrive() -> None:
+    """A refusal too; while there is none, each Register sends another."""
+    run = ScriptedRun()
+    run.train("a")
+    run.held |= {Measure, Ping}
+    run.push("a")
+    (order,) = run.orders
+    for _ in range(UNANSWERED_ORDERS):
+        run.orders.clear()
+        run.step(ev.OrderFailed(order.slave, order.sinc, order.number, UnresponsiveSlave, "no answer"))
+    register = ev.SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 0, GENESIS, None, (), 4, "")
+    for error in (UnresponsiveSlave, RemoteProtocolError):
+        run.orders.clear()
+        assert isinstance(run.ask(register).order, RegisterLater)
+        fail_order(run, error)
+    assert isinstance(run.ask(register).order, Hold) and run.view.slaves["s"].state == "ready"

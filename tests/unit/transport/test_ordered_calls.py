@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from grpc import ChannelConnectivity, StatusCode, aio
 
-from dips.errors import RemoteProtocolError, UnavailableSlave
+from dips.errors import Denied, DipsError, RemoteProtocolError, UnavailableSlave
 from dips.transport.endpoints import slave_peer
 from dips.transport.ordered_calls import OrderedCalls
 from dips.wire.generated.slave_pb2 import Answer, Done, Order, OrderReply
@@ -26,10 +26,10 @@ class ReadyChannel:
 
 
 class ScriptedStream:
-    """Replies to what is written as `replies` says; with `broken` it is over, as a write finds first."""
+    """Replies to what is written; with `broken` it is over, as a write finds first; with `refused` it only ends."""
 
-    def __init__(self, broken: bool = False, place: int = 1) -> None:
-        self._broken, self._place, self._asked = broken, place, asyncio.Event()
+    def __init__(self, broken: bool = False, place: int = 1, refused: bool = False) -> None:
+        self._broken, self._place, self._refused, self._asked = broken, place, refused, asyncio.Event()
 
     async def write(self, request: Order) -> None:
         if self._broken:
@@ -46,9 +46,13 @@ class ScriptedStream:
                 raise error from None
         await self._asked.wait()
         self._asked.clear()
+        if self._refused:
+            return aio.EOF
         return OrderReply(place=self._place, answer=Answer(done=Done()))
 
     async def code(self) -> StatusCode:
+        if self._refused:
+            return StatusCode.PERMISSION_DENIED
         return StatusCode.UNAVAILABLE if self._broken else StatusCode.OK
 
     async def details(self) -> str:
@@ -64,7 +68,11 @@ class ScriptedStream:
 def calls_on(*streams: ScriptedStream) -> OrderedCalls:
     channel: Any = ReadyChannel()
     peer, left = slave_peer("s", "127.0.0.1:1", None), list(streams)
-    return OrderedCalls(channel, lambda: left.pop(0), peer, lambda error: UnavailableSlave(error.details()))
+    return OrderedCalls(channel, lambda: left.pop(0), peer, _to_error)
+
+
+def _to_error(error: aio.AioRpcError) -> DipsError:
+    return (Denied if error.code() is StatusCode.PERMISSION_DENIED else UnavailableSlave)(error.details())
 
 
 async def test_a_stream_that_breaks_is_replaced_without_a_word() -> None:
@@ -87,4 +95,13 @@ async def test_a_reply_to_nothing_is_the_peers_fault() -> None:
         with pytest.raises(RemoteProtocolError, match="replied to 7, which was not asked"):
             await calls.ask(Order())
         assert (await calls.ask(Order())).HasField("done")
+    await calls.close()
+
+
+async def test_a_stream_that_is_refused_fails_who_waits() -> None:
+    """The next one would be refused as well: the caller hears why, instead of waiting while streams come and go."""
+    calls = calls_on(*(ScriptedStream(refused=True) for _ in range(9)))
+    async with asyncio.timeout(20):
+        with pytest.raises(Denied):
+            await calls.ask(Order())
     await calls.close()
