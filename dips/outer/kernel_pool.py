@@ -60,7 +60,7 @@ class WorkMeter:
         if work is None:
             return None
         done, took_s = min(self.nbytes - work.before, work.total), self._clock() - work.began_at
-        return work.doing, done, work.total, done / took_s if took_s > 0 else 0.0
+        return work.doing, done, work.total, done / took_s if took_s else 0.0
 
     def add(self, nbytes: int) -> None:
         """Add to the bytes that are worked through."""

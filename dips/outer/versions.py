@@ -103,9 +103,6 @@ class HeldThetas:
 
     def find(self, version: VersionId) -> Theta:
         """Return θ of this version; raise StaleVersion if it is not held, or its readers are being moved."""
-        head = self.head
-        if not self.older and head is not None and head.version == version and not head.moving:
-            return head  # as nearly always
         for theta in self._all():
             if theta.version == version and not theta.moving:
                 return theta
@@ -358,7 +355,7 @@ class Versions:
         if self._next is not None:
             raise LocalProtocolError(f"push {push} cannot be folded: {self._next.version} is prepared")
         if self._acc is None:
-            if weight != 1.0 or not set(weights.values()) <= {0.0, 1.0}:
+            if any(w not in (0.0, 1.0) for w in (weight, *weights.values())):
                 got = (weight, *layer_weights)
                 raise LocalProtocolError(f"push {push} is the round's first: expected weight 1.0 or 0.0, got {got}")
             self._averaged.begin_weights()

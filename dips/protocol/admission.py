@@ -112,12 +112,6 @@ class SlotQueue:
         self._unexpect(cluster)
         self.waiters.pop(cluster, None)
 
-    def clear_queue(self) -> None:
-        """Remove all clusters: no more slots are given."""
-        self.waiters.clear()
-        self.expected.clear()
-        self.lateness.clear_timers()
-
     def shift_times(self, gap_s: float) -> None:
         """Shift all times by `gap_s`, during which the master did not run, so that this makes no cluster late."""
         for waiter in self.waiters.values():

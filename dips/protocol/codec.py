@@ -311,8 +311,7 @@ class _StateReader:
         for name, item in items:
             object.__setattr__(made, name, self.read_value(item))  # also works for frozen dataclasses
         for name, make_missing in ADDED.get(cls, {}).items():
-            if name not in rest[0]:
-                setattr(made, name, make_missing())
+            vars(made).setdefault(name, make_missing())
         if hasattr(made, "build_derived"):
             made.build_derived()
         return made

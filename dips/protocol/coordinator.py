@@ -141,8 +141,7 @@ HANDLERS: dict[type[events.Event], Callable[[RunState, Any], None]] = {
 
 
 def _next_deadline(run: RunState) -> float:
-    due, retry = run.transfers.next_deadline(), durability.retry_deadline(run)
-    due = retry if retry < due else due
+    due = min(run.transfers.next_deadline(), durability.retry_deadline(run))
     if run.seed is not None:
         due = min(due, run.seed.deadline)
     if run.rebalance is not None:
@@ -171,9 +170,8 @@ class Coordinator:
         run.now, run.out, self._due = now, [], None
         HANDLERS[type(event)](run, event)
         if type(event) is not events.Blind:
-            if run.transfers.may_expire(now):
-                push_pull.expire_pushes(run)
-                push_pull.expire_pulls(run)
+            push_pull.expire_pushes(run)
+            push_pull.expire_pulls(run)
             finish_if_time_is_over(run)
             durability.persist_head_if_due(run)
             round.advance_round(run)

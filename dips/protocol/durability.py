@@ -143,7 +143,7 @@ def measure_lag(run: RunState, slave: Slave, now: float) -> tuple[str | None, in
     version = newest.version if newest is not None else 0
     missing = [v for v in run.versions if v.version > version]
     since = run.committed_at.get(missing[0], run.started) if missing else now
-    return str(newest) if newest is not None else None, run.head.version - version, max(0.0, now - since)
+    return str(newest) if newest is not None else None, run.head.version - version, now - since
 
 
 def _is_kept(run: RunState, version: VersionId) -> bool:

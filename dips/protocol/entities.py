@@ -339,7 +339,7 @@ class AuditBudget:
 
     def take_row(self, now: float) -> bool:
         """Take one row from the budget; return False, and count the request as passed over, if none is left."""
-        self.left = min(float(IDLE_ROWS), self.left + max(0.0, now - self.at) / IDLE_ROW_S)
+        self.left = min(float(IDLE_ROWS), self.left + (now - self.at) / IDLE_ROW_S)
         self.at = now
         if self.left < 1.0:
             self.passed_over += 1

@@ -114,7 +114,7 @@ class OuterOptions:
     @property
     def has_momentum(self) -> bool:
         """Whether the momentum m moves θ in later steps."""
-        return self.momentum > 0 and self.step is not StepRule.SGD
+        return bool(self.momentum) and self.step is not StepRule.SGD
 
 
 @dataclass(frozen=True)

@@ -766,7 +766,6 @@ def finish_if_due(run: RunState) -> None:
     run.finished = run.head
     run.emit_record(RunFinished(run.head, reason, run.now))
     run.emit_note("run_finished", version=run.head, reason=reason)
-    run.slot_queue.clear_queue()
     push_pull.drop_all_pushes(run, f"the run is finished: {reason}")
     skip_waiting_pushes(run, f"the run is finished: {reason}")
 

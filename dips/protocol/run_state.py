@@ -184,14 +184,10 @@ class Roster:
 
     def follow_register(self, slave: Slave, slots: int, slaves: Mapping[str, Slave]) -> None:
         """Update slots and addresses after a slave has registered, perhaps as another process, at another address."""
-        before, slave.slots = slave.slots, slots
-        first = slave.name in self.unregistered
+        slave.slots = slots
         self.unregistered.pop(slave.name, None)
         self.addresses = ()
-        if first:
-            self.slots = min(self.slots, slots) if self.slots else slots
-        elif before == self.slots or slots < before:  # it had the fewest, or may have them now
-            self.slots = min(s.slots for s in slaves.values() if s.name not in self.unregistered)
+        self.slots = min(s.slots for s in slaves.values() if s.name not in self.unregistered)
 
     def list_addresses(self, slaves: Mapping[str, Slave]) -> tuple[SlaveAddress, ...]:
         """Return the addresses of all slaves, for ranks."""

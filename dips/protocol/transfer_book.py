@@ -61,8 +61,6 @@ class Timers:
     def take_due(self, now: float) -> list[str]:
         """Drop and return the names whose time has come, earliest first."""
         due = list[str]()
-        if not self.heap or self.heap[0][0] > now:
-            return due  # called after every event; a stale entry is never later than the one that it hides
         while self.first_at() <= now:
             due.append(self.take_first())
         return due
@@ -75,10 +73,6 @@ class Timers:
         """Replace all times."""
         self.at = dict(times)
         self.build_derived()
-
-    def clear_timers(self) -> None:
-        """Drop all times."""
-        self.replace_times({})
 
     def build_derived(self) -> None:
         """Rebuild the heap from the times."""
@@ -214,12 +208,6 @@ class TransferBook:
         self.push_deadlines.shift_times(gap_s)
         self.pull_deadlines.shift_times(gap_s)
 
-    def may_expire(self, now: float) -> bool:
-        """Whether a deadline may have passed; called after every event, so it reads only the tops of the heaps."""
-        pushes, pulls = self.push_deadlines.heap, self.pull_deadlines.heap
-        return bool((pushes and pushes[0][0] <= now) or (pulls and pulls[0][0] <= now))
-
     def next_deadline(self) -> float:
         """Return the earliest deadline of all transfers; inf if there is none."""
-        push, pull = self.push_deadlines.first_at(), self.pull_deadlines.first_at()
-        return push if push < pull else pull
+        return min(self.push_deadlines.first_at(), self.pull_deadlines.first_at())

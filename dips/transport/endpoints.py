@@ -23,7 +23,6 @@ from dips.transport.tls import TlsSource
 
 PROBE_S = 3.0  # timeout of a handshake that explains why a call failed
 PULLERS = (PeerRole.OPERATOR, PeerRole.PULLER)  # who may pull without being a cluster
-ALERT_S = 0.5  # TLS 1.3 reports only after the handshake that our certificate is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,6 @@ def _explain_tls(raw: socket.socket, source: TlsSource, wanted: PeerIdentity) ->
             shown = secured.getpeercert(binary_form=True)
             if reason := _wrong_name(shown, wanted):
                 return reason
-            secured.settimeout(ALERT_S)
             try:
                 refused = not secured.recv(1)  # gRPC's server sends first if it accepts a client
             except TimeoutError:

@@ -16,10 +16,11 @@ HEAP_BYTES = 4 << 20  # larger blocks are mapped, and returned when freed: array
 
 
 @cache
-def keep_message_memory() -> bool:
-    """Configure malloc once for the process; return False where there is no glibc."""
+def keep_message_memory() -> None:
+    """Configure malloc once for the process, where there is glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES))
+        return
+    mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES)

@@ -256,8 +256,8 @@ def check_steps(codec: Codec, body: Buffer, length: int) -> None:
         first = int(wrong.argmax())
         raise BadFrame("step", f"expected finite steps from 0 on, got {steps[first]} for block {first} of a chunk")
     nan = QUANTISERS[codec].nan_code
-    if nan is not None and ((codes & nan) == nan).any():
-        first = int(((codes & nan) == nan).argmax())
+    if nan is not None and (coded := (codes & nan) == nan).any():
+        first = int(coded.argmax())
         raise BadFrame("step", f"expected numbers, got the code of a NaN for element {first} of a chunk")
 
 

@@ -51,6 +51,16 @@ def outer_step(versions: Versions, seq: int, value: float) -> VersionId:
     return version
 
 
+def test_the_first_push_of_a_round_has_weight_1_or_is_left_out_of_a_layer() -> None:
+    """It becomes the sum as it is, so no other number can be taken into account."""
+    versions = made()
+    fill(versions.open_slot(push(1)), 3.0)
+    for weight, of_layers in ((2.0, ()), (1.0, (1.0, 0.5)), (0.5, (1.0,))):
+        with pytest.raises(LocalProtocolError, match=r"expected weight 1\.0 or 0\.0"):
+            versions.fold_push(push(1), weight, of_layers)
+    assert versions.fold_push(push(1), 1.0, (0.0, 1.0)) == (0.0, 8.0)
+
+
 @pytest.mark.parametrize(("slots", "pinned", "per_parameter"), [(2, 1, 28), (1, 0, 20), (4, 2, 40)])
 def test_the_sum_is_16_and_4_a_slot_and_4_a_pin(slots: int, pinned: int, per_parameter: int) -> None:
     """The pool holds 16 + 4·slots + 4·pinned bytes a parameter, as printed; 28 by default, 20 at least."""

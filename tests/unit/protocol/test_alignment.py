@@ -93,6 +93,8 @@ def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
         alignment.record_heartbeat(heartbeat(name, 0.1, bytes_per_s=100.0))
     delays = sorted(alignment.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
     assert delays == pytest.approx([4.4, 4.4, 5.4, 5.4])
+    fewer = sorted(alignment.push_in_s(name, gathering(slots=1, nbytes=100), 0.0) for name in "abcd")
+    assert fewer == pytest.approx([2.4, 3.4, 4.4, 5.4]), "planned anew when a slave with fewer slots comes"
 
 
 def test_a_push_begins_earlier_by_the_time_in_which_it_does_not_move() -> None:

@@ -17,6 +17,19 @@ def heartbeat(since_push: int) -> ClusterHeartbeat:
     )
 
 
+def test_a_push_of_the_fewest_steps_joins_a_window_that_has_just_begun() -> None:
+    """One that has taken a step fewer waits for the next, though it worked as long since its last push."""
+    alignment, timing = Alignment(), WindowTiming(None, 2, 0)
+    alignment.record_heartbeat(heartbeat(0))
+    alignment.push_in_s("a", timing, 0.0)
+    alignment.period_s, window_s = 1.0, alignment._anchor or 0.0
+    now = window_s + 0.1
+    alignment.record_heartbeat(heartbeat(8))
+    assert alignment.push_in_s("a", timing, now) == 0.0
+    alignment.record_heartbeat(heartbeat(7))
+    assert alignment.push_in_s("a", timing, now) == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize("gap_s", [1.0, PERIOD_S, 10.0, 1000.0])
 def test_the_grid_is_the_same_after_a_gap(gap_s: float) -> None:
     """Whoever worked on meets at the next point of the grid that was announced before."""

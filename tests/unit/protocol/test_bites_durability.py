@@ -68,5 +68,6 @@ def test_tokens_of_a_version_that_is_undone_are_taken_back() -> None:
     run.ask(lost)
     cluster = run.view.clusters["a"]
     assert run.head == V1 and run.view.progress.tokens == 100
+    assert run.machine.mirror_wanted()[-1] == V1, "no mirror copies what is undone"
     assert (cluster.tokens_accepted, cluster.tokens_undone) == (100, 30)
     assert cluster.accepted == 1

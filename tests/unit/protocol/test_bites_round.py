@@ -218,7 +218,7 @@ def test_the_window_does_not_wait_for_a_push_that_is_due_after_it() -> None:
     assert run.outcome(run.push("a")).kind == "accepted"
 
 
-# ---- orders that are refused ------------------------------------------------------------------------------------------
+# ---- orders that are refused -----------------------------------------------------------------------------------------
 
 
 def fail_order(run: ScriptedRun, error: type[DipsError]) -> None:
@@ -236,6 +236,18 @@ def test_a_slave_that_refuses_to_commit_registers_again() -> None:
     fail_order(run, RemoteProtocolError)
     assert (run.view.slaves["s"].state, run.view.slaves["s"].cause) == ("lost", "refused")
     assert len(run.committed) == 1
+
+
+def test_a_push_that_waits_for_the_flip_is_skipped_with_its_slave() -> None:
+    """What lay in the slave's memory is gone: the cluster keeps its progress, and trains on."""
+    run = ScriptedRun()
+    run.train("a", "b")
+    run.held.add(Commit)
+    run.push("a")
+    run.wait(11.0)
+    push = run.push("b")
+    run.step(ev.SlaveSilent("s", 1, 99.0))
+    assert run.outcome(push).kind == "skipped" and run.view.clusters["b"].state == "training"
 
 
 def test_an_order_on_which_nothing_depends_may_be_refused() -> None:

@@ -62,8 +62,9 @@ def test_a_place_is_kept_while_a_slave_drains() -> None:
         lambda run: run.ask(ev.ClusterLeft(0, "b", 1, 0)),
         lambda run: run.train("b", process="another"),
         lambda run: run.ask(ev.PushAborted(0, run.next_push("b"), "its trainer died")),
+        lambda run: (run.ask(ev.QuarantineAsked(0, "b", "a look")), place(run, "b")),
     ],
-    ids=["lease", "leaves", "incarnation", "gives up"],
+    ids=["lease", "leaves", "incarnation", "gives up", "quarantine"],
 )
 def test_who_is_gone_holds_up_nobody(leave: Callable[[ScriptedRun], object]) -> None:
     """No slot is kept for it."""

@@ -10,9 +10,12 @@ from dips.errors import RemoteProtocolError, StalePush
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.claims import MOST_TOKENS_PER_S
+from dips.protocol.clusters import MAX_RANGES_ASKED
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import Committed, DropPush, Failed, OpenPull, OpenPush, Pending, Refused
+from dips.protocol.enums import Role
 from dips.protocol.options import DataOptions, TimingOptions
+from dips.protocol.records import IncarnationGiven
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
 MAX_TOKENS = (1 << 53) - 1
@@ -65,6 +68,33 @@ def test_an_old_incarnation_of_a_slave_stages_nothing() -> None:
     assert isinstance(run.ask(ev.PushFinished(0, push, 1, 1, (), 0.0)), Pending)
     run.step(ev.PushStaged("s", 2, push, 4))
     assert isinstance(run.ask(ev.PushFinished(0, push, 1, 1, (), 0.0)), Committed)
+    given = [(row.inc, row.nonce) for row in run.all_of(IncarnationGiven) if row.role is Role.SLAVE]
+    assert given == [(1, "n"), (2, "n2")], "the next master gives it neither of them again"
+
+
+def test_a_push_is_counted_in_its_window_until_it_is_settled() -> None:
+    """An agent that joins again hears how many of its pushes are, or are about to be, in a version."""
+    run = make()
+    for settled in (0, 1):
+        assert run.ask(ev.ClusterJoined(0, "a", "p", "r", run.manifest.digest, "c")).settled == settled
+        push = run.push("a")
+        assert run.ask(ev.ClusterJoined(0, "a", "p", "r", run.manifest.digest, "c")).settled == settled + 1
+        run.wait(11.0)
+        run.outcome(push)
+
+
+def test_status_shows_since_when_a_state_holds() -> None:
+    """The same state for the same cause goes on, whatever else happens."""
+    run = make()
+    for _ in range(2):
+        run.wait(7.0)
+        push = run.open_push("a")
+        assert run.view.clusters["a"].since_s == 0.0
+        run.wait(3.0)
+        run.ask(ev.PushRequested(0, push, run.head, 1))
+        assert run.view.clusters["a"].since_s == 3.0
+        run.ask(ev.PushAborted(0, push, "no"))
+    assert run.view.slaves["s"].since_s == 20.0
 
 
 def test_a_base_of_a_round_that_was_never_reserved_shows_an_old_ledger() -> None:
@@ -180,6 +210,15 @@ def test_a_range_beyond_the_last_cannot_be_claimed() -> None:
     assert (run.view.ranges.free, run.view.ranges.leased) == (3, 1)
 
 
+def test_a_checkpoint_claims_no_more_than_a_message_may_carry() -> None:
+    run = make("a", ranges=4)
+    claims = tuple(range(MAX_RANGES_ASKED + 1))
+    assert failure(run.ask(ev.RangesRequested(0, "a", 1, 1, 1, claims))) is RemoteProtocolError
+    assert run.ask(ev.RangesRequested(0, "a", 1, 1, 1, claims[:-1])).ranges == (0, 1, 2, 3)
+    for count in (0, MAX_RANGES_ASKED + 1):
+        assert failure(run.ask(ev.RangesRequested(0, "a", 1, 2, count))) is RemoteProtocolError
+
+
 def test_freed_ranges_are_leased_first_and_in_order() -> None:
     """What a dead incarnation held comes before what nobody had."""
     run = make("ab", ranges=10)
@@ -222,6 +261,9 @@ def test_there_are_as_many_pushes_as_slots() -> None:
     run.wait(2.95)
     refused = run.ask(ev.PushRequested(0, run.next_push("c"), run.head, 1))
     assert refused.retry_after_s == pytest.approx(0.2)
+    run.now = 3.0
+    refused = run.ask(ev.PushRequested(0, run.next_push("c"), run.head, 1))
+    assert refused.retry_after_s == pytest.approx(0.3), "a tenth of its time, once it is late"
 
 
 def test_a_push_that_nobody_names_ends_at_its_deadline() -> None:

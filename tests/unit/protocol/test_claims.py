@@ -121,6 +121,8 @@ def test_no_seq_ends_all_others() -> None:
         assert failure(run.ask(ev.PullRequested(0, PullId("a", 1, seq), 1))) is RemoteProtocolError
     settled(run, run.push("a"))
     assert run.head == VersionId(1, 1)
+    highest = run.next_push("a").seq - 1
+    assert isinstance(run.ask(ev.PushRequested(0, PushId("a", 1, highest + MOST_AHEAD), run.head, 1)), Pending)
 
 
 def test_a_register_does_not_end_a_master_by_absurd_numbers() -> None:
@@ -139,6 +141,8 @@ def test_a_register_does_not_end_a_master_by_absurd_numbers() -> None:
         begin = len(run.effects)
         assert failure(run.ask(forged)) is RemoteProtocolError
         assert not any(isinstance(effect, Exit) for effect in run.effects[begin:])
+    most = replace(honest, lanes=("s:2",) * claims.MOST_LANES, complete=(GENESIS,) * claims.MOST_SNAPSHOTS)
+    assert isinstance(run.ask(most), effects.Registered)
     settled(run, run.push("a"))
     begin = len(run.effects)
     assert failure(run.ask(replace(honest, term_seen=2))) is StaleTerm

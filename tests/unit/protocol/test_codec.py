@@ -27,6 +27,7 @@ from dips.protocol.enums import FanoutKind
 from dips.protocol.events import Event, OrderAnswered, OrderFailed, Persisted, Ticked
 from dips.sim import master as sim_master
 from tests.simulation.trial import play
+from tests.unit.protocol.scripted_run import ScriptedRun
 
 ROOT = Path(__file__).parents[3]
 
@@ -243,6 +244,15 @@ def loops(path: Path) -> Iterator[Any]:
             called = isinstance(over, ast.Call) and isinstance(over.func, ast.Name) and over.func.id
             if isinstance(over, ast.Set | ast.SetComp) or called in ("set", "frozenset"):
                 yield node
+
+
+def test_a_state_of_the_release_before_has_what_it_meant() -> None:
+    """It lacks the attributes that protocol 2 added; they begin as that release had them."""
+    tag, attributes = codec.encode_value(ScriptedRun().machine.capture_state())
+    added = {name: attributes.pop(name) for name in ("protocol", "rebalance", "former_slaves")}
+    assert added["protocol"] == 2
+    state = codec.decode_value([tag, attributes])
+    assert (state.protocol, state.rebalance, state.former_slaves) == (1, None, {})
 
 
 def test_a_new_field_is_left_out_where_it_has_what_the_release_before_means() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from dips.protocol.enums import Difference, GateName
 from dips.protocol.gates import GATES
+from dips.protocol.gates.direction import LEAST_COSINE
 from dips.protocol.gates.losses import LEAST_LOSS, MARGIN, excess_loss
 from dips.protocol.gates.norms import judge_norm_literally, spread_factor
 from dips.protocol.gates.replays import DIGESTS_KEPT
@@ -101,10 +102,14 @@ def test_the_papers_limit_is_the_largest_score_that_passes() -> None:
     """β times the largest that was accepted, 3 · 2: a norm of 4 has just that score."""
     story = GateStory("dips-paper", sigma=0.5)
     past: Any = SimpleNamespace(
-        row=story.penalty.penalty_row("a"), options=PenaltyOptions(), history=SimpleNamespace(scores=(2.0,))
+        row=replace(story.penalty.penalty_row("a"), n=2),
+        options=PenaltyOptions(),
+        history=SimpleNamespace(scores=(2.0,)),
     )
     found = [judge_norm_literally(PushEvidence("a", (g * g,), 1), past).finding for g in (4.0, 4.001)]
     assert found == [Finding.PASSED, Finding.GATED]
+    past.row = replace(past.row, n=1)
+    assert judge_norm_literally(PushEvidence("a", (99.0,), 1), past).finding is Finding.PASSED, "σ of one is unknown"
 
 
 # ---- edit ------------------------------------------------------------------------------------------------------------
@@ -351,6 +356,7 @@ def test_who_was_like_the_others_and_turns_is_gated_before_it_is_opposite() -> N
     assert [meet(story, "a", cosine).accepted for cosine in (-0.06, 0.08, 0.04, 0.02)] == 4 * [False]
     assert meet(story, "b", 0.25).accepted, "0.4 below what is usual is not yet foreign"
     assert not meet(GateStory("direction", cosine=0.64, cosines=40), "a", 0.2, usual=0.3).flags, "all have less"
+    assert meet(GateStory("direction", cosine=0.64, cosines=40), "a", LEAST_COSINE).accepted, "healthy ones had more"
 
 
 @pytest.mark.parametrize("turned", [-0.37, -0.4, -0.43, -0.6])

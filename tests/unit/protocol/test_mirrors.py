@@ -117,7 +117,7 @@ def test_beyond_what_a_mirror_lagged_a_person_is_asked() -> None:
 
     strict, _ = lagging(options=replace(OPTIONS, most_rollback=0))
     shown = lose_disk(strict, (older,), (older,))
-    assert shown.red and strict.head == seen
+    assert shown.red and strict.head == seen and strict.view.slaves["s"].cause == "lacks_head"
     assert "6 outer steps back, and master.most_rollback is 0 beyond the 5 that its mirror lagged" in shown.reason
 
 
@@ -126,6 +126,15 @@ def test_a_mirror_that_fails_covers_nothing() -> None:
     run, held = lagging(AWAY)
     shown = lose_disk(run, (held,), (held,))
     assert shown.red and shown.steps == 5
+
+
+def test_a_report_of_a_former_process_says_nothing_of_the_mirror() -> None:
+    """Nor one of a slave that is not in the run."""
+    run, held = lagging()
+    for slave, sinc in (("s", run.view.slaves["s"].sinc - 1), ("t", 1)):
+        run.step(ev.MirrorReported(slave, sinc, ev.MirrorReport((run.head,), "", False)))
+    mirror = run.view.slaves["s"].mirror
+    assert mirror is not None and mirror.version == str(held)
 
 
 def test_only_who_serves_is_believed_of_its_mirror() -> None:

@@ -112,6 +112,7 @@ def test_plain_lanes_need_no_keys_and_pass_on_what_comes() -> None:
     run.push("a")
     run.wait(11.0)
     assert run.all_of(Commit)[0].keys == ()
+    assert find_wrong_keys((key("r"),) * MOST_KEYS, MOST_KEYS, needed=True) == ""
     assert find_wrong_keys((), 3, needed=False) == "" and find_wrong_keys((key("r"),), 3, needed=False)
 
 

@@ -29,7 +29,7 @@ from dips.protocol.effects import (
     SeedGranted,
 )
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.protocol.options import Options
+from dips.protocol.options import Options, StopOptions
 from dips.protocol.records import (
     LedgerState,
     RoundReserved,
@@ -55,7 +55,7 @@ DIGESTS = ("of 0", "of 1", "of 2")
 class Lost:
     """A run whose head was v9@r12; `s` has it, `t` comes with what `holds` says."""
 
-    def __init__(self, *holds: VersionId, protocol: int = PROTOCOL) -> None:
+    def __init__(self, *holds: VersionId, protocol: int = PROTOCOL, options: Options = Options()) -> None:
         row = RunRow("r", "c", MODEL.to_json(), PLACED, ("0" * 32,) * 3, (1.0,) * 3)
         versions = (
             VersionRow(GENESIS, GENESIS, True, 0, False),
@@ -67,7 +67,7 @@ class Lost:
             None,
         )  # fmt: skip
         self.now, self._req, self.effects = 0.0, 0, list[Effect]()
-        self.machine = Coordinator(state, MODEL, Options(), self.now)
+        self.machine = Coordinator(state, MODEL, options, self.now)
         self.register("s", HEAD)
         self.holds = holds
         self.register("t", *holds)
@@ -146,6 +146,14 @@ def test_a_saved_model_becomes_the_version_after_the_head() -> None:
         assert run.register(slave, HEAD, MADE) == LoadVersion(MADE)
 
 
+def test_a_recovered_version_may_be_the_last() -> None:
+    """The run is at its end with it: no cluster trains towards another one."""
+    run = Lost(options=Options(stop=StopOptions(versions=MADE.version)))
+    for order in run.stage(run.open(), "s", "t"):
+        run.answer(order, ev.ModelKept("m", None))
+    assert run.machine.head() == MADE and run.machine.progress().finished == MADE
+
+
 def test_a_second_try_has_another_name() -> None:
     """The first may have left half of its version on a disk: two contents never have one name."""
     run = Lost()
@@ -205,3 +213,20 @@ def test_what_a_disk_refuses_drops_it(late: bool) -> None:
     run.step(ev.OrderFailed(bad.slave, bad.sinc, bad.number, ConfigError, "no space left"))
     assert isinstance(run.recover(), Dropped)
     assert not run.records(VersionCommitted) and run.machine.head() == HEAD
+
+
+def test_a_slave_that_gives_the_transfer_up_drops_it() -> None:
+    """Its word is heard once, and only from its present process, on the present transfer."""
+    run = Lost()
+    push = run.open()
+    sinc = run.orders(OpenPush)[0].sinc
+    for stale in (
+        ev.PushRefused("s", sinc + 1, push, "stalled"),
+        ev.PushRefused("s", sinc, replace(push, seq=push.seq - 1), "stalled"),
+    ):
+        run.step(stale)
+        assert isinstance(run.recover(), SeedGranted)
+    for _ in range(2):
+        run.step(ev.PushRefused("s", sinc, push, "stalled"))
+    assert run.recover() == Dropped("s: stalled")
+    assert run.recover() == Pending("the slaves are making room for it")

@@ -9,6 +9,7 @@ import pytest
 
 from dips.errors import Denied
 from dips.identity.names import PeerRole
+from dips.transport import gate
 from dips.wire.generated import operator_pb2
 from tests.guarded_master import GuardedMaster
 
@@ -63,3 +64,15 @@ def test_who_is_refused_is_told_with_the_reason(story: GuardedMaster) -> None:
     assert "got that of viewer 'eve'" in story.refused[0][2]
     assert story.guard.name_caller(eve) == "eve.viewer"
     assert story.guard.refused[DRAIN] == 2
+
+
+def test_certificates_that_come_and_go_do_not_fill_the_memory(
+    story: GuardedMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest is forgotten, and read again when it comes back."""
+    monkeypatch.setattr(gate, "KEPT_CALLERS", 2)
+    contexts = [story.context(name) for name in ("west", "east", "north")]
+    for _ in range(2):
+        for name, context in zip(("west", "east", "north"), contexts, strict=True):
+            assert story.guard.name_caller(context) == f"{name}.cluster"
+            assert len(story.guard._callers) <= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import zmq
 
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport import lane
-from dips.transport.lane import LaneDoor
+from dips.transport.lane import LaneDoor, most_connections
 
 MOST = 4
 
@@ -65,3 +66,17 @@ def test_a_port_that_is_taken_is_an_error(door: LaneDoor) -> None:
         LaneDoor(router, "127.0.0.1", door.port)
     router.close()
     context.term()
+
+
+def test_lanes_share_half_of_the_files_that_may_be_open() -> None:
+    """Besides those of the process itself; no lane has fewer connections than a few, or more than are of use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = list[int]()
+    try:
+        for limit in (lane.OWN_FILES + 1, lane.OWN_FILES + 2 * 4 * 100):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            found.append(most_connections(4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [lane.FEWEST_CONNECTIONS, 100]
+    assert most_connections(1) <= lane.MOST_CONNECTIONS

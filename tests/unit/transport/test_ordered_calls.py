@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from grpc import ChannelConnectivity, StatusCode, aio
 
 from dips.errors import Denied, DipsError, RemoteProtocolError, UnavailableSlave
+from dips.transport import ordered_calls
 from dips.transport.endpoints import slave_peer
-from dips.transport.ordered_calls import OrderedCalls
+from dips.transport.ordered_calls import OrderedCalls, answer_in_order
 from dips.wire.generated.slave_pb2 import Answer, Done, Order, OrderReply
 
 
@@ -83,6 +85,7 @@ async def test_a_stream_that_breaks_is_replaced_without_a_word() -> None:
     async with asyncio.timeout(20):
         assert (await calls.ask(Order())).HasField("done")
     await calls.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     gc.collect()
     await asyncio.sleep(0)
     assert unheard == []
@@ -105,3 +108,36 @@ async def test_a_stream_that_is_refused_fails_who_waits() -> None:
         with pytest.raises(Denied):
             await calls.ask(Order())
     await calls.close()
+
+
+async def test_a_server_begins_no_more_calls_than_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next is read when one is answered: a peer that asks without end fills no memory."""
+    monkeypatch.setattr(ordered_calls, "MOST_UNANSWERED", 2)
+    begun, replies, may_end = list[int](), list[Any](), asyncio.Semaphore(0)
+
+    async def requests() -> AsyncIterator[int]:
+        for number in range(5):
+            yield number
+
+    async def answer(request: int) -> Answer:
+        begun.append(request)
+        await may_end.acquire()
+        return Answer(done=Done())
+
+    class Caller:
+        async def write(self, reply: Any) -> None:
+            replies.append(reply)
+
+    caller: Any = Caller()
+    async with asyncio.timeout(20):
+        serving = asyncio.create_task(answer_in_order(requests(), caller, answer))
+        for answered in range(4):
+            while len(replies) < answered or len(begun) < min(5, answered + 2):
+                await asyncio.sleep(0)
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert len(begun) == min(5, answered + 2)
+            may_end.release()
+        may_end.release()
+        await serving
+    assert len(replies) == 5
