@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dips.errors import FailedDisk
 from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.durability import RETRY_S
 from dips.protocol.effects import Persist
-from tests.unit.protocol.scripted_run import ScriptedRun
+from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 
 V1 = VersionId(1, 1)
 
@@ -71,3 +73,20 @@ def test_tokens_of_a_version_that_is_undone_are_taken_back() -> None:
     assert run.machine.mirror_wanted()[-1] == V1, "no mirror copies what is undone"
     assert (cluster.tokens_accepted, cluster.tokens_undone) == (100, 30)
     assert cluster.accepted == 1
+
+
+def test_a_run_that_stops_for_its_disks_keeps_nobody_waiting() -> None:
+    """A window was open when the snapshot failed for the second time: its push is skipped, and its cluster trains on."""
+    run = ScriptedRun(replace(OPTIONS, durability="async", on_persist_failure="stop"))
+    run.train("a", "b")
+    run.held.add(Persist)
+    run.push("a")
+    run.wait(11.0)
+    for waits_s in (RETRY_S, 0.0):
+        (order,) = run.orders
+        run.orders.clear()
+        push = None if waits_s else run.push("b")
+        run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+        run.wait(waits_s)
+    assert run.view.durability.state == "stopped" and push is not None
+    assert run.outcome(push).kind == "skipped" and run.view.clusters["b"].state == "training"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dips.ids import GENESIS, PushId
 from dips.protocol.enums import Activity, TrainerState
-from dips.protocol.events import ClusterSilent, PushStaged, SlaveSilent, TrainerChanged
+from dips.protocol.events import ClusterSilent, MirrorReport, MirrorReported, PushStaged, SlaveSilent, TrainerChanged
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
@@ -70,3 +72,20 @@ def test_a_gap_moves_every_lease_and_every_hang() -> None:
     assert judge.judge_silence(3600.0 + TIMING.hang_s - 0.01) == []
     assert [type(e) for e in judge.judge_silence(3600.0 + TIMING.hang_s)] == [TrainerChanged]
     assert [type(e) for e in judge.judge_silence(3600.0 + LEASE_S)] == [ClusterSilent, SlaveSilent]
+
+
+def test_a_slave_that_registers_again_is_heard() -> None:
+    """Under its incarnation, as after a change of masters' connections: its lease begins anew."""
+    judge = known()
+    judge.welcome_slave("s", 2, LEASE_S - 1)
+    assert SlaveSilent not in [type(e) for e in judge.judge_silence(LEASE_S)]
+    assert SlaveSilent in [type(e) for e in judge.judge_silence(2 * LEASE_S - 1)]
+
+
+def test_what_a_mirror_holds_is_told_when_it_is_news() -> None:
+    """Heartbeats repeat it; a slave without a mirror has nothing to tell."""
+    judge, now = known(), 1.0
+    held, failing = MirrorReport((GENESIS,)), MirrorReport((GENESIS,), "its disk is full")
+    for mirror, news in ((None, []), (held, [held]), (held, []), (failing, [failing]), (failing, [])):
+        told = judge.on_slave_heartbeat(replace(of_slave(2), mirror=mirror), now)
+        assert [e.report for e in told if isinstance(e, MirrorReported)] == news

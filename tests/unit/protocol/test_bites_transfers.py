@@ -83,6 +83,15 @@ def test_a_push_is_counted_in_its_window_until_it_is_settled() -> None:
         run.outcome(push)
 
 
+def test_a_cluster_whose_trainer_hung_asks_for_a_push() -> None:
+    """What it asks shows that it goes on, whatever heartbeats have told."""
+    run = make()
+    run.step(ev.TrainerChanged("a", 1, False, "no inner step for 60 s"))
+    assert run.view.clusters["a"].state == "idle"
+    run.open_push("a")
+    assert run.view.clusters["a"].state == "pushing"
+
+
 def test_status_shows_since_when_a_state_holds() -> None:
     """The same state for the same cause goes on, whatever else happens."""
     run = make()

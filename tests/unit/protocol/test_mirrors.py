@@ -110,7 +110,7 @@ def test_a_lost_disk_costs_what_its_mirror_was_known_to_lag() -> None:
 
 def test_beyond_what_a_mirror_lagged_a_person_is_asked() -> None:
     """So an old disk waits; `most_rollback` more are undone as ever."""
-    run, held = lagging()
+    run, held = lagging(options=replace(OPTIONS, most_rollback=1))
     seen = run.head
     older = VersionId(held.version - 1, held.round - 1)
     assert lose_disk(run, (older,), (older,)).red is False and run.head == older

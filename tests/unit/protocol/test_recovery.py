@@ -220,12 +220,10 @@ def test_a_slave_that_gives_the_transfer_up_drops_it() -> None:
     run = Lost()
     push = run.open()
     sinc = run.orders(OpenPush)[0].sinc
-    for stale in (
-        ev.PushRefused("s", sinc + 1, push, "stalled"),
-        ev.PushRefused("s", sinc, replace(push, seq=push.seq - 1), "stalled"),
-    ):
-        run.step(stale)
-        assert isinstance(run.recover(), SeedGranted)
+    for stale in ((sinc + 1, push), (sinc, replace(push, seq=push.seq - 1))):
+        run.step(ev.PushRefused("s", *stale, "stalled"))
+        run.step(ev.PushStaged("s", *stale, 40))
+        assert isinstance(run.recover(), SeedGranted) and not run.orders(KeepSeed)
     for _ in range(2):
         run.step(ev.PushRefused("s", sinc, push, "stalled"))
     assert run.recover() == Dropped("s: stalled")
