@@ -76,7 +76,7 @@ def test_tokens_of_a_version_that_is_undone_are_taken_back() -> None:
 
 
 def test_a_run_that_stops_for_its_disks_keeps_nobody_waiting() -> None:
-    """A window was open when the snapshot failed for the second time: its push is skipped, and its cluster trains on."""
+    """A window was open when the snapshot failed for the second time: its push is skipped, its cluster trains on."""
     run = ScriptedRun(replace(OPTIONS, durability="async", on_persist_failure="stop"))
     run.train("a", "b")
     run.held.add(Persist)

@@ -13,8 +13,8 @@ import pytest
 
 from dips.protocol.enums import Difference, GateName
 from dips.protocol.gates import GATES
-from dips.protocol.gates.direction import LEAST_COSINE
-from dips.protocol.gates.losses import LEAST_LOSS, MARGIN, excess_loss
+from dips.protocol.gates.direction import LEARNED_COSINES, LEAST_COSINE, LEAST_USUAL, LEAST_WITNESSES, LIKE
+from dips.protocol.gates.losses import LEARNED, LEAST_LOSS, MARGIN, excess_loss
 from dips.protocol.gates.norms import judge_norm_literally, spread_factor
 from dips.protocol.gates.replays import DIGESTS_KEPT
 from dips.protocol.options import PenaltyOptions
@@ -348,6 +348,43 @@ def test_who_always_was_unlike_the_others_is_gated_when_it_turns() -> None:
     assert not meet(like, "a", 0.2).accepted, "a suspect that was like the others needs half of what they have"
 
 
+@pytest.mark.parametrize(
+    ("of_others", "own", "found"),
+    [
+        ({}, {}, {Difference.DIRECTION, Difference.LOSS}),
+        ({}, {"cosines": LEARNED_COSINES - 1, "losses": LEARNED - 1}, set()),
+        ({}, {"cosine": LIKE * 0.5, "loss_shift": MARGIN}, set()),
+        ({"cosine": LEAST_USUAL}, {"loss_shift": 0.0}, {Difference.DIRECTION}),
+        ({"cosines": LEARNED_COSINES - 1}, {"loss_shift": 0.0}, set()),
+    ],
+)
+def test_a_difference_is_shown_as_soon_as_it_is_learned(
+    of_others: dict[str, object], own: dict[str, object], found: set[Difference]
+) -> None:
+    """By as few others as may speak against a push; what is just usual, or is not known yet, is none."""
+    known = "abcd"[: LEAST_WITNESSES + 1]
+    story = GateStory("direction", "loss", known=known, **({"cosines": LEARNED_COSINES} | of_others))
+    changes: dict[str, Any] = {
+        "cosine": 0.0,
+        "cosines": LEARNED_COSINES,
+        "losses": LEARNED,
+        "loss_shift": 2 * MARGIN,
+    } | own
+    story.penalty._rows["a"] = replace(story.penalty.penalty_row("a"), **changes)
+    assert set(story.penalty.find_differences("a")) == found
+
+
+def test_a_usual_cosine_is_known_when_it_is_learned() -> None:
+    found = [GateStory("direction", cosines=n).penalty.own_cosine("a") for n in (LEARNED_COSINES - 1, LEARNED_COSINES)]
+    assert found == [None, 0.5]
+
+
+def test_others_with_little_in_common_hold_nobody_to_their_usual_cosine() -> None:
+    """From LEAST_USUAL on, half of it is asked of a cluster that was like them."""
+    found = [meet(GateStory("direction", cosine=0.64, cosines=40), "a", 0.0, usual=x) for x in (LEAST_USUAL, 0.099)]
+    assert [bool(verdict.flags) for verdict in found] == [True, False]
+
+
 def test_who_was_like_the_others_and_turns_is_gated_before_it_is_opposite() -> None:
     """Pushes turned by 45° towards zeros had −0.04 to −0.10, where 0.64 was usual; followed, that was usual soon."""
     story = GateStory("direction", cosine=0.64, cosines=40)
@@ -496,6 +533,15 @@ def test_losses_at_the_ends_of_what_can_be_said_stay_numbers(huge: float) -> Non
 def warm_losses(known: str = "abcd", **own: object) -> GateStory:
     """Clusters that have warmed up and reported 2.0 last."""
     return GateStory("loss", known=known, **({"loss": 2.0, "losses": 40} | own))
+
+
+def test_what_is_usual_is_learned_from_so_many_losses_and_no_more() -> None:
+    """One push fewer, and a cluster may still be of data that are harder by a factor."""
+    learned, learning = (
+        warm_losses(losses=n).judge("a", loss=2.0 * (1 + MARGIN) + 0.1) for n in (LEARNED, LEARNED - 1)
+    )
+    assert learned.flags and "usually" in learned.flags[0]
+    assert not learning.flags and "is learned, 1 pushes left" in learning.reason
 
 
 def test_a_loss_far_above_the_others_is_gated_and_one_below_is_not() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dips.protocol.heartbeats import Transfer, remaining_s
+from dips.protocol.heartbeats import LEAST_BYTES_PER_S, Transfer, remaining_s
 from dips.transport.intake import HORIZON_S, Rate
 
 
@@ -43,4 +43,5 @@ def test_what_remains():
     assert remaining_s(10, 10, 0.0) == 0
     assert remaining_s(4, 10, 2.0) == 3
     assert remaining_s(4, 10, 0.0) == math.inf
+    assert remaining_s(0, 10, LEAST_BYTES_PER_S) == 10 / LEAST_BYTES_PER_S
     assert Transfer("fast", 1, 1, True, 4, 10, 2.0).remaining_s == 3
