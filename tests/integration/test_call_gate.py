@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dips.errors import Busy, RemoteProtocolError, UnavailableMaster
 from dips.telemetry.refusals import refusals_by_reason
@@ -107,3 +108,18 @@ async def test_a_method_that_is_not_served() -> None:
             await channel.unary_unary("/dips.v1.ClusterService/Shutdown")(b"", timeout=10.0)
         assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert counted("unknown_method") == before + 1
+
+
+async def test_a_health_check_is_answered_and_no_watch() -> None:
+    """A stream of answers for one question is of a kind that no method here has: nobody holds one open."""
+    server = control.make_server(lambda method, error: pytest.fail(f"{method}: {error!r}"), None, MASTER_LIMITS)
+    await control.serve_health(server, ("",))
+    port = control.bind_server(server, "127.0.0.1:0", "master.listen")
+    await server.start()
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
+            await stub.Watch(health_pb2.HealthCheckRequest()).read()
+    await server.stop(0)
