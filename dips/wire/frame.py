@@ -280,8 +280,8 @@ class Range(NamedTuple):
         return self.length * ITEM_BYTES
 
     def cut(self, most: int) -> Self:
-        """Its beginning of `most` elements, which are whole blocks; itself if it is not longer."""
-        return self if self.length <= most else type(self)(*self[:3], most)
+        """Its beginning of `most` elements, which are whole blocks; all of it if it is not longer."""
+        return type(self)(*self[:3], min(self.length, most))
 
 
 class EncodedRange(Range):

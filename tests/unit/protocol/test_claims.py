@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dips.errors import Busy, RemoteProtocolError, StaleTerm, StaleVersion, UnavailableSlave
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.protocol import claims, effects
+from dips.protocol import claims, clusters, effects
 from dips.protocol import events as ev
 from dips.protocol.claims import MOST_AHEAD, MOST_STEPS_PER_S, MOST_TERMS_AHEAD, MOST_TOKENS_PER_S, ToldProgress
 from dips.protocol.effects import Committed, Exit, Failed, Grant, Pending
@@ -197,3 +197,11 @@ def test_failed_is_what_a_refusal_is() -> None:
     push = run.open_push("a")
     assert isinstance(finish(run, push, (1 << 53) - 1, 1), Failed)
     assert isinstance(finish(run, push, 8, 1), Committed)
+
+
+def test_names_of_clusters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has joined before may always come back."""
+    monkeypatch.setattr(clusters, "MAX_CLUSTERS", 2)
+    run = make("ab")
+    joins = [ev.ClusterJoined(0, name, "p2", "r", run.manifest.digest, "c", take_over=True) for name in "ca"]
+    assert failure(run.ask(joins[0])) is Busy and isinstance(run.ask(joins[1]), effects.Joined)

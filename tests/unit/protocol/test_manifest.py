@@ -93,6 +93,10 @@ def test_any_json_and_none(text: str) -> None:
         Manifest.from_json(text)
 
 
+def test_a_parameter_has_as_many_dimensions_as_it_says() -> None:
+    assert Manifest.from_json(spelled(shape=[1] * MAX_DIMENSIONS)).numel == 1
+
+
 def test_a_nested_shape() -> None:
     """Depth within an otherwise good manifest is refused as well."""
     text = spelled(shape="HERE").replace('"HERE"', "[" * 100_000 + "]" * 100_000)

@@ -73,3 +73,20 @@ def test_a_handshake_that_leads_to_no_call_is_counted(honest: int) -> None:
     now[0] += PATIENCE_S
     watch.on_handshake()
     assert refusals_by_reason().get("handshake", 0) - before == 5 - honest
+
+
+def test_as_many_connections_are_remembered_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call over one of them is no answer to a handshake that has begun since; the oldest is forgotten for a new."""
+    monkeypatch.setattr(limits, "MOST_REMEMBERED", 2)
+    now = [0.0]
+    watch, before = HandshakeWatch(lambda: now[0]), refusals_by_reason().get("handshake", 0)
+    for peer in ("a", "b", "a"):
+        watch.on_call(peer)
+    watch.on_handshake()
+    watch.on_call("a")
+    watch.on_call("b")
+    now[0] += PATIENCE_S
+    watch.on_call("b")
+    assert refusals_by_reason().get("handshake", 0) == before + 1
+    watch.on_call("c")
+    assert list(watch._peers) == ["b", "c"]

@@ -293,3 +293,10 @@ def test_no_message_is_forgotten() -> None:
     wrappers = {name for name in seen if name.endswith("Reply")} | {"Answer"}
     assert len(walked & seen) > 50
     assert seen - walked - wrappers - NOT_FOR_DECIDING == set()
+
+
+def test_a_bound_is_the_most_that_is_taken() -> None:
+    """Not one less: of text, of numbers, of items."""
+    assert messages._checked_text("why", "x" * messages.MAX_TEXT)
+    assert messages._checked_integer("tokens", messages.MAX_INTEGER)
+    assert messages._check_length("ranges", range(messages.MAX_ITEMS))

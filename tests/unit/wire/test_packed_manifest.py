@@ -50,6 +50,9 @@ def test_anything_else_is_refused(packed: bytes, words: str) -> None:
 
 
 def test_a_manifest_is_bounded_before_it_is_read() -> None:
-    """JSON beyond the limit is refused by its length."""
+    """JSON beyond the limit is refused by its length, and no shorter one."""
     with pytest.raises(CorruptManifest, match="at most"):
         Manifest.from_json(" " * (MAX_JSON_BYTES + 1))
+    with pytest.raises(CorruptManifest) as refused:
+        Manifest.from_json(" " * MAX_JSON_BYTES)
+    assert "at most" not in str(refused.value)
