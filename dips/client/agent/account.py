@@ -241,7 +241,8 @@ class Tally:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.tokens = 0
         self.moved = {"push": 0, "pull": 0}  # bytes of completed transfers
-        self._cause, self._since = "start", -1.0
+        self._cause = "start"
+        self._since: float | None = None  # until when time is counted; None: no event yet
         self._waited = 0.0  # seconds in the present window
         self._spell = 0.0  # seconds since the cause last changed
         self.waits = {cause: Histogram() for cause in WAITS}
@@ -252,14 +253,13 @@ class Tally:
 
     def switch_cause(self, cause: str, now: float) -> None:
         """Count time from `now` on under `cause`."""
-        if self._since >= 0:
+        if self._since is not None:
             passed = now - self._since
-            if passed > 0.0:
-                self.seconds[self._cause] += passed
-                self._waited += passed if self._cause == "window" else 0.0
-                self._spell += passed
+            self.seconds[self._cause] += passed
+            self._waited += passed if self._cause == "window" else 0.0
+            self._spell += passed
         if cause != self._cause:
-            if self._cause in self.waits and self._since >= 0:
+            if self._cause in self.waits:
                 self.waits[self._cause].observe_value(self._spell)
             self._spell = 0.0
         if cause != "window":
@@ -277,7 +277,7 @@ class Tally:
 
     def seconds_by_cause(self, now: float) -> dict[str, float]:
         """Return the seconds by cause until `now`."""
-        passed = max(0.0, now - self._since) if self._since >= 0 else 0.0
+        passed = now - self._since if self._since is not None else 0.0
         return {**self.seconds, self._cause: self.seconds[self._cause] + passed}
 
 

@@ -373,7 +373,7 @@ class IncarnationFile:
         try:
             found = json.loads(self._path.read_text())
             past = PastIncarnation(int(found["inc"]), int(found["tokens_consumed"]))
-            return past if found.items() >= self._whose.items() else NO_INCARNATION
+            return past if {name: found[name] for name in self._whose} == self._whose else NO_INCARNATION
         except FileNotFoundError:
             return NO_INCARNATION
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

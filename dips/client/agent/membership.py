@@ -134,9 +134,8 @@ def _take_unreported(s: AgentState, result: Joined) -> int:
 
 def rejoin_run(s: AgentState) -> None:
     """Join again after the lease ran out; unsettled work is lost, since the master has freed its ranges."""
-    s.account.lose_carried()
-    s.account.lose_frozen()
-    s.record_mark("incarnation_ended", inc=s.membership.inc, tokens_lost=s.account.lost)
+    tokens_lost = s.account.lost + s.account.unsettled_tokens
+    s.record_mark("incarnation_ended", inc=s.membership.inc, tokens_lost=tokens_lost)
     join_run(s, "its lease at the master ran out: it joins again")
 
 
@@ -214,7 +213,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
     if s.membership.inc == 0:
         return None
     trainer, sync, account = s.trainer, s.sync, s.account
-    stands = trainer.alive and not sync.verdict and not s.trains_on
+    stands = not sync.verdict and not s.trains_on
     activity = ACTIVITY.get(sync.phase, Activity.INNER) if stands else Activity.INNER
     sync.moving_at_heartbeat = moving_transfer(s)
     return ClusterHeartbeat(

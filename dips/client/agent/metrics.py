@@ -52,7 +52,7 @@ def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
         "loss": trainer.loss if trainer.inner_steps else None,
         "base": trainer.base.version if trainer.base else None,
         "progress": state.fraction,
-        "silent_s": 0.0 if silent_since is None else max(0.0, now - silent_since),
+        "silent_s": 0.0 if silent_since is None else now - silent_since,
         "spent": tally.seconds_by_cause(now),
         "waits": tally.waits,
         "moved": dict(tally.moved),

@@ -136,16 +136,17 @@ def judge_divergence(s: AgentState, reason: str) -> None:
     """Record the divergence; answer the ranks' question with an error unless they reset the model themselves."""
     policy = s.settings.on_divergence
     s.trainer.resets += 1
+    hopeless = s.trainer.resets > MOST_RESETS
     s.record_mark("diverged", push=str(s.push_id), reason=reason, policy=str(policy))
-    if policy is DivergencePolicy.RESET and s.trainer.resets <= MOST_RESETS:
+    if policy is DivergencePolicy.RESET and not hopeless:
         return
     error = Diverged(f"{reason} (on_divergence: {policy})")
-    if s.trainer.resets > MOST_RESETS:
+    if hopeless:
         error = Diverged(
             f"{reason}; {s.trainer.resets} times in a row, each from the run's parameters and an empty optimizer: look "
             "at its data, learning rate and precision (NaN in the first steps?)"
         )
-    if policy is DivergencePolicy.STOP or s.trainer.resets > MOST_RESETS:
+    if policy is DivergencePolicy.STOP or hopeless:
         s.fail_training(error)
     give_verdict(s, ErrorReply(type(error).__name__, str(error)))
 

@@ -73,9 +73,9 @@ def _make_answer(s: AgentState, given: int | None) -> messages.Answer:
         return messages.RangesEnded(f"the run is finished with {finished}", True)
     if not s.joined:  # the next incarnation may get the ranges that this one has lost
         return messages.AskAgain(s.sync.reason)
-    if (s.ranges.exhausted or _settles_first(s)) and not is_asked(s):
-        return _end_data(s)
-    return messages.AskAgain(s.range_requests.waits or "the master is asked for data ranges")
+    if is_asked(s):
+        return messages.AskAgain(s.range_requests.waits or "the master is asked for data ranges")
+    return _end_data(s)
 
 
 def _begun_by(s: AgentState, given: int) -> BegunRange | None:
@@ -134,7 +134,7 @@ def on_leased(s: AgentState, result: Ranges) -> None:
     drop_remark(s, RemarkSubject.RANGES)
     # that claimed ranges are unavailable does not mean that no range is left
     s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed, result.begun)
-    if not result.ranges and not s.range_requests.claimed:
+    if not result.ranges:
         s.ranges.hold_back()
 
 

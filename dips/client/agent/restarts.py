@@ -85,7 +85,7 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     requests.by_step, requests.recalls = False, 0
     s.record_mark("trainer_attached", attempt=trainer.attempt, launch=message.launch, restart=message.restart)
     model, joined = (message.manifest_digest, message.frozen_digest), s.membership
-    if sync.phase is SyncPhase.UNJOINED or model != (joined.manifest_digest, joined.frozen_digest):
+    if model != (joined.manifest_digest, joined.frozen_digest):  # as for the first attempt
         joined.manifest_digest, joined.frozen_digest = model
         join_run(s, "its model is not yet compared with the run's")
 

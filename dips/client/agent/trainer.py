@@ -43,7 +43,7 @@ OF_OTHERS = re.compile(
     r"|not all \d+ ranks reached",
 )
 WARNED = re.compile(r":\d+: \w*Warning: ")  # Python prints the source line below it
-BY_SIGNAL = 128  # exit codes above it mean a signal mean a signal
+BY_SIGNAL = 128  # exit codes above it mean a signal
 SILENT = {signal.SIGKILL: " (out of memory?)", signal.SIGTERM: ""}  # a process ended by these prints no reason
 
 

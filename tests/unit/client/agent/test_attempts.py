@@ -91,7 +91,8 @@ def test_a_process_that_begins_anew_is_a_new_attempt(play: Play, detaches: bool)
     if detaches:
         assert play.send(Detach(1)) == Noted()
     again = replace(play.attach(), process="7/2")
-    assert play.send(again) == Attached(2, 0.0) and play.s.trainer.base is None
+    assert play.s.trainer.alive is not detaches
+    assert play.send(again) == Attached(2, 0.0) and play.s.trainer.base is None and play.s.pace.since_push == 0
     play.number = count(1)  # it numbers its own questions
     play.pull(GENESIS)
     assert play.send(Stepped(2, 10, 2.0)) is None

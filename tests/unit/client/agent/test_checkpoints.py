@@ -11,6 +11,9 @@ from dips.client.ipc.messages import (
     AskAgain,
     ErrorReply,
     Healed,
+    PullMoved,
+    PullWanted,
+    PushMoved,
     RangeGiven,
     RangeWanted,
     Resume,
@@ -19,9 +22,10 @@ from dips.client.ipc.messages import (
     SaveWanted,
 )
 from dips.ids import GENESIS
-from dips.protocol.effects import Joined, Ranges
+from dips.protocol.effects import Acknowledged, Committed, Joined, Ranges
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import RangesRequested
-from tests.unit.client.agent.play import NONE_YET, H, Play
+from tests.unit.client.agent.play import NONE_YET, H, Play, grant, outcome
 
 
 def saved_in(play: Play) -> Saved:
@@ -127,3 +131,33 @@ def test_the_master_counts_what_was_settled_in_all_incarnations() -> None:
     play.send(play.attach())
     play.pull(GENESIS)
     assert saved_in(play).settled == 17
+
+
+def test_what_is_saved_while_a_transfer_is_open(play: Play) -> None:
+    """A push that is out has taken the progress: such a checkpoint is healed. A pull that only closes took nothing."""
+    verdict = play.push_until_granted()
+    assert saved_in(play).pending
+    play.send(PushMoved(1, next(play.number), verdict.seq, True, "", 100))
+    play.reply(Committed())
+    assert saved_in(play).pending
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    assert not saved_in(play).pending
+    play.reply(Acknowledged())
+    assert not saved_in(play).pending
+
+
+def test_a_checkpoint_waits_until_the_first_pull_is_closed(play: Play) -> None:
+    """And until the answer about its ranges is there."""
+    found, other = saved_in(play), Play()
+    other.send(other.attach())
+    other.reply(Joined(3, 2, GENESIS, NONE_YET, ()))
+    other.send(other.attach())
+    other.send(PullWanted(1, next(other.number)))
+    other.reply(grant())
+    other.send(PullMoved(1, next(other.number), 1, True, "", 9))
+    assert isinstance(other.send(Resume(1, found)), AskAgain) and Channel.RANGES not in other.asks
+    other.reply(Acknowledged())
+    for _ in range(2):
+        assert isinstance(other.send(Resume(1, found)), AskAgain)
+    assert other.asked(RangesRequested, Channel.RANGES).seq == 1

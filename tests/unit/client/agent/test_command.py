@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
-from dips.client.agent import restarts, trainer
+from dips.client.agent import agent, restarts, trainer
 from dips.client.agent.agent import END_GRACE_S, AgentSignals, CommandRunner, mark_level
 from dips.client.agent.state import Actions, RecordMark
 from dips.client.agent.trainer import TrainerProcess
@@ -89,3 +90,121 @@ def test_a_crash_is_told_once_and_as_what_it_was(monkeypatch: pytest.MonkeyPatch
 def test_the_log_says_at_its_usual_level_what_is_not_routine(kind: str, fields: dict[str, Any], level: str) -> None:
     """Each outer step's marks are there with `log_level: debug`, and those of a step that failed always."""
     assert mark_level(kind, fields) == level
+
+
+class Simulated:
+    """A launch that ends when the test says so, or when it is told to."""
+
+    pid = 7
+
+    def __init__(self, lines: tuple[str, ...] = (), ends: int | None = None) -> None:
+        self.lines, self.told = lines, list[str]()
+        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if ends is not None:
+            self.code.set_result(ends)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self.code)
+
+    async def end_within(self, grace_s: float) -> int:
+        self.told.append(f"end within {grace_s:g} s")
+        return 143
+
+    def last_lines(self, most: int) -> tuple[str, ...]:
+        return self.lines[-most:]
+
+    def kill_leftovers(self) -> int:
+        self.told.append("kill leftovers")
+        return 3
+
+    async def find_cause(self) -> str:
+        return ""
+
+
+def runner_of(play: Play, *launches: Simulated) -> tuple[CommandRunner, AgentSignals, list[Any]]:
+    """A runner of these launches, one after the other; what it starts and performs."""
+    left, did, signals = list(launches), list[Any](), AgentSignals()
+
+    async def start(command: Any, environment: Any) -> Simulated:
+        did.append(("start", environment))
+        return left.pop(0)
+
+    def perform(actions: Actions) -> None:
+        play.do(actions)
+        did.extend((a.kind, a.fields) for a in actions if isinstance(a, RecordMark))
+
+    return CommandRunner(play.core, perform, signals, structlog.get_logger(), 60.0, start), signals, did
+
+
+async def test_a_launch_is_on_the_timeline_from_its_start_to_what_it_left() -> None:
+    """Its attempt ends with it, whatever rank 0's connection does; a crash at the end is told with the last words."""
+    play = Play()
+    play.begin()
+    launch = Simulated(("ValueError: x",), ends=1)
+    runner, _, did = runner_of(play, launch)
+    assert await runner.run(["train"], {"A": "b"}) == 1
+    assert did[0] == ("start", {"A": "b", "DIPS_ATTEMPT": "1"})
+    assert did[1] == ("trainer_start", {"attempt": 1, "pid": 7})
+    assert ("trainer_end", {"attempt": 1, "code": 1, "killed": 3}) in did and launch.told == ["kill leftovers"]
+    assert dict(play.marks)["trainer_gone"]["reason"] == "the trainer ended with exit code 1"
+    assert runner.last_lines() == ("ValueError: x",)
+
+
+async def test_what_is_remarked_at_the_end_is_on_the_timeline() -> None:
+    """The command ended well and brought nothing: the agent's last act is to say so."""
+    play = Play()
+    play.begin()
+    runner, _, did = runner_of(play, Simulated(ends=0))
+    assert await runner.run(["train"], {}) == 0
+    assert did[-1][0] == "remark" and "without one accepted push" in did[-1][1]["text"]
+
+
+async def test_the_last_words_are_the_former_launchs_until_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat during the import of torch still says why the launch before crashed."""
+    monkeypatch.setattr(restarts, "RESTART_PAUSE_S", 0.0)
+    second = Simulated()
+    runner, signals, did = runner_of(Play(max_restarts=2), Simulated(("out of memory",), ends=1), second)
+    running = asyncio.create_task(runner.run(["train"], {}))
+    while not [mark for mark in did if mark[0] == "trainer_start"][1:]:
+        await asyncio.sleep(0)
+    assert runner.last_lines() == ("out of memory",)
+    second.lines = ("step 1",)
+    assert runner.last_lines() == ("step 1",)
+    signals.terminated.set()
+    assert await running == 143 and second.told == ["end within 60 s", "kill leftovers"]
+
+
+async def test_who_is_told_to_stop_may_end_by_itself_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core stopped it: rank 0 hears why and raises. SIGTERM to the agent leaves no such time, and no task."""
+    monkeypatch.setattr(agent, "FAILURE_GRACE_S", 60.0)
+    raises, hangs, ended = Simulated(), Simulated(), Simulated()
+    runner, signals, _ = runner_of(Play())
+    signals.stopped.set()
+    waiting = asyncio.create_task(runner._wait_or_end(raises))
+    await asyncio.sleep(0.01)
+    raises.code.set_result(75)
+    assert await waiting == 75 and not raises.told
+    monkeypatch.setattr(agent, "FAILURE_GRACE_S", 0.0)
+    assert await runner._wait_or_end(hangs) == 143 and hangs.told == ["end within 60 s"]
+    monkeypatch.setattr(agent, "FAILURE_GRACE_S", 60.0)
+    signals.stopped.clear()
+    signals.terminated.set()
+    async with asyncio.timeout(20):
+        assert await runner._wait_or_end(ended) == 143
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_the_pause_between_two_launches_ends_with_sigterm() -> None:
+    """A command that crashes at once is not started a thousand times a second; who ends the agent does not wait."""
+    signals, began = AgentSignals(), asyncio.get_running_loop().time()
+    assert not await signals.wait_terminated(0.05)
+    assert asyncio.get_running_loop().time() - began >= 0.05
+    first = Simulated(ends=1)
+    runner, signals, did = runner_of(Play(max_restarts=2), first)
+    running = asyncio.create_task(runner.run(["train"], {}))
+    while not [mark for mark in did if mark[0] == "trainer_end"]:
+        await asyncio.sleep(0)
+    signals.terminated.set()
+    async with asyncio.timeout(20):
+        assert await running == 1

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
-from math import inf
+from math import inf, isnan
 from pathlib import Path
 
 import pytest
 
-from dips.client.agent.account import PastIncarnation
+from dips.client.agent.account import Pace, PastIncarnation
 from dips.client.agent.membership import HEAL_S, build_heartbeat
-from dips.client.agent.state import Channel, SyncPhase
+from dips.client.agent.state import Channel, SendHeartbeat, SyncPhase
 from dips.client.ipc.messages import (
     AskAgain,
     ErrorReply,
@@ -20,22 +20,24 @@ from dips.client.ipc.messages import (
     Noted,
     PullMoved,
     PullNow,
+    PullWanted,
     PushMoved,
     PushNow,
+    PushWanted,
     RangeWanted,
     TrainOn,
     TransferProgress,
 )
 from dips.errors import Denied, StaleIncarnation
 from dips.identity.names import PeerRole
-from dips.ids import PushId
-from dips.protocol.effects import Acknowledged, Joined
-from dips.protocol.enums import ClusterStanding
+from dips.ids import GENESIS, PushId
+from dips.protocol.effects import Acknowledged, Committed, Joined, Progress
+from dips.protocol.enums import Activity, ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullRequested
-from dips.protocol.heartbeats import ClusterHeartbeatAnswer
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.transport.tls import LOOK_S, TlsSource
 from tests.enrolled import Enrolled
-from tests.unit.client.agent.play import HEARTBEAT_S, NONE_YET, V1, Play, grant
+from tests.unit.client.agent.play import HEARTBEAT_S, NONE_YET, V1, Play, grant, outcome
 
 
 @pytest.fixture
@@ -178,7 +180,8 @@ def test_a_question_that_is_refused_hurries_one_heartbeat(play: Play) -> None:
     play.send(want)
     sent, asked = len(play.heartbeats), play.asks[Channel.SYNC]
     play.do(play.core.on_error(asked, REVOKED, play.now))
-    assert len(play.heartbeats) == sent + 1 and play.asks[Channel.SYNC].number == asked.number
+    again = play.asks[Channel.SYNC]
+    assert len(play.heartbeats) == sent + 1 and again is not asked and again.number == asked.number
     answer = play.send(want)
     assert isinstance(answer, AskAgain) and answer.reason == str(REVOKED)
     refuse_heartbeat(play, 0.0)
@@ -311,3 +314,150 @@ def test_a_renewed_certificate_that_is_not_used_is_told(tmp_path: Path) -> None:
     files.cert.write_bytes(valid[0])
     files.key.write_bytes(valid[1])
     assert note() == ""
+
+
+def report(play: Play) -> ClusterHeartbeat:
+    heartbeat = build_heartbeat(play.s)
+    assert heartbeat is not None
+    return heartbeat
+
+
+def test_a_heartbeat_tells_what_the_trainer_waits_for(play: Play) -> None:
+    """And of which transfer: slaves keep one open only while the heartbeats name it."""
+    play.begin()
+    resting = report(play)
+    assert (resting.activity, resting.transfer_seq) == (Activity.INNER, 0) and isnan(resting.loss)
+    play.step(2)
+    moved = play.push_until_committed()
+    assert (report(play).activity, report(play).transfer_seq) == (Activity.WINDOW, 2)
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow)
+    assert (report(play).activity, report(play).transfer_seq, report(play).loss) == (Activity.PULL, 2, 2.0)
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    assert play.s.sync.phase is SyncPhase.CLOSING
+    assert (report(play).activity, report(play).transfer_seq) == (Activity.INNER, 0), "it trains while the pull closes"
+    play.reply(Acknowledged())
+    play.send(play.want_push())
+    assert (report(play).activity, report(play).transfer_seq) == (Activity.PUSH, 3)
+    play.reply(grant())
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    assert (report(play).activity, report(play).transfer_seq) == (Activity.IDLE, 0)
+
+
+def test_a_trainer_that_overlaps_is_reported_as_training() -> None:
+    """Whatever its push waits for; before it has parameters it waits like any other."""
+    play = Play(overlap=True)
+    play.send(play.attach())
+    play.reply(Joined(3, 1, GENESIS, NONE_YET, ()))
+    play.send(play.attach())
+    want = PullWanted(1, next(play.number))
+    play.send(want)
+    assert report(play).activity is Activity.PULL and play.s.tally.cause == "pull"
+    play.reply(grant())
+    assert isinstance(play.send(want), PullNow)
+    play.send(PullMoved(1, next(play.number), 1, True, "", 9))
+    play.reply(Acknowledged())
+    play.step()
+    play.push_until_committed()
+    assert (report(play).activity, report(play).transfer_seq) == (Activity.INNER, 2) and play.s.tally.cause == "inner"
+
+
+def test_a_commit_whose_trainer_is_gone_is_no_transfer(play: Play) -> None:
+    """Its outcome is awaited, and no rank moves a byte for it."""
+    play.begin()
+    play.step()
+    play.push_until_committed()
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    assert play.s.sync.phase is SyncPhase.AWAITING and report(play).transfer_seq == 0
+
+
+def test_the_length_of_a_step_is_that_of_the_first_until_more_are_known(play: Play) -> None:
+    """Of an aligned cluster nothing is told so early: meetings are planned by it."""
+    play.begin()
+    for play.now, told in ((10.0, 10.0), (12.0, 2.0)):
+        play.step()
+        assert report(play).step_s == told
+    aligned = Play()
+    aligned.s.pace = Pace(aligned=8)
+    aligned.begin()
+    aligned.now = 10.0
+    aligned.step()
+    assert report(aligned).step_s == 0.0
+
+
+def test_what_an_answer_says_of_the_run_is_known(play: Play) -> None:
+    """Its progress, and when the next push should begin: the trainer is told with its next answer."""
+    play.s.pace = Pace(aligned=2)
+    play.begin()
+    for play.now in (1.0, 2.0):
+        play.step()
+    answer = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, Progress(500, 1000, None), 100.0)
+    play.do(play.core.on_heartbeat_reply(1, answer, play.now))
+    told = play.send(PushWanted(1, next(play.number)))
+    assert isinstance(told, TrainOn) and told.progress == 0.5 and told.steps > 1, "a push is not due before the meeting"
+    less = replace(answer, progress=Progress(400, 1000, None))
+    play.do(play.core.on_heartbeat_reply(1, less, play.now))
+    assert play.s.fraction == 0.5, "an older answer that comes late"
+    moved = replace(answer, progress=Progress(500, 2000, None))
+    play.do(play.core.on_heartbeat_reply(1, moved, play.now))
+    assert play.s.fraction == 0.25, "an operator has set another target"
+
+
+def test_an_unanswered_heartbeat_is_followed_by_the_next(play: Play) -> None:
+    """In its own time; and a deadline is never too short for a long way."""
+    play.begin()
+    play.now = HEARTBEAT_S
+    play.do(play.core.tick(play.now))
+    assert play.core.next_deadline() == inf
+    play.lose_master(play.now)
+    assert play.core.next_deadline() == play.now + HEARTBEAT_S
+
+
+@pytest.mark.parametrize(("heartbeat_s", "deadline_s"), [(0.1, 1.0), (12.0, 12.0)])
+def test_a_heartbeat_has_a_heartbeats_time_and_no_less_than_a_second(heartbeat_s: float, deadline_s: float) -> None:
+    play = Play(heartbeat_s=heartbeat_s)
+    play.begin()
+    (sent,) = [a for a in play.core.tick(heartbeat_s) if isinstance(a, SendHeartbeat)]
+    assert sent.deadline_s == deadline_s
+
+
+def test_a_committed_push_of_an_incarnation_that_lives_after_all_goes_with_the_next(play: Play) -> None:
+    """Whether it was folded is not known: its trainer's progress is carried again, one that is gone has lost it."""
+    for gone in (False, True):
+        play = Play()
+        play.begin()
+        play.step(2)
+        play.push_until_committed()
+        play.do(play.core.on_error(play.asks[Channel.SYNC], StaleIncarnation("west/1 is gone"), play.now))
+        if gone:
+            play.do(play.core.on_trainer_gone("killed", play.now))
+        play.answer_heartbeat(ClusterStanding.LIVE)
+        assert (play.s.account.carried.tokens, play.s.account.lost) == ((0, 20) if gone else (20, 0))
+
+
+def test_the_rate_falls_while_no_byte_comes(play: Play) -> None:
+    """A link that stands still is slow. And what is counted is counted for one transfer alone."""
+    play.begin()
+    assert report(play).bytes_moved == 100, "of its first pull"
+    play.step()
+    play.send(play.want_push())
+    assert report(play).bytes_moved == 0
+    play.reply(grant())
+    play.now = 10.0
+    verdict = play.send(play.want_push())
+    assert isinstance(verdict, PushNow)
+    for play.now, rate in ((12.0, 50.0), (14.0, 25.0)):
+        play.send(TransferProgress(1, 100, 400))
+        assert report(play).bytes_per_s == rate
+    moved = PushMoved(1, next(play.number), verdict.seq, True, "", 400)
+    play.send(moved)
+    play.reply(Committed())
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    assert isinstance(play.send(moved), PullNow) and report(play).bytes_moved == 0
+    play.send(TransferProgress(1, 7, 400))
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    play.reply(Acknowledged())
+    play.send(play.attach(launch=2, pid=8))
+    play.send(PullWanted(2, next(play.number)))
+    assert play.asked(PullRequested).pull.seq == 3 and report(play).bytes_moved == 0

@@ -6,9 +6,10 @@ import pytest
 
 from dips.client.agent.membership import build_heartbeat
 from dips.client.agent.training import NO_STEP_S
-from dips.client.ipc.messages import ErrorReply, PullMoved, PullNow, PushMoved, Remarked
+from dips.client.ipc.messages import ErrorReply, PullMoved, PullNow, PushMoved, RangeWanted, Remarked
+from dips.ids import GENESIS
 from dips.protocol.effects import Acknowledged
-from dips.protocol.enums import OutcomeKind
+from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.heartbeats import REMARK_CHARS
 from tests.unit.client.agent.play import H, Play, outcome
 
@@ -49,9 +50,11 @@ def test_a_script_that_never_calls_step(play: Play) -> None:
     for play.now in (0.0, NO_STEP_S - 1):
         play.do(play.core.tick(play.now))
     assert note(play) == ""
-    for play.now in (NO_STEP_S, NO_STEP_S + 50):
-        play.do(play.core.tick(play.now))
+    play.now = NO_STEP_S
+    play.do(play.core.tick(play.now))
     assert note(play) == "no inner step reported in 120 s: call outer.step(local_tokens=…) after each optimizer step"
+    play.now += 50
+    play.do(play.core.tick(play.now))
     assert len(remarks(play)) == 1
     play.step()
     assert note(play) == ""
@@ -97,6 +100,11 @@ def test_a_command_that_ends_without_an_accepted_push(play: Play, steps: int, re
     left = play.core.leave_run()
     assert left is not None and left.reason.startswith("left without one accepted push") and remedy in left.reason
 
+    stopped = Play()
+    stopped.core.plan_next_launch(stopped.core.plan_first_launch(), code=0, terminated=True)
+    stopped.core.plan_next_launch(stopped.core.plan_first_launch(), code=143, terminated=True)
+    assert not remarks(stopped), "somebody ended it"
+
     done = Play()
     done.begin()
     settle(done, OutcomeKind.ACCEPTED)
@@ -115,3 +123,33 @@ def test_a_command_without_an_outer_loop() -> None:
 def test_what_a_rank_remarks_is_bounded(play: Play) -> None:
     play.send(Remarked(1, "x" * 10_000))
     assert note(play) == "x" * REMARK_CHARS
+
+
+@pytest.mark.parametrize("why", ["waits", "has no data", "is gone", "has stepped", "joins again"])
+def test_a_trainer_that_cannot_step_now_is_not_remarked_on(play: Play, why: str) -> None:
+    """The two minutes begin when it can."""
+    if why == "waits":
+        play.step()
+        play.s.trainer.steps_before = 1
+        play.send(play.want_push())
+    elif why == "has no data":
+        play.send(RangeWanted(1, 1))
+    elif why == "is gone":
+        play.do(play.core.on_trainer_gone("killed", play.now))
+    elif why == "has stepped":
+        play.step()
+    else:
+        play.answer_heartbeat(ClusterStanding.GONE)
+    for play.now in (NO_STEP_S - 1, NO_STEP_S, NO_STEP_S + 50):
+        play.do(play.core.tick(play.now))
+    assert not remarks(play)
+
+
+def test_a_crash_is_forgotten_with_the_next_accepted_push(play: Play) -> None:
+    play.do(play.core.on_trainer_gone("it ended", play.now))
+    play.core.plan_next_launch(play.core.plan_first_launch(), code=1)
+    assert note(play).startswith("crashing, 1 of 9")
+    play.send(play.attach(launch=2, pid=8))
+    play.pull(GENESIS)
+    settle(play, OutcomeKind.ACCEPTED)
+    assert note(play) == ""

@@ -22,8 +22,10 @@ from dips.client.ipc.messages import (
     TrainOn,
     TransferProgress,
 )
+from dips.dataclass import replace
 from dips.errors import DifferentModel
-from dips.protocol.effects import Acknowledged, Joined, ManifestWanted, Pending, Refused
+from dips.ids import GENESIS
+from dips.protocol.effects import Acknowledged, Joined, ManifestWanted, Pending, Progress, Refused
 from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterJoined, ClusterLeft, ManifestOffered, PullFinished
 from dips.protocol.manifest import Manifest
@@ -242,6 +244,7 @@ def test_a_name_that_is_taken_is_waited_for_and_then_refused() -> None:
     for _ in range(TAKEN_TRIES):
         play.reply(Refused(2.0, "the name west is taken"))
         assert play.asks[Channel.SYNC].delay_s == 2.0 and play.asked(ClusterJoined).nonce == "nonce1"
+        assert not play.stops
     play.reply(Refused(2.0, "the name west is taken"))
     assert play.stops[0].code == 77 and "--take-over" in play.stops[0].reason
 
@@ -266,3 +269,76 @@ def test_what_is_waited_for_is_logged_once() -> None:
 
 def test_an_address_of_ipv6_has_brackets_where_a_port_follows() -> None:
     assert [_bracket_host(host) for host in ("fd00::7", "10.0.0.7", "berlin")] == ["[fd00::7]", "10.0.0.7", "berlin"]
+
+
+def test_what_is_trained_while_it_joins_again_is_lost(play: Play) -> None:
+    """No incarnation owns it: it is reported as lost by the one that follows, which also learns how far the run is."""
+    play.begin()
+    play.step(2)
+    play.push_until_committed()
+    play.step(1)
+    play.answer_heartbeat(ClusterStanding.GONE)
+    assert dict(play.marks)["incarnation_ended"] == {"inc": 1, "tokens_lost": 30}
+    assert not play.asked(ClusterJoined).take_over
+    play.step(4)
+    play.reply(Joined(3, 2, V1, Progress(500, 1000, None), (), accounted=30))
+    assert (play.s.account.lost, play.s.account.unsettled_tokens, play.s.fraction) == (40, 0, 0.5)
+
+
+def test_an_operators_take_over_is_for_the_first_join_alone() -> None:
+    """A second agent that was started later must not be fenced by one whose lease ran out."""
+    play = Play(take_over=True)
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.GONE)
+    assert not play.asked(ClusterJoined).take_over
+
+
+def test_a_manifest_is_sent_once_for_each_time_it_is_wanted(play: Play) -> None:
+    """A repetition waits for the master's answer; after a failure nothing more is sent or stopped."""
+    wanted(play)
+    sent = ManifestSent("7", pack_manifest(MODEL))
+    play.send(sent)
+    offered = play.asks[Channel.SYNC]
+    assert isinstance(play.send(sent), AskAgain) and play.asks[Channel.SYNC] is offered
+    other = Play()
+    wanted(other)
+    for _ in range(2):
+        assert isinstance(other.send(ManifestSent("7", b"")), ErrorReply)
+    assert len(other.stops) == 1
+
+
+def test_an_attempt_with_another_model_joins_again(play: Play) -> None:
+    """The script was changed between two launches: the master compares, or the run would train two models."""
+    play.begin()
+    assert isinstance(play.send(replace(play.attach(launch=2, pid=8), manifest_digest="e" * 64)), AskAgain)
+    assert play.asked(ClusterJoined).manifest_digest == "e" * 64
+    play.reply(Joined(3, 2, GENESIS, NONE_YET, ()))
+    frozen = replace(play.attach(launch=3, pid=9), manifest_digest="e" * 64, frozen_digest="d" * 64)
+    assert isinstance(play.send(frozen), AskAgain) and play.asked(ClusterJoined).frozen_digest == "d" * 64
+
+
+def test_a_bug_stops_the_agent(play: Play) -> None:
+    """A task of the shell failed: the trainer does not go on beside an agent that does half of its work."""
+    play.begin()
+    play.do(play.core.on_bug(ValueError("x")))
+    assert [(stop.code, stop.reason) for stop in play.stops] == [(70, "ValueError: x")]
+
+
+def test_each_wait_is_logged_after_five_seconds_of_its_own(play: Play) -> None:
+    """None for a trainer that trains or is gone, whatever its last transfer said."""
+    play.begin()
+    play.step()
+
+    def logged(*times: float) -> list[object]:
+        before = len(play.marks)
+        for play.now in times:
+            play.do(play.core.tick(play.now))
+        return [fields["reason"] for kind, fields in play.marks[before:] if kind == "waits"]
+
+    assert logged(0.0, 50.0) == []
+    play.send(play.want_push())
+    assert logged(100.0, 104.9) == [] and logged(105.0, 200.0) == ["it asks for a push"]
+    play.reply(Pending("waits for ps1"))
+    assert logged(200.0, 204.0) == [] and logged(205.0) == ["waits for ps1"]
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    assert logged(206.0, 300.0) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.account import LOOK_S, MOST_TIMES, Pace
+from dips.client.agent.account import BELIEVED_S, LOOK_S, MOST_TIMES, Pace
 from dips.protocol.heartbeats import OWN_PACE
 
 
@@ -157,3 +157,27 @@ def test_how_many_steps_a_round_has() -> None:
     for n in range(4):
         pace.record_step(100.0 + 0.5 * n)
     assert pace.round_steps == 120
+
+
+def test_the_wait_between_two_pushes_is_no_step() -> None:
+    """The first step after a push or a start is not measured: it would include what came between."""
+    pace = Pace(steps=64)
+    pace.record_step(1.0)
+    pace.record_step(1.5)
+    pace.restart_count(1.5)
+    pace.record_step(60.0)
+    assert pace.step_s == 0.5
+
+
+def test_the_nearest_boundary_and_the_last_moment_of_a_meeting() -> None:
+    """Due now: push. Half a step left: take it, since the next boundary is as near. Believed to the last moment."""
+    pace = Pace(aligned=2)
+    pace.restart_count(0.0)
+    pace.record_step(1.0)
+    pace.set_meeting(0.0, 1.0)
+    assert pace.look_in(1.0) == 0, "also while no step's length is known"
+    pace.record_step(2.0)
+    pace.set_meeting(0.5, 2.0)
+    assert pace.look_in(2.0) == 1
+    pace.set_meeting(1000.0, 2.0)
+    assert pace.look_in(2.0 + BELIEVED_S) > 0 == pace.look_in(2.1 + BELIEVED_S)

@@ -146,3 +146,22 @@ def test_a_checkpoint_knows_how_far_its_range_is(play: Play) -> None:
     assert other.send(RangeWanted(1, 1, ())) == RangeGiven(7, part(7, 4))
     step(other, (7,), part(7, 6))
     assert push(other).begun == part(7, 6)
+
+
+def test_a_question_says_what_is_used_up(play: Play) -> None:
+    """A trainer that reports ranges with its questions alone: all served ones but those it names are trained."""
+    play.step()
+    assert play.send(RangeWanted(1, 2, (7,))) == RangeGiven(8)
+    assert play.s.account.carried.ranges == ()
+    play.send(RangeWanted(1, 3, (8,)))
+    assert play.s.account.carried.ranges == (7,)
+
+
+def test_a_range_that_is_settled_is_forgotten(play: Play) -> None:
+    """The parts that are known are those of ranges that are still to be trained: an agent lives for months."""
+    step(play, (7,), part(7, 4))
+    push(play)
+    assert [*play.s.ranges.begun] == [7]
+    step(play, ())
+    push(play)
+    assert not play.s.ranges.begun

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from dips.client.agent.membership import build_heartbeat
-from dips.client.agent.state import Channel
+from dips.client.agent.push_pull import RETRY_S
+from dips.client.agent.state import Channel, SyncPhase
 from dips.client.ipc.messages import AskAgain, Over, PullMoved, PullNow, PullWanted, RangesEnded, RangeWanted, TrainOn
-from dips.ids import GENESIS
-from dips.protocol.effects import Acknowledged, Finished, Joined, Refused
+from dips.ids import GENESIS, VersionId
+from dips.protocol.effects import Acknowledged, Dropped, Finished, Joined, Progress, Refused
 from dips.protocol.enums import OutcomeKind, TrainerState
 from dips.protocol.events import PullFinished, PullRequested
 from tests.unit.client.agent.play import NONE_YET, V1, Play, grant, outcome
+
+V2 = VersionId(2, 2)
 
 
 @pytest.fixture
@@ -129,3 +132,90 @@ def test_a_failed_pull_tears_nothing_unless_the_ranks_say_so(play: Play) -> None
         assert play.s.trainer.base == (None if torn else GENESIS)
         assert heartbeat.trainer is (TrainerState.STARTING if torn else TrainerState.TRAINING)
         assert ("torn" in [kind for kind, _ in play.marks]) == torn
+
+
+def test_a_pull_that_is_dropped_is_asked_for_again(play: Play) -> None:
+    """After a pause, with a new seq; three times in a row if the trainer can do without."""
+    play.send(play.attach())
+    play.reply(Joined(3, 1, GENESIS, NONE_YET, ()))
+    play.send(play.attach())
+    want = PullWanted(1, next(play.number))
+    play.send(want)
+    for seq in range(2, 7):
+        play.reply(Dropped("ps1 was lost"))
+        assert play.asks[Channel.SYNC].delay_s == RETRY_S and play.asked(PullRequested).pull.seq == seq
+        answer = play.send(want)
+        assert isinstance(answer, AskAgain) and answer.reason == "ps1 was lost"
+    play.reply(grant())
+    verdict = play.send(want)
+    assert isinstance(verdict, PullNow)
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    play.reply(Acknowledged())
+    moved = play.push_until_committed()
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    play.send(moved)
+    said = PullMoved(1, next(play.number), play.s.sync.seq, False, "gone", 0)
+    play.send(said)
+    play.reply(Acknowledged())
+    for _ in range(2):
+        play.asked(PullRequested)
+        play.reply(Dropped("ps1 was lost"))
+    assert isinstance(play.send(said), TrainOn) and play.s.trainer.base == GENESIS
+
+
+def test_a_last_version_that_cannot_be_pulled_any_more(play: Play) -> None:
+    """The run ended while a pull was asked for: the trainer is told so, and nothing more is asked."""
+    play.send(play.attach())
+    play.reply(Joined(3, 1, GENESIS, NONE_YET, ()))
+    play.send(play.attach())
+    want = PullWanted(1, next(play.number))
+    play.send(want)
+    asked = play.asks[Channel.SYNC]
+    play.reply(Finished(V1))
+    assert isinstance(play.send(want), Over) and play.asks[Channel.SYNC] is asked
+
+
+def test_a_run_that_ends_during_a_pull_is_pulled_once_more(play: Play) -> None:
+    """What is being installed is not the last version: the trainer waits for that one."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow)
+    play.s.update_progress(Progress(1000, 1000, V2))
+    said = PullMoved(1, next(play.number), verdict.seq, True, "", 9)
+    assert isinstance(play.send(said), AskAgain)
+    play.reply(Acknowledged())
+    play.asked(PullRequested)
+    play.reply(grant(V2))
+    last = play.send(said)
+    assert isinstance(last, PullNow) and last.grant.version == V2
+    assert isinstance(play.send(PullMoved(1, next(play.number), last.seq, True, "", 9)), Over)
+
+
+def test_a_pull_that_nobody_waits_for_is_closed(play: Play) -> None:
+    """The trainer trains on, since the master was away, or is gone: slaves need not keep the version for it."""
+    play.begin()
+    play.step()
+    moved = play.push_until_committed()
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow)
+    said = PullMoved(1, next(play.number), verdict.seq, False, "ps1 is gone", 0)
+    play.send(said)
+    play.reply(Acknowledged())
+    play.asked(PullRequested)
+    play.lose_master(1.0)
+    play.lose_master(20.0)
+    assert isinstance(play.send(said), TrainOn)
+    play.reply(grant(V1))
+    closed = play.asked(PullFinished)
+    assert (closed.pull.seq, closed.installed, play.s.sync.phase) == (3, False, SyncPhase.CLOSING)
+
+    dying = Play()
+    dying.send(dying.attach())
+    dying.reply(Joined(3, 1, GENESIS, NONE_YET, ()))
+    dying.send(dying.attach())
+    dying.send(PullWanted(1, next(dying.number)))
+    dying.do(dying.core.on_trainer_gone("killed", dying.now))
+    assert not dying.asked(PullFinished).installed

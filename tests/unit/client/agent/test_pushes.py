@@ -17,13 +17,14 @@ from dips.client.ipc.messages import (
     PushMoved,
     PushNow,
     PushResult,
+    PushWanted,
     RangeGiven,
     RangeWanted,
     TrainOn,
 )
 from dips.dataclass import replace
 from dips.errors import StalePush, StaleVersion
-from dips.protocol.effects import Acknowledged, Dropped, Refused, Result
+from dips.protocol.effects import Acknowledged, Dropped, Finished, Refused, Result
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushFinished, PushRequested
 from tests.unit.client.agent.play import V1, H, Play, grant, outcome
@@ -229,7 +230,7 @@ def test_a_grant_that_comes_while_it_trains_is_taken_at_the_next_look(play: Play
     play.reply(grant())
     play.step(5)
     assert isinstance(play.send(play.want_push()), PushNow)
-    assert play.s.account.frozen.inner_steps == 6
+    assert play.s.account.frozen.inner_steps == 6 and play.s.tally.cause == "push", "it waits again"
 
 
 def test_a_push_dropped_while_it_is_opened_is_asked_for_again_soon(play: Play) -> None:
@@ -292,3 +293,61 @@ def test_a_heartbeat_follows_the_freeze(play: Play) -> None:
     play.push_until_granted()
     assert play.heartbeats[-1].tokens_consumed == 20
     assert play.heartbeats[-1].inner_steps == 2
+
+
+@pytest.mark.parametrize("answer", [Dropped("ps1 was lost"), Finished(V1)])
+def test_a_committed_push_that_comes_to_nothing_after_its_trainers_death(play: Play, answer: Result) -> None:
+    """Nobody carries its progress: its tokens are lost, and its range is trained again."""
+    play.begin(ranges=(5,))
+    play.send(RangeWanted(1, 1))
+    play.step(2)
+    play.send(RangeWanted(1, 2))
+    play.push_until_committed()
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    play.reply(answer)
+    assert (play.s.account.lost, play.s.account.unsettled_tokens) == (20, 0)
+    assert play.s.ranges.ranges_ahead == (5,)
+
+
+def test_a_push_is_not_asked_for_before_it_is_due(play: Play) -> None:
+    """Unless it is demanded: the trainer is told how many steps are left, and the master nothing."""
+    play.begin()
+    play.step(10)
+    asked = play.asks[Channel.SYNC]
+    told = play.send(PushWanted(1, next(play.number)))
+    assert isinstance(told, TrainOn) and told.steps == H - 10 and play.asks[Channel.SYNC] is asked
+    play.step(H - 10)
+    assert isinstance(play.send(PushWanted(1, next(play.number))), AskAgain)
+    play.asked(PushRequested)
+
+
+def test_the_steps_before_a_push_are_on_the_timeline(play: Play) -> None:
+    """At the moment of its grant, and at the trainer's end: the plot of steps has no hole there."""
+    play.begin()
+    play.step(3)
+    play.push_until_granted()
+    assert [fields["inner_steps"] for kind, fields in play.marks if kind == "inner"][-1] == 3
+    play.step(2)
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    assert [fields["inner_steps"] for kind, fields in play.marks if kind == "inner"][-1] == 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_wait_for_a_slot_is_no_part_of_a_step(overlap: bool) -> None:
+    """A trainer that stood still does not look slow; one that trained on meanwhile is measured without a gap."""
+    play = Play(overlap=overlap)
+    play.begin()
+    for play.now in (1.0, 2.0):
+        play.step()
+    want = play.want_push()
+    play.send(want)
+    play.now = 2.5 if overlap else 32.0
+    if not overlap:
+        assert isinstance(play.send(want), TrainOn), "it was waited for long enough"
+        play.now = 32.5
+    play.reply(Refused(2.0, "all 2 slots are in use"))
+    play.now = 3.0 if overlap else 33.0
+    play.step()
+    play.now += 1.0
+    play.step()
+    assert list(play.s.pace._took) == ([1.0, 1.0, 1.0] if overlap else [1.0, 1.0])

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from dips.client.agent import relay as relays
+from dips.client.agent.metrics import read_relay
 from dips.client.agent.relay import Relay
 from dips.errors import Busy, ConfigError
 from dips.ids import GENESIS
@@ -202,3 +204,20 @@ def test_too_many_lanes_and_a_foreign_host() -> None:
             made.rewrite_grant(grant(*(f"127.0.0.1:{port}" for port in range(1, 2001))))
     finally:
         made.close()
+
+
+def test_as_many_lanes_as_there_are_ports(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is refused; what the relay has passed on is in the agent's metrics."""
+    monkeypatch.setattr(relays, "MOST_LANES", 1)
+    made = relay()
+    try:
+        (address,) = lane(made, target.address)
+        with pytest.raises(Busy):
+            lane(made, target.address, "127.0.0.1:9")
+        with dial(address) as rank:
+            rank.sendall(b"abc")
+            assert receive(rank, 3) == b"abc"
+            assert read_relay(made) == {"relayed": 6, "relay_open": 1, "relay_refused": 0}
+    finally:
+        made.close()
+    assert read_relay(None) == {}

@@ -43,6 +43,8 @@ def test_crashes_count_within_a_window() -> None:
     assert all(isinstance(crash(play, at=60.0 * i, last_line=f"{'x' * i}"), LaunchCommand) for i in range(50))
     assert len(play.s.crashes) <= 2
     assert isinstance(crash(play, at=2941.0), EndAgent)
+    play = Play(max_restarts=1, restart_window_s=100.0)
+    assert isinstance(crash(play, at=0.0), LaunchCommand) and isinstance(crash(play, at=100.0), EndAgent)
 
 
 def test_the_same_crash_three_times_before_the_first_step() -> None:
@@ -61,7 +63,16 @@ def test_the_same_crash_three_times_before_the_first_step() -> None:
     assert isinstance(crash(play, last_line="ValueError: x"), EndAgent)
 
     play = Play(max_restarts=9)
+    assert all(isinstance(crash(play, last_line="ValueError: x"), LaunchCommand) for _ in range(2))
+    play.begin()
+    play.step()
+    assert isinstance(crash(play, last_line="ValueError: x"), LaunchCommand), "the third has taken a step"
+
+    play = Play(max_restarts=9)
     assert all(isinstance(crash(play, code=137), LaunchCommand) for _ in range(9)), "killed, perhaps from outside"
+    play = Play(max_restarts=9)
+    ends = [crash(play, code=128) for _ in range(3)]
+    assert isinstance(ends[-1], EndAgent), "no signal has this code"
 
 
 def test_what_no_other_try_can_mend_ends_at_once() -> None:

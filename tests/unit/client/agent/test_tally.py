@@ -46,6 +46,9 @@ def test_an_agent_without_a_trainer_tells_what_it_knows() -> None:
     """Before anything happened there are no losses and bases, and every name is said once."""
     settings = AgentSettings(ClusterIdentity("r", "c", "d"), 2.0, 1.0)
     state = AgentState(settings, Pace(steps=1), lambda: "nonce", Random(0))
+    assert metrics.read_metrics(state, 5.0)["silent_s"] == 0.0
+    state.membership.unreachable_since = 3.0
+    assert metrics.read_metrics(state, 5.0)["silent_s"] == 2.0
     found = list(metrics.collect(metrics.read_metrics(state, 5.0)))
     assert len({family.name for family in found}) == len(found)
     empty = {f.name for f in found if not f.samples and "relay" not in f.name}

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dips.client.ipc.messages import LossReported, PullMoved, PushMoved, Stepped
-from dips.protocol.effects import Committed
-from dips.protocol.enums import OutcomeKind
+from dips.client.ipc.messages import LossReported, PullMoved, PushMoved, Stepped, TokensCounted
+from dips.protocol.effects import Committed, Joined
+from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import PushFinished, RoundAwaited
-from tests.unit.client.agent.play import Play, outcome
+from tests.unit.client.agent.play import NONE_YET, V1, Play, outcome
 
 
 @pytest.fixture
@@ -69,6 +69,26 @@ def test_steps_that_are_told_together_count_like_each(play: Play) -> None:
     carried = play.s.account.carried
     assert (carried.tokens, carried.inner_steps, carried.loss_sum, carried.losses) == (40, 4, 7.5, 3)
     assert (play.s.trainer.inner_steps, play.s.pace.since_push) == (4, 4)
-    assert play.s.pace.step_s == 1.0
+    assert list(play.s.pace._took) == [1.0, 1.0, 4.0]
     play.send(Stepped(1, 10, 1.0, steps=-5, losses=9, ago_s=-7.0))
     assert (play.s.trainer.inner_steps, play.s.account.carried.losses) == (5, 4)
+
+
+def test_tokens_that_are_counted_after_their_step(play: Play) -> None:
+    """They go with the push that follows; under an incarnation whose work will be overwritten they are lost."""
+    play.begin()
+    play.send(Stepped(1, 0, None))
+    assert play.send(TokensCounted(1, 30)) is None
+    assert (play.s.account.carried.tokens, play.s.trainer.tokens, play.s.tally.tokens) == (30, 30, 30)
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(Joined(3, 2, V1, NONE_YET, (), accounted=30))
+    play.send(TokensCounted(1, 5))
+    assert (play.s.account.carried.tokens, play.s.account.lost) == (0, 5)
+
+
+def test_inner_steps_are_on_the_timeline_twice_a_second(play: Play) -> None:
+    """However short they are; the last of them comes with the next mark."""
+    play.begin()
+    for play.now in (10.0, 10.1, 10.4, 10.5, 10.6):
+        play.step()
+    assert [fields["inner_steps"] for kind, fields in play.marks if kind == "inner"] == [1, 4]
