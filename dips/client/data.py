@@ -91,11 +91,6 @@ class TokenBatches:
         tokens = np.concatenate([self._data.read_sequences(number, length, places) for number, places in shares])
         return torch.from_numpy(tokens.astype(np.int64))
 
-    def batches(self, number: int, start: int) -> Iterator[torch.Tensor]:
-        """Yield the whole batches of one range alone, starting with batch `start`."""
-        for tokens in self._data.batches(number, *self._shape, *self._place, start):
-            yield torch.from_numpy(tokens.astype(np.int64))
-
 
 class RowBatches:
     """Rows of an indexable table, such as a Hugging Face `Dataset`, without copying it.
@@ -144,13 +139,6 @@ class RowBatches:
         shares = share_step(step, *self._place)
         return self._table[[self.rows(number)[place] for number, places in shares for place in places]]
 
-    def batches(self, number: int, start: int) -> Iterator[Any]:
-        """Yield the whole batches of one range alone, starting with batch `start`."""
-        cutter = StepCutter(self.step_samples)
-        cutter.add_range(number, self.samples(number), start * self.step_samples)
-        while step := cutter.take_step():
-            yield self.read_step(step)
-
 
 class RangeDataset(IterableDataset[Any]):
     """An iterable data set of the batches that come next, for a DataLoader with `batch_size=None`, with or without
@@ -161,11 +149,6 @@ class RangeDataset(IterableDataset[Any]):
         self.source = batches
         # Shared with the workers: whether only whole steps are wanted, the number of parts, then each part.
         self._next = torch.zeros(2 + MOST_PARTS * 4, dtype=torch.int64).share_memory_()
-
-    def set_range(self, number: int, start: int = 0) -> None:
-        """Make the next iterator yield this range alone, starting with batch `start`."""
-        of = self.source.samples(number)
-        self.set_parts([Part(number, min(of, start * self.source.step_samples), of, of)])
 
     def set_parts(self, parts: Sequence[Part], *, whole: bool = True) -> None:
         """Make the next iterator yield the whole steps of these samples; if not `whole`, also a last, smaller step."""

@@ -189,8 +189,10 @@ async def listen_for_ranks(config: ClusterFile, ranks: RankServer, log: Log) -> 
 
 
 async def _on_this_host(path: Path, near: str, ranks: RankServer) -> asyncio.Server:
-    """Listen on the Unix socket for rank 0, which only this user can open. The kernel is given `near` for `path`."""
-    path.unlink(missing_ok=True)  # left by an agent that was killed; the pid file's lock shows that none runs
+    """Listen on the Unix socket for rank 0, which only this user can open. The kernel is given `near` for `path`.
+
+    asyncio replaces a socket left by an agent that was killed; the pid file's lock shows that none runs.
+    """
     mask = os.umask(0o177)
     try:
         return await asyncio.start_unix_server(ranks.serve_local, near)

@@ -200,8 +200,8 @@ def test_rows_of_a_table() -> None:
             return rows
 
     for rank in (0, 1):
-        for number in range(6):
-            list(RowBatches(Table(), 6, 5, sources=["a"] * 60 + ["b"] * 180, rank=rank, world=2).batches(number, 0))
+        rows = RowBatches(Table(), 6, 5, sources=["a"] * 60 + ["b"] * 180, rank=rank, world=2)
+        list(feed(Outer([*range(6)]), rows, 0))
     assert sorted(table.read) == list(range(240))
 
 
@@ -210,7 +210,7 @@ def test_a_hugging_face_data_set() -> None:
     library = pytest.importorskip("datasets")
     table = library.Dataset.from_dict({"text": [f"t{i}" for i in range(60)], "source": ["a", "b", "b"] * 20})
     batches = RowBatches(table, 6, 1, sources=table["source"][:])
-    seen = [text for number in range(6) for batch in batches.batches(number, 0) for text in batch["text"]]
+    seen = [text for batch in feed(Outer([*range(6)]), batches, 0) for text in batch["text"]]
     assert sorted(seen) == sorted(table["text"])
     assert table.select(batches.rows(3))["source"][:].count("a") in (3, 4)
 

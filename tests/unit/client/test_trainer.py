@@ -216,3 +216,22 @@ def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monke
         assert calls == [2] * 12
         with pytest.raises(ConfigError, match=r"11 rows in .* are fewer than one optimizer step takes, 4"):
             trainer_of([{"x": torch.zeros(2)}] * 11).train()
+
+
+@pytest.mark.parametrize(("finished", "best", "pushes"), [(False, False, 1), (True, False, 0), (False, True, 0)])
+def test_the_last_steps_are_pushed_before_the_trainer_leaves(
+    cluster_file: Path, finished: bool, best: bool, pushes: int
+) -> None:
+    """Unless the run is over, or the model that is left is an older one. A training that never began leaves nothing."""
+    did = list[str]()
+    outer = outer_at(0.5)
+    outer.finished, outer.push, outer.close = finished, lambda: did.append("push"), lambda: did.append("close")
+    args, callback = training(), OuterCallback(cluster_file)
+    args.load_best_model_at_end = best
+    callback.on_train_end(args, TrainerState(), TrainerControl())
+    callback.outer, callback._rate = outer, RunRate(outer, args)
+    callback._rate.record_step(100)
+    callback.on_train_end(args, TrainerState(), TrainerControl())
+    assert did == ["push"] * pushes + ["close"] and callback.outer is None
+    callback.on_train_end(args, TrainerState(), TrainerControl())
+    assert did[-1:] == ["close"] and did.count("close") == 1, "once"

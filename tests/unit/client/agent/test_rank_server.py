@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import stat
 from collections.abc import AsyncIterator
@@ -123,7 +122,7 @@ async def test_a_question_is_held_until_it_has_an_answer(tmp_path: Path) -> None
         assert isinstance(verdict, PullNow) and verdict.grant.deadline_s == 7.0
         served.refuses = "the relay has no port left"
         assert await ask(rank, wanted) == ErrorReply("Busy", served.refuses)
-        assert await ask(rank, TransferProgress(1, 5, 10)) == Noted()
+        assert await ask(rank, TransferProgress(1, 5, 10)) == Noted() and not served.signals.detached.is_set()
 
 
 @pytest.mark.parametrize(("hold_s", "at_once"), [(0.05, False), (60.0, True)])
@@ -190,17 +189,13 @@ async def test_the_socket_is_this_users_alone_and_goes_with_the_agent(tmp_path: 
     path = tmp_path / "agent.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
+    (tmp_path / "before").touch()
     async with serve(tmp_path) as (_, environment):
         assert environment == {AGENT: f"unix:{path}"}
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        os.close(os.open(tmp_path / "later", os.O_CREAT | os.O_WRONLY, 0o644))
-        assert stat.S_IMODE((tmp_path / "later").stat().st_mode) & 0o044 == 0o044 & ~_umask()
+        (tmp_path / "after").touch()
+        assert (tmp_path / "after").stat().st_mode == (tmp_path / "before").stat().st_mode
     assert not path.exists()
-
-
-def _umask() -> int:
-    os.umask(mask := os.umask(0))
-    return mask
 
 
 @asynccontextmanager
@@ -241,6 +236,8 @@ async def test_ranks_of_other_hosts_prove_the_token(tmp_path: Path, monkeypatch:
     with pytest.raises(ConnectionRefusedError):
         async with join(environment, SECRET):
             pass
+    async with serve(tmp_path, agent=environment[AGENT].removeprefix("tcp://")) as (_, again):
+        assert again == environment, "at once: connections that the agent before has closed are no hindrance"
 
 
 async def test_an_address_that_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
