@@ -103,6 +103,7 @@ def test_a_command_that_ends_without_an_accepted_push(play: Play, steps: int, re
     stopped = Play()
     stopped.core.plan_next_launch(stopped.core.plan_first_launch(), code=0, terminated=True)
     stopped.core.plan_next_launch(stopped.core.plan_first_launch(), code=143, terminated=True)
+    stopped.do(stopped.core.tick(0.0))
     assert not remarks(stopped), "somebody ended it"
 
     done = Play()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import stat
 from collections.abc import AsyncIterator
@@ -189,12 +190,15 @@ async def test_the_socket_is_this_users_alone_and_goes_with_the_agent(tmp_path: 
     path = tmp_path / "agent.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    (tmp_path / "before").touch()
-    async with serve(tmp_path) as (_, environment):
-        assert environment == {AGENT: f"unix:{path}"}
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        (tmp_path / "after").touch()
-        assert (tmp_path / "after").stat().st_mode == (tmp_path / "before").stat().st_mode
+    given = os.umask(0o027)
+    try:
+        async with serve(tmp_path) as (_, environment):
+            assert environment == {AGENT: f"unix:{path}"}
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            (tmp_path / "after").touch()
+            assert stat.S_IMODE((tmp_path / "after").stat().st_mode) == 0o640
+    finally:
+        os.umask(given)
     assert not path.exists()
 
 

@@ -92,3 +92,14 @@ def test_inner_steps_are_on_the_timeline_twice_a_second(play: Play) -> None:
     for play.now in (10.0, 10.1, 10.4, 10.5, 10.6):
         play.step()
     assert [fields["inner_steps"] for kind, fields in play.marks if kind == "inner"] == [1, 4]
+
+
+def test_a_loss_that_is_not_finite_is_recorded_once_for_each_push(play: Play) -> None:
+    """Of the steps since the last freeze: the next push begins anew."""
+    play.begin()
+    for _ in range(2):
+        play.send(Stepped(1, 10, None, False))
+    assert [kind for kind, _ in play.marks].count("loss_not_finite") == 1
+    play.push_until_granted()
+    play.send(Stepped(1, 10, None, False))
+    assert [kind for kind, _ in play.marks].count("loss_not_finite") == 2
