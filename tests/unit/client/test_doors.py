@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dips.client.data import Feed, RangeDataset, RowBatches, TokenBatches
+from dips.client.data import MOST_PARTS, Feed, RangeDataset, RowBatches, TokenBatches
 from dips.config import Shared
 from dips.data import DataSet
 from dips.data.build import BuildPlan, build_dataset, parse_source
+from dips.data.steps import Part
 from dips.errors import ConfigError
 from dips.protocol.data import BegunRange
 from dips.protocol.options import DataOptions
@@ -224,3 +225,28 @@ def test_what_is_taken_back_before_the_first_step_is_known(data: DataSet) -> Non
     outer.ranges = lambda: (asked.append(len(outer.marks)), ranges())[1]  # type: ignore[method-assign]
     next(iter(feed(outer, TokenBatches(data, 2, 16), 0)))
     assert asked == [1] and outer.marks[0] == ((), None)
+
+
+def test_a_range_of_exactly_one_step(data: DataSet) -> None:
+    """It is a step as soon as it is given: no further range is asked for first, and it is not too small."""
+    outer, size = Outer([3, 4]), data.sequences(3, 16)
+    first = next(iter(feed(outer, TokenBatches(data, size, 16), 0)))
+    assert first.tolist() == sequences_of(data, [3]) and outer.asked == 1 and not outer.remarks
+
+
+def test_ranges_that_were_taken_back_are_marked_no_more(data: DataSet) -> None:
+    """Before the next one is asked for: the agent would count what is marked as still to be trained."""
+    outer = Outer([3])
+    batches = iter(feed(outer, TokenBatches(data, 10, 16), 0))
+    next(batches)
+    outer.range_recalls, outer.numbers = 1, [4]
+    next(batches)
+    assert [left for left, _ in outer.marks] == [(), (3,), (3,), (), (4,), (4,)]
+
+
+def test_the_parts_of_a_step_are_bounded(data: DataSet) -> None:
+    """As many as the workers' memory has room for."""
+    made = RangeDataset(TokenBatches(data, 2, 16))
+    made.set_parts([Part(3, 0, 1, 31)] * MOST_PARTS)
+    with pytest.raises(ConfigError, match="build a data set of fewer ranges"):
+        made.set_parts([Part(3, 0, 1, 31)] * (MOST_PARTS + 1))
