@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch import distributed as dist
 from torch import nn
 
+from dips.client import OuterLoop
 from dips.client.megatron import OuterPretrain
 from dips.client.torchtitan import LeasedTitanLoader, check_experts, join_trainer
 from dips.data.build import BuildPlan, build_dataset, parse_source
@@ -54,6 +57,17 @@ def step(training: Training, model: nn.Module, optimizer: Any) -> tuple[Any, ...
     return found
 
 
+@pytest.fixture(params=[False, True], ids=["alone", "in a process group"])
+def process_group(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What the hook asks other ranks, asked of one."""
+    if request.param:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if request.param:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
 def test_megatrons_steps_are_counted_saved_and_resumed(tmp_path: Path) -> None:
     """Tokens of all data-parallel ranks; its functions come back; a removed checkpoint's state goes with it."""
     model, training = nn.Linear(2, 2), Training(tmp_path / "saves")
@@ -79,8 +93,6 @@ def test_megatrons_steps_are_counted_saved_and_resumed(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_outer_state_is_pulled_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its θ is not the run's; one that was not there at all is none, and a teacher's is none of ours."""
-    from dips.client import OuterLoop
-
     pulls: list[bool] = []
     monkeypatch.setattr(OuterLoop, "pull", lambda self: pulls.append(True))
     model, training = nn.Linear(2, 2), Training(tmp_path / "saves")
@@ -96,12 +108,27 @@ def test_a_checkpoint_without_outer_state_is_pulled_over(tmp_path: Path, monkeyp
     assert pulls == [True]
 
 
+def test_a_finished_run_ends_megatrons_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left at once, and no outer state is saved: nothing could be resumed from it."""
+    closed: list[bool] = []
+    monkeypatch.setattr(OuterLoop, "finished", True)
+    model, training = nn.Linear(2, 2), Training(tmp_path / "saves")
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    with OuterPretrain(training=training) as hook:
+        training.load_checkpoint([model], optimizer, None)
+        assert hook.outer is not None
+        hook.outer.close = lambda: closed.append(True)  # type: ignore[method-assign]
+        assert step(training, model, optimizer)[3] is True and closed == [True]
+        training.save_checkpoint(7, [model], optimizer)
+        assert not (tmp_path / "saves" / "dips").exists()
+
+
 @pytest.mark.parametrize("stepped", [True, False])
 def test_a_loop_that_exits_leaves_the_run_only_if_it_trained(tmp_path: Path, stepped: bool) -> None:
     """`sys.exit()` is how Megatron ends after --exit-interval, and how it gives up on a checkpoint."""
     model, training = nn.Linear(2, 2), Training(tmp_path)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    closed: list[bool] = []
+    closed, failed = list[bool](), list[Any]()
     hook = OuterPretrain(training=training)
 
     def pretrain() -> None:
@@ -109,13 +136,14 @@ def test_a_loop_that_exits_leaves_the_run_only_if_it_trained(tmp_path: Path, ste
             training.load_checkpoint([model], optimizer, None)
             assert hook.outer is not None
             hook.outer.close = lambda: closed.append(True)  # type: ignore[method-assign]
+            hook.outer.__exit__ = lambda kind, *_: failed.append(kind)  # type: ignore[method-assign]
             if stepped:
                 step(training, model, optimizer)
             sys.exit()
 
     with pytest.raises(SystemExit):
         pretrain()
-    assert closed == [True] * stepped
+    assert (closed, failed) == (([True], []) if stepped else ([], [SystemExit]))
 
 
 def test_another_module_is_refused_by_what_it_lacks() -> None:
@@ -134,13 +162,15 @@ class TitanTrainer:
         self.optimizers = [torch.optim.SGD(self.model_parts[0].parameters(), 1.0)]
         self.dataloader: Any = None
         self.ntokens_seen = 0
+        self.logs = self.goes_on = True
 
     def train_step(self, batches: Any) -> None:
         self.ntokens_seen += 7
-        self.metrics_processor.log(1, 3.5)
+        if self.logs:
+            self.metrics_processor.log(1, 3.5)
 
     def should_continue_training(self) -> bool:
-        return True
+        return self.goes_on
 
 
 def test_torchtitans_steps_are_counted_and_its_checkpoints_carry_the_outer_state() -> None:
@@ -153,10 +183,34 @@ def test_torchtitans_steps_are_counted_and_its_checkpoints_carry_the_outer_state
     saved, own = held.state_dict(), outer.step
     outer.step = lambda *, tokens, loss: (counted.append((tokens, loss)), own(tokens=tokens))  # type: ignore[method-assign]
     trainer.train_step(None)
-    assert counted == [(7 * 6, 3.5)] and outer.inner_steps == 2
+    trainer.logs = False
+    trainer.train_step(None)
+    assert counted == [(7 * 6, 3.5), (7 * 6, None)] and outer.inner_steps == 3
     held.load_state_dict(saved)
     assert trainer.checkpointer.load(3) and outer.inner_steps == 1
     assert not trainer.checkpointer.load()
+    mine = torch.ones(2)
+    held.load_state_dict({"text": "{}", "mine": mine})
+    assert held.state == {"mine": mine}, "a rank's own tensors travel beside the text"
+
+
+def test_a_titan_checkpoint_without_outer_state_is_pulled_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its θ is not the run's; where none is loaded there is nothing to pull over."""
+    pulls, trainer = list[bool](), TitanTrainer()
+    monkeypatch.setattr(OuterLoop, "pull", lambda self: pulls.append(True))
+    join_trainer(trainer)
+    assert not trainer.checkpointer.load() and pulls == []
+    assert trainer.checkpointer.load(3) and pulls == [True]
+
+
+def test_torchtitans_loop_ends_with_the_run_or_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = TitanTrainer()
+    join_trainer(trainer)
+    trainer.goes_on = False
+    assert not trainer.should_continue_training()
+    trainer.goes_on = True
+    monkeypatch.setattr(OuterLoop, "finished", True)
+    assert not trainer.should_continue_training()
 
 
 def test_torchtitan_trains_on_leased_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +235,8 @@ def test_torchtitan_trains_on_leased_ranges(tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(inputs["input"][:, 1:], labels[:, :-1]) and inputs["positions"][1].tolist() == list(range(16))
     outer.step(tokens=32)
     again.load_state_dict(first.state_dict())
+    with pytest.raises(ConfigError, match="expected 99 samples, as in the checkpoint"):
+        again.load_state_dict({**first.state_dict(), "of": 99})
     resumed.load_state_dict(json.loads(json.dumps(outer.state_dict())))
     assert torch.equal(next(iter(again))[1], next(batches)[1])
 
@@ -193,3 +249,10 @@ def test_torchtitans_plain_experts_are_refused() -> None:
     model = nn.ModuleDict({"experts": experts})
     with pytest.raises(ConfigError, match=r"experts\.w1: this rank holds 4 of 8 experts as a plain tensor"):
         check_experts(model)
+    trainer = TitanTrainer()
+    trainer.model_parts = [model]
+    with pytest.raises(ConfigError, match="as a plain tensor"):
+        join_trainer(trainer)
+    check_experts(nn.ModuleDict({"router": experts}))
+    experts.w1, experts.b1 = nn.Parameter(torch.zeros(8, 2, 2)), nn.Parameter(torch.zeros(4, 2))
+    check_experts(model)
