@@ -71,8 +71,8 @@ def parse_membership(text: str) -> Mapping[str, str]:
     groups: dict[str, str] = {}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
-        controllers, colon, path = rest.partition(":")
-        if colon and path.startswith("/"):
+        controllers, _, path = rest.partition(":")
+        if path.startswith("/"):
             for controller in controllers.split(",") if number != "0" else ("",):
                 groups[controller] = path
     return groups

@@ -67,8 +67,6 @@ def raise_open_files(connections: int, peers: str, log: logs.Log) -> None:
 
 def _raise_soft_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return _as_count(soft)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (ValueError, OSError):  # "unlimited", which the kernel refuses (fs.nr_open)

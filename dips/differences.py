@@ -11,7 +11,8 @@ MOST = 5  # differences listed
 def differing_options(ours: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
     """Return one line for each differing key of `shared`, at most MOST and a count of the others."""
     lines = list(_find_differing("shared", ours, runs))
-    return lines if len(lines) <= MOST else [*lines[:MOST], f"and {len(lines) - MOST} more"]
+    left = len(lines[MOST:])
+    return [*lines[:MOST], f"and {left} more"] if left else lines
 
 
 def _find_differing(key: str, ours: Any, runs: Any) -> Iterator[str]:

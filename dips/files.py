@@ -134,14 +134,13 @@ class PidLock:
         self._file = path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.seek(0)
-            pid = self._file.read().strip() or UNKNOWN
-            self._file.close()
+        except OSError as error:
+            with self._file as held:
+                if not isinstance(error, BlockingIOError):
+                    raise
+                held.seek(0)
+                pid = held.read().strip() or UNKNOWN
             raise ConfigError(f"{busy} (pid {pid}): {advice}") from error
-        except OSError:
-            self._file.close()
-            raise
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n")
         self._file.flush()

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from train_constant import ConstantModel, local
 
 from dips.client.parallel import HostMemory, ModelLayout, lay_out
 from dips.client.rank import transfer
 from dips.client.rank.agent_client import JobCollectives
-from dips.client.rank.model_checks import EVERY
+from dips.client.rank.model_checks import EVERY, digest_frozen
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer import TransferIdentity, TransferStats
 from dips.errors import ConfigError, LocalProtocolError, UnavailableSlave
@@ -221,6 +221,20 @@ def trained_apart(collectives: JobCollectives) -> nn.Module:
     return model
 
 
+def frozen_base(mesh: DeviceMesh | None) -> nn.Module:
+    """One base model, whole or cut by rows along the last dim of a mesh."""
+    torch.manual_seed(3)
+    base = nn.Linear(4, 4).requires_grad_(False)
+    if mesh is not None:
+        rows = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        for name, whole in list(base.named_parameters()):
+            place = mesh.get_coordinate()
+            local = whole.detach().chunk(mesh.size(mesh.ndim - 1))[place[-1] if place else 0]
+            cut = DTensor.from_local(local, mesh, rows, shape=whole.shape, stride=whole.stride())
+            setattr(base, name, nn.Parameter(cut, requires_grad=False))
+    return base
+
+
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -256,6 +270,16 @@ def main(out: Path) -> None:
         "hsdp apart": pushed_first(collectives, sharded(replicated), off_by=0.5),
         "rounding": pushed_first(collectives, nn.Linear(64, 64), off_by=1e-8),
         "later": pushed_first(collectives, nn.Linear(4, 4), off_by=0.5, pushes=EVERY + 1),
+        "frozen": {
+            kind: digest_frozen([frozen_base(mesh)], collectives)
+            for kind, mesh in {
+                "whole": None,
+                "cut": flat,
+                "cut in two dims": init_device_mesh("cpu", (1, 2)),
+                "cut from rank 1 on": DeviceMesh("cpu", [1, 0]),
+                "on rank 1": DeviceMesh("cpu", [1]),
+            }.items()
+        },
         "pulls": all_ranks_pull(collectives, sharded(flat)),
     }
     out.with_name(f"{out.name}.{collectives.rank}").write_text(json.dumps(found))

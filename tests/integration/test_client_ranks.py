@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dips.client.rank.model_checks import UNKNOWN
 from dips.protocol.manifest import Manifest
 from dips.wire.chunks import LayerLayout, describe_uncovered
 from dips.wire.frame import Range
@@ -125,6 +126,16 @@ def test_replicas_that_differ_are_not_pushed(ranks: list[dict[str, Any]], case: 
     assert other == [told]
     assert told.startswith(f"ConfigError: ranks hold different values as replicas of {named}"), told
     assert "Is DistributedDataParallel or fully_shard forgotten? Experts of each rank's own must be DTensors" in told
+
+
+def test_a_frozen_base_has_one_digest_however_it_is_cut(ranks: list[dict[str, Any]]) -> None:
+    """That of its first elements, where they are; a rank that has other elements knows none, instead of a wrong one."""
+    digests = [found["frozen"] for found in ranks]
+    known = digests[0]["whole"]
+    has_first = {"whole": (0, 1), "cut": (0,), "cut in two dims": (0,), "cut from rank 1 on": (1,), "on rank 1": (1,)}
+    for kind, of in has_first.items():
+        assert [found[kind] for found in digests] == [known if rank in of else UNKNOWN for rank in range(2)], kind
+    assert known
 
 
 @pytest.mark.parametrize("case", ["ddp", "shards"])

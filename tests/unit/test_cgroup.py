@@ -27,8 +27,13 @@ def write(mount: Path, files: dict[str, str]) -> None:
         ("0::/\n", {"memory.max": "4294967296\n", "cpu.max": "250000 100000\n"}, GroupLimits(4 << 30, 2.5)),
         ("0::/\n", {"memory.max": "4294967296\n", "memory.high": "3221225472\n"}, GroupLimits(3 << 30)),
         (
-            f"0::{POD}\n",  # the pod's limit, above the container's own
-            {f"{POD}/memory.max": "max\n", f"{POD}/../memory.max": "1073741824\n", f"{POD}/cpu.max": "50000 100000\n"},
+            f"0::{POD}\n",  # the pod's limits, above the container's own
+            {
+                f"{POD}/memory.max": "max\n",
+                f"{POD}/../memory.max": "1073741824\n",
+                f"{POD}/cpu.max": "200000 100000\n",
+                f"{POD}/../cpu.max": "50000 100000\n",
+            },
             GroupLimits(1 << 30, 0.5),
         ),
         (f"0::{POD}\n", {"memory.max": "1073741824\n"}, GroupLimits(1 << 30)),  # its path is the host's: not visible

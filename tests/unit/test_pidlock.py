@@ -57,6 +57,15 @@ def test_a_holder_that_has_not_written_its_pid_is_unknown(tmp_path: Path) -> Non
     lock.close()
 
 
+def test_a_new_holder_replaces_the_pid_of_a_former_one(tmp_path: Path) -> None:
+    """Whatever its length: what remained of it would be shown as another process."""
+    path = tmp_path / "a.lock"
+    path.write_text("99999999999\n")
+    lock = take(path)
+    assert lock_holder(path) == str(os.getpid())
+    lock.close()
+
+
 def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path: Path) -> None:
     """SIGKILL leaves the file and its pid behind, and frees the lock."""
     path = tmp_path / "a.lock"

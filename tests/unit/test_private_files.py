@@ -13,7 +13,14 @@ import pytest
 
 from dips import files
 from dips.errors import ConfigError
-from dips.files import keep_files_private, make_private_directory, require_private, umask_given
+from dips.files import (
+    keep_files_private,
+    make_private_directory,
+    make_private_file,
+    require_private,
+    sync_path,
+    umask_given,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +45,24 @@ def test_files_are_private_and_those_of_others_are_not(tmp_path: Path) -> None:
     script = "import sys; open(sys.argv[1], 'w')"
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "theirs")], check=True, umask=umask_given())
     assert [mode_of(tmp_path / name) for name in ("ours", "directory", "theirs")] == [0o600, 0o700, 0o644]
+
+
+def test_a_private_file_is_a_new_one(tmp_path: Path) -> None:
+    """Whoever has opened what was there before does not see the secret that is written next."""
+    os.umask(0)
+    (tmp_path / "token").write_text("old")
+    with (tmp_path / "token").open() as opened_before:
+        make_private_file(tmp_path / "token")
+        (tmp_path / "token").write_text("secret")
+        assert mode_of(tmp_path / "token") == 0o600 and opened_before.read() == "old"
+
+
+def test_what_is_made_durable_is_closed(tmp_path: Path) -> None:
+    """A daemon syncs for months: a descriptor left by each would end it."""
+    before = os.listdir("/proc/self/fd")
+    sync_path(tmp_path)
+    make_private_file(tmp_path / "token")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_directory_is_taken_from_all_others(tmp_path: Path) -> None:

@@ -90,4 +90,5 @@ def _line(names: Sequence[str], patterns: Collection[str]) -> str:
 
 
 def _shorten(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    left = len(names[MOST_NAMES:])
+    return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left else "")

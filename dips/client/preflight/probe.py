@@ -7,7 +7,8 @@ moves at most `most_bytes` and takes at most `seconds` in each direction.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -136,25 +137,26 @@ class Prober:
             raise UnavailableSlave(f"{self._address}: what answers is no slave of this run: {bad}") from bad
 
 
-def measure_lane(address: str, run: str, keys: Keys | None, most_bytes: int, seconds: float) -> ProbeResult:
-    """Measure the lane at `address`; `keys` None: it is plain. Raises UnavailableSlave with the step that failed."""
+@contextmanager
+def _connect(address: str, run: str, keys: Keys | None) -> Iterator[Prober]:
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run, keys)
         try:
             prober.greet()
-            trip = prober.round_trip()
-            up = prober.measure_rate(0, PADDING, most_bytes, seconds)
-            return ProbeResult(trip, up, prober.measure_rate(PADDING, 0, most_bytes, seconds))
+            yield prober
         finally:
             prober.close()
+
+
+def measure_lane(address: str, run: str, keys: Keys | None, most_bytes: int, seconds: float) -> ProbeResult:
+    """Measure the lane at `address`; `keys` None: it is plain. Raises UnavailableSlave with the step that failed."""
+    with _connect(address, run, keys) as prober:
+        trip = prober.round_trip()
+        up = prober.measure_rate(0, PADDING, most_bytes, seconds)
+        return ProbeResult(trip, up, prober.measure_rate(PADDING, 0, most_bytes, seconds))
 
 
 def measure_round_trip(address: str, run: str, keys: Keys | None) -> float:
     """Return the round trip to a lane without measuring rates; raises as `measure_lane` does."""
-    with zmq.Context(io_threads=1) as context:
-        prober = Prober(context, address, run, keys)
-        try:
-            prober.greet()
-            return prober.round_trip()
-        finally:
-            prober.close()
+    with _connect(address, run, keys) as prober:
+        return prober.round_trip()

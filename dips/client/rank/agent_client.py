@@ -66,14 +66,13 @@ class AgentConnection:
         if not isinstance(address, OnThisHost):
             try:
                 self._seal = self._prove_token(address.token)
-            except Unavailable as error:  # a peer with another token closes the connection without a message
-                self._socket.close()
-                raise Denied(
-                    f"{address} (from {address.named_by}) closed the connection: is it the agent of this job, and do "
-                    "both have the same token?"
-                ) from error
             except (OSError, DipsError) as error:
                 self._socket.close()
+                if isinstance(error, Unavailable):  # a peer with another token closes the connection without a message
+                    raise Denied(
+                        f"{address} (from {address.named_by}) closed the connection: is it the agent of this job, and "
+                        "do both have the same token?"
+                    ) from error
                 if isinstance(error, DipsError):
                     raise
                 raise Unavailable(f"{address} (from {address.named_by}) sent no greeting: {error}") from error

@@ -169,7 +169,7 @@ def _clear_state(optimizer: Optimizer) -> None:
 
 def _holds_nan(buffer: torch.Tensor) -> bool:
     """Return whether a buffer holds a NaN; infinities are allowed, since attention masks contain them."""
-    return buffer.is_floating_point() and buffer.numel() > 0 and bool(torch.isnan(torch.aminmax(buffer).max))
+    return buffer.is_floating_point() and bool(buffer.isnan().any())
 
 
 # ---- kept weights ---------------------------------------------------------------------------------------------------

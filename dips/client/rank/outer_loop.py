@@ -42,7 +42,6 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import DivergencePolicy
 
-REJOIN_WARMUP_STEPS = 100  # inner steps; AdamW's moments are empty after a join into a run under way
 MEMORY = {"whole": HostMemory, "lazy": LazyMemory}  # classes by the option `install`
 HIDDEN_MASTERS = (
     "fragments need the optimizer itself instead of a function that makes its masters: one called for a fragment would "
@@ -181,7 +180,7 @@ class OuterLoop:
     @property
     def lr_scale(self) -> float:
         """A factor for the inner learning rate: below 1 while a cluster that joined a running run warms up."""
-        return self._inner.lr_scale(REJOIN_WARMUP_STEPS)
+        return self._inner.lr_scale
 
     @property
     def shared(self) -> Shared:
@@ -282,22 +281,16 @@ class OuterLoop:
         """Take part in an outer step now, regardless of the pace; all inner steps since the last push count.
         Collective.
         """
-        self._check_usable()
-        self._check_synced("push")
-        self._settle_steps()
-        if not self._state.finished:
-            self._outer_steps.settle_transfers()
+        if self._settle_work("push"):
             self._poll_outer_step(demanded=True)
 
     def pull(self) -> None:
         """Replace the model by the run's newest version, for example after loading parameters from elsewhere. The
-        training since the last push is lost. Collective.
+        training since the last push is lost; a push in flight is settled before. Collective.
         """
-        self._check_usable()
-        self._check_synced("pull")
-        self._collectives.barrier("OuterLoop.pull")
-        if not self._state.finished:
+        if self._settle_work("pull"):
             self._outer_steps.pull_newest()
+            self._tell_news()
 
     def install(self) -> None:
         """Complete the install of the present version in the model; needed only with `install: lazy`.
@@ -376,6 +369,16 @@ class OuterLoop:
         """Raise LocalProtocolError if a transfer now would mix what ranks hold."""
         if self._may_push is not None and not self._may_push():
             raise LocalProtocolError(f"OuterLoop.{call}: {NOT_SYNCED}")
+
+    def _settle_work(self, call: str) -> bool:
+        """Report the steps and end the transfer from before `call`; return whether the run goes on. Collective."""
+        self._check_usable()
+        self._check_synced(call)
+        self._collectives.barrier(f"OuterLoop.{call}")
+        self._settle_steps()
+        if not self._state.finished:
+            self._outer_steps.settle_transfers()
+        return not self._state.finished
 
     def _settle_steps(self) -> None:
         """Report all inner steps until now to the agent. Collective."""

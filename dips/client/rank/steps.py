@@ -72,6 +72,9 @@ class OuterState:
         return self.last_request
 
 
+WARMUP_STEPS = 100  # inner steps; AdamW's moments are empty after a join into a run under way
+
+
 @dataclass(slots=True)
 class InnerState:
     """The inner steps of this trainer."""
@@ -84,9 +87,10 @@ class InnerState:
         """Begin the warm-up of the learning rate, since the optimizer is empty."""
         self.warming_up, self.warm_from = True, self.steps
 
-    def lr_scale(self, warmup_steps: int) -> float:
-        """Return the factor of the inner learning rate, which rises to 1 over the warm-up."""
-        return min(1.0, (self.steps - self.warm_from + 1) / max(1, warmup_steps)) if self.warming_up else 1.0
+    @property
+    def lr_scale(self) -> float:
+        """The factor of the inner learning rate, which rises to 1 over the warm-up."""
+        return min(1.0, (self.steps - self.warm_from + 1) / WARMUP_STEPS) if self.warming_up else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +403,7 @@ class StepTokens:
             raise LocalProtocolError(ONE_OF_THEM)
         tokens = [passed for _, passed in by_rank]
         if not self._local and self._collectives.rank == 0 and len({told for told in tokens if told}) > 1:
-            shown = ", ".join(str(told) for told in tokens[:4]) + (" …" if len(tokens) > 4 else "")
+            shown = ", ".join(str(told) for told in tokens[:4]) + (" …" if tokens[4:] else "")
             warnings.warn(PER_RANK.format(tokens=shown), stacklevel=5)
 
 

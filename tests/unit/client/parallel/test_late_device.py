@@ -95,6 +95,11 @@ class LateRank:
         else:
             self.memory.install_shard()
 
+    def values_of_parameters(self) -> list[float]:
+        """The smallest and the largest element of the parameters once the device has done all it was given."""
+        self.device.finish()
+        return _extremes([(layer.weight.float() - self._pattern).numpy() for layer in self.model])
+
     @torch.no_grad()
     def values(self) -> list[float]:
         """The smallest and the largest element that a forward computes with, on the training's stream."""
@@ -177,6 +182,25 @@ def test_what_16_bits_rounded_away_goes_with_what_is_sent(group: torch.device) -
             return rank.freeze()
 
     assert run_ranks(RANKS, life) == [[pulled]] * RANKS
+
+
+def test_host_memory_that_a_lazy_install_still_reads_is_not_free() -> None:
+    """Forwards wait for their copies on the device alone: who writes into the host memory next waits for them, too."""
+
+    def life(number: int, meeting: Meeting) -> list[float]:
+        rank = LateRank(number, meeting, "one host", "lazy", torch.float32, ON_DEVICE)
+        for layer in rank.model:
+            layer.forward = lambda x: x  # nothing is computed on the device, so nothing has waited for it yet
+        with rank.device, torch.no_grad():
+            rank.pull(9.0)
+            rank.model(torch.zeros(1))
+            assert not rank.memory.pending
+            rank._end_install()
+            for piece in rank.memory.pieces:
+                piece.array[:] = 0.0
+            return rank.values_of_parameters()
+
+    assert run_ranks(RANKS, life) == [[9.0]] * RANKS
 
 
 @pytest.mark.parametrize(("layout_kind", "used"), [("two hosts", True), ("columns", True), ("one host", False)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from dips.client.parallel import LazyMemory, lay_out, lazy
-from dips.client.parallel.adapter import find_read_groups
+from dips.client.parallel.adapter import find_read_groups, fsdp_param_groups
 from dips.client.parallel.layout import choose_adapter
 from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError, LocalProtocolError
@@ -227,7 +228,7 @@ def test_an_optimizer_finds_all_of_it() -> None:
     torch.optim.SGD(other.parameters(), lr=1.0).step()
     assert at(model, 3.0) == set()
     model.embed(TOKENS).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    torch.optim.SGD([*other.parameters(), *model.parameters()], lr=1.0).step()
     assert at(model, 3.0) == {name for name, _ in model.named_parameters()} - {"embed.weight"}
 
 
@@ -335,15 +336,6 @@ def test_a_module_compiled_in_place_is_refused() -> None:
         laid(model)
 
 
-def test_megatron_is_refused() -> None:
-    """Its optimizer's masters are made from parameters all at once."""
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed: its adapter is NOT tested here")
-    from dips.client.parallel.megatron import MegatronAdapter
-
-    with pytest.raises(ConfigError, match="not supported for a Megatron-core model: use install: whole"):
-        MegatronAdapter([nn.Linear(2, 2)]).read_groups()
-
-
 def test_a_merge_that_another_rank_cannot_do_is_replaced() -> None:
     """It was begun here: the install that all ranks do instead leaves nothing of it, and no second set of hooks."""
     model = LazyModel()
@@ -360,3 +352,28 @@ def test_a_merge_that_another_rank_cannot_do_is_replaced() -> None:
     memory.finish_install()
     assert at(model, 9.0) == {name for name, _ in model.named_parameters()}
     assert not any(m._forward_pre_hooks or m._state_dict_pre_hooks for m in model.modules())
+
+
+def test_a_merge_needs_a_push_of_its_own() -> None:
+    """What was kept for one is added once, as `install: whole` does."""
+    model = LazyModel()
+    memory = laid(model)
+    memory.gather_pieces()
+    memory.keep_pushed_shard()
+    memory.scatter_pieces()
+    assert memory.merge_shard()
+    model(TOKENS)
+    memory.finish_install()
+    assert not memory.merge_shard() and not memory._handles
+
+
+def test_what_fsdp_gathers_together_is_listed_by_any_torch() -> None:
+    """A state has a list of groups in newer torch; in older torch one group, or None if no parameter is its own."""
+    group, other = object(), object()
+    for state, groups in (
+        (SimpleNamespace(_fsdp_param_groups=[group, other], _fsdp_param_group=group), [group, other]),
+        (SimpleNamespace(_fsdp_param_group=group), [group]),
+        (SimpleNamespace(_fsdp_param_group=None), []),
+        (SimpleNamespace(), []),
+    ):
+        assert fsdp_param_groups(state) == groups

@@ -6,7 +6,8 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dips.client.ipc.address import (
     MOST_PATH,
     PROOF,
     TAG,
+    Address,
     OnAnyHost,
     OnThisHost,
     Seal,
@@ -30,7 +32,8 @@ from dips.client.ipc.address import (
     reach_socket,
 )
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
-from dips.client.rank.agent_client import AgentClient, AgentConnection, JobCollectives, _open_socket
+from dips.client.rank import agent_client
+from dips.client.rank.agent_client import FLUSH_S, AgentClient, AgentConnection, JobCollectives, _open_socket
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable
 
@@ -236,6 +239,126 @@ def test_the_steps_of_a_script_that_pauses_are_sent_without_a_further_one(agent:
         assert time.monotonic() < end
         time.sleep(0.01)
     client.disconnect()
+    assert client._flusher is not None
+    client._flusher.join(10)
+    assert not client._flusher.is_alive(), "a process may make one loop after another"
+
+
+def test_a_slow_step_goes_out_without_those_before_it(agent: AgentThread) -> None:
+    """What the steps before it took would be taken for its time."""
+    client = AgentClient(JobCollectives(), at(agent.port), 2.0)
+    assert client.ask_agent(TransferProgress(1, 0, 1)) == Noted()
+    for ended_s in (1.0, 1.01, 1.01 + 2 * FLUSH_S):
+        client.report_step(Stepped(1, 10, None), ended_s)
+    assert client.ask_agent(TransferProgress(1, 1, 1)) == Noted()
+    assert [message.steps for message in agent.received if isinstance(message, Stepped)] == [1, 1, 1]
+    client.disconnect()
+
+
+@contextmanager
+def scripted_peer(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Yield the port of a peer that does this with its one connection, and closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.settimeout(10)
+                serve(peer)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+def greet(peer: socket.socket) -> Seal:
+    host = TokenServer(TOKEN)
+    peer.sendall(host.greeting)
+    proof, seal = host.admit_rank(peer.recv(ANSWER, socket.MSG_WAITALL))
+    peer.sendall(proof)
+    return seal
+
+
+def test_an_answer_that_was_altered_on_the_way_is_refused() -> None:
+    """It would install a version that nobody granted."""
+
+    def answer(peer: socket.socket) -> None:
+        frame, tag = (
+            messages.encode_message(Noted()),
+            bytearray(greet(peer).tag_frame(messages.encode_message(Noted()))),
+        )
+        tag[0] ^= 1
+        peer.sendall(frame + tag)
+
+    with scripted_peer(answer) as port:
+        connection = AgentConnection(at(port), 2.0)
+        with pytest.raises(RemoteProtocolError, match="wrong tag"):
+            connection.receive_answer("Attach")
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("greeting", "error", "why"),
+    [
+        (b"", Unavailable, "sent no greeting: timed out"),
+        (b"HTTP/1.1 400 Bad Request".ljust(GREETING), RemoteProtocolError, "expected a greeting"),
+    ],
+    ids=["silence", "another protocol"],
+)
+def test_who_answers_and_is_no_agent_is_hung_up_on(
+    greeting: bytes, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank tries again for a minute: connections that it leaves open would fill the other's table."""
+    monkeypatch.setattr(agent_client, "CONNECT_S", 0.1 if not greeting else 10.0)
+    heard: list[bytes] = []
+
+    def serve(peer: socket.socket) -> None:
+        peer.sendall(greeting)
+        heard.append(peer.recv(1))
+
+    with scripted_peer(serve) as port, pytest.raises(error, match=why) as raised:
+        AgentConnection(at(port), 2.0)
+    assert raised and heard == [b""]
+
+
+def test_an_agent_may_think_for_as_long_as_a_poll_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than connecting takes; one that needs longer than that hangs."""
+    monkeypatch.setattr(agent_client, "CONNECT_S", 1.0)
+    monkeypatch.setattr(agent_client, "GRACE_S", 0.1)
+    answered = threading.Event()
+
+    def serve(peer: socket.socket) -> None:
+        seal, frame = greet(peer), messages.encode_message(Noted())
+        answered.wait(1.5)
+        peer.sendall(frame + seal.tag_frame(frame))
+        peer.recv(1)
+
+    with scripted_peer(serve) as port:
+        connection = AgentConnection(at(port), 10.0)
+        assert connection.receive_answer("PushWanted") == Noted()
+        connection.close()
+    with scripted_peer(serve) as port:
+        connection = AgentConnection(at(port), 0.0)
+        with pytest.raises(Unavailable, match="does not answer: timed out"):
+            connection.receive_answer("PushWanted")
+        answered.set()
+        connection.close()
+
+
+def test_an_agent_that_is_not_there_yet_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every rank of every host: not all the time."""
+    monkeypatch.setattr(agent_client, "RETRY_S", 0.05)
+    tried: list[Address] = []
+
+    class Absent(AgentConnection):
+        def __init__(self, address: Address, poll_s: float) -> None:
+            tried.append(address)
+            raise Unavailable("nobody is there")
+
+    with pytest.raises(Unavailable, match=r"nobody is there \(tried for 0\.2 s\)"):
+        Absent.connect_within(at(1), 2.0, 0.2)
+    assert 2 <= len(tried) <= 5
 
 
 def test_a_rank_with_another_token_is_refused_at_once(agent: AgentThread) -> None:
@@ -256,8 +379,11 @@ def test_an_error_names_what_was_tried(tmp_path: Path) -> None:
         AgentConnection(OnThisHost(tmp_path / "absent", "socket"), 2.0)
 
 
-def test_a_silent_connection_ends_with_the_agent_or_when_it_is_closed(agent: AgentThread) -> None:
-    """It is how a rank of another host sees that its agent is gone."""
+def test_a_silent_connection_ends_with_the_agent_or_when_it_is_closed(
+    agent: AgentThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is how a rank of another host sees that its agent is gone; no timeout of answers ends it before."""
+    monkeypatch.setattr(agent_client, "GRACE_S", -1.9)
     connections = [AgentConnection(at(agent.port), 2.0) for _ in range(2)]
     ended = [threading.Event(), threading.Event()]
     threads = [
@@ -265,6 +391,7 @@ def test_a_silent_connection_ends_with_the_agent_or_when_it_is_closed(agent: Age
     ]
     for thread in threads:
         thread.start()
+    assert not ended[0].wait(0.3)
     connections[0].close()
     assert ended[0].wait(10) and not ended[1].is_set()
     agent.close()

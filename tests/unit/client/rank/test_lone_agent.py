@@ -11,6 +11,7 @@ import yaml
 from torch import nn
 
 from dips.client import OuterLoop
+from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import GENESIS
 from dips.protocol.data import BegunRange
@@ -77,6 +78,41 @@ def test_data_goes_on_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monk
         ranges = outer.ranges()
         assert next(ranges) == 1 and outer.range_begun == begun
         assert list(ranges) == [2, 3] and outer.range_begun is None
+
+
+def test_every_collective_call_waits_for_all_ranks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, so that a rank which never calls it is told from a slow one, after `collective_s`."""
+    keys = {"shared": {"run": "r", "data": {"ranges": 1}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    waited: list[str] = []
+    monkeypatch.setattr(JobCollectives, "barrier", lambda _, call: waited.append(call))
+    outer = OuterLoop(nn.Linear(3, 2), tmp_path / "cluster.yaml")
+    for call, run in {
+        "push": outer.push,
+        "pull": outer.pull,
+        "ranges": lambda: list(outer.ranges()),
+        "state_dict": outer.state_dict,
+        "load_state_dict": lambda: outer.load_state_dict(outer.state_dict()),
+        "close": outer.close,
+    }.items():
+        waited.clear()
+        run()
+        assert f"OuterLoop.{call}" in waited
+
+
+def test_replicas_that_differ_meanwhile_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`may_push` says so: a push, a pull and the ranges, at whose end there is a push, are refused; no step asks."""
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    synced = [True]
+    with OuterLoop(nn.Linear(3, 2), may_push=lambda: synced[0]) as outer:
+        outer.push()
+        synced[0] = False
+        for call in (outer.push, outer.pull):
+            with pytest.raises(
+                LocalProtocolError, match=f"OuterLoop.{call.__name__}: replicas differ until their next"
+            ):
+                call()
 
 
 def test_an_agent_without_a_cluster_file_is_no_reason_to_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:

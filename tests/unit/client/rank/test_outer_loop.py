@@ -15,13 +15,25 @@ from torch import nn
 
 from dips.client import OuterLoop
 from dips.client.ipc import messages
-from dips.client.ipc.messages import Answer, Attached, Noted, PullMoved, PullNow, PushWanted, Stepped, TrainOn
-from dips.client.rank import agent_client, transfer
+from dips.client.ipc.messages import (
+    Answer,
+    AskAgain,
+    Attached,
+    Noted,
+    Over,
+    PullMoved,
+    PullNow,
+    PullWanted,
+    PushWanted,
+    Stepped,
+    TrainOn,
+)
+from dips.client.rank import agent_client, steps, transfer
 from dips.client.rank.shard_transfer import BackgroundTransfer, ShardTransfer, TransferRequest, TransferResult
 from dips.client.rank.transfer import TransferStats
 from dips.dataclass import replace
 from dips.errors import ConfigError, LocalProtocolError
-from dips.ids import VersionId
+from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
@@ -93,7 +105,7 @@ def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, mon
     assert outer.version == V1 and all(bool((p == 1.0).all()) for p in model.parameters())
     monkeypatch.setattr(ShardTransfer, "begin_pull", tear)
     outer.step(tokens=8, loss=torch.tensor(2.0))
-    for call in (lambda: outer.step(tokens=8), outer.push, outer.install, outer.state_dict, outer.close):
+    for call in (lambda: outer.step(tokens=8), outer.push, outer.pull, outer.install, outer.state_dict, outer.close):
         with pytest.raises(LocalProtocolError, match="the model is torn"):
             call()
     assert (outer.version, outer.inner_steps) == (V1, 1)
@@ -147,6 +159,66 @@ def test_no_message_overtakes_a_step(directory: Path, monkeypatch: pytest.Monkey
     assert told == [
         (1, 1, None, 0), (5, 2, 1.5, 2), "Remarked", (4, 1, None, 0), "SaveWanted", (5, 1, None, 0), "Detach",
     ]  # fmt: skip
+
+
+class UnreadLoss:
+    """A loss that an accelerator never completes by itself."""
+
+    ready = False
+
+    def read(self) -> float:
+        return 2.0
+
+
+def test_a_pull_ends_what_was_before_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that wait for their loss are lost with the others and count for no later push, a push in flight is settled,
+    and `on_version` gets the version before the model is trained on.
+    """
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    monkeypatch.setattr(steps, "is_deferred", lambda loss: isinstance(loss, UnreadLoss))
+    monkeypatch.setattr(steps, "DeferredScalar", lambda loss: loss)
+    file = directory / "cluster.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "install": "whole", "overlap": "full"}))
+    begin, slots = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25)), AskAgain("no slot", 100)
+    script = (*begin, slots, TrainOn("", 100, 0.25), pull_now(V2, 2), Over("the target is reached", 1.0), Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    versions: list[VersionId] = []
+    with OuterLoop(nn.Linear(3, 2), file) as outer:
+        outer.on_version(versions.append)
+        outer.step(tokens=8)
+        assert outer.moving
+        outer.step(tokens=16, loss=UnreadLoss())
+        outer.pull()
+        assert (outer.version, outer.moving, versions) == (V2, False, [V2])
+        outer.pull()
+        outer.push()
+    agent.join()
+    told = [m.tokens if isinstance(m, Stepped) else type(m) for m in agent.messages]
+    assert told[3:] == [8, PushWanted, 16, PushWanted, PullWanted, PullMoved, messages.Detach], (
+        "in a finished run nothing is asked"
+    )
+
+
+@pytest.mark.parametrize(("version", "begins"), [(GENESIS, 1.0), (V1, 0.01)])
+def test_a_cluster_that_joins_a_run_under_way_warms_up(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, version: VersionId, begins: float
+) -> None:
+    """Its optimizer is empty: the learning rate rises over a hundred steps, and no further. A run's first cluster, and
+    one that goes on from a checkpoint, begin with all of it.
+    """
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    saved = messages.Saved("c", str(version), 0, False, 0, 0, (), 0.0, 0, (), 0)
+    script = (Attached(1, 0.0), pull_now(version, 1), TrainOn("", 1000, 0.25), saved, messages.Resumed("", 1000))
+    agent = ScriptedAgent(directory / "agent.sock", *script, Noted())
+    with OuterLoop(nn.Linear(3, 2), directory / "cluster.yaml") as outer:
+        state, seen = outer.state_dict(), list[float]()
+        for _ in range(102):
+            seen.append(outer.lr_scale)
+            outer.step(tokens=1)
+        assert seen == [pytest.approx(max(begins, min(1.0, step / 100))) for step in range(1, 103)]
+        outer.load_state_dict(state)
+        assert outer.lr_scale == 1.0
+    agent.join()
 
 
 @pytest.mark.parametrize("closes", [True, False])

@@ -115,9 +115,10 @@ def make(agent: AgentScript, transfers: Transfers, overlap: str = "none") -> Sim
     config = ClusterFile(
         shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", directory=Path("/d"), tls=False, overlap=overlap
     )
-    state = OuterState(attempt=3, progress=0.0, version=GENESIS)
-    steps = OuterSteps(config, state, agent, transfers)  # type: ignore[arg-type]
-    return SimpleNamespace(state=state, steps=steps, agent=agent, transfers=transfers)
+    state, healed = OuterState(attempt=3, progress=0.0, version=GENESIS), list[VersionId | None]()
+    heal = lambda: healed.append(state.version)  # noqa: E731
+    steps = OuterSteps(config, state, agent, transfers, heal)  # type: ignore[arg-type]
+    return SimpleNamespace(state=state, steps=steps, agent=agent, transfers=transfers, healed=healed)
 
 
 def kinds(agent: AgentScript) -> list[type]:
@@ -158,6 +159,37 @@ def test_a_torn_model_is_known_when_training_would_go_on() -> None:
     assert m.state.torn and m.state.finished
 
 
+@pytest.mark.parametrize(
+    ("diverged", "merge", "merges", "heals"),
+    [
+        (False, False, False, False),
+        (True, False, False, True),
+        (False, True, True, False),
+        (False, True, False, True),
+        (True, True, True, True),
+    ],
+)
+def test_optimizers_are_reset_when_a_version_replaced_what_was_not_finite(
+    diverged: bool, merge: bool, merges: bool, heals: bool
+) -> None:
+    """A model that a push found so, or one that a version could not be merged into; once, with the version in place."""
+    order = replace(PULL, merge=merge)
+    m = make(AgentScript(order, TrainOn("", 1, 0.5), order, TrainOn("", 1, 0.5)), Transfers(WELL, WELL, merges=merges))
+    m.state.diverged = diverged
+    m.steps.pull_newest()
+    assert m.healed == [V1] * heals and not m.state.diverged
+    if not merge:
+        m.steps.pull_newest()
+        assert len(m.healed) == heals
+
+
+def test_the_end_of_a_run_completes_a_lazy_install() -> None:
+    """No further forward will, and the script saves the final model."""
+    m = make(AgentScript(Over("the target is reached", 1.0)), Transfers())
+    m.steps.poll_outer_step(demanded=False)
+    assert m.transfers.calls == ["finish"] and m.state.finished
+
+
 def test_training_goes_on_beside_a_push() -> None:
     """Under overlap: a poll waits neither for the transfer nor for the agent; it asks without waiting."""
     agent = AgentScript(
@@ -181,7 +213,9 @@ def test_the_ranks_look_when_a_fragment_is_due() -> None:
     agent = AgentScript(AskAgain("slots", 8), PUSH, AskAgain("the window", 8))
     m = make(agent, Transfers(WELL, polls=4), overlap="full")
     m.steps.poll_outer_step(demanded=False)
+    m.state.steps_until_poll = 0
     m.steps.poll_outer_step(demanded=False)
+    assert m.state.steps_until_poll == 8, "not at each step of the push that has just begun"
     for due, looks in ((5, 5), (0, 1), (99, 8), (None, 8)):
         m.transfers.begun[0].due = due
         m.steps.poll_outer_step(demanded=False)

@@ -43,7 +43,7 @@ def test_a_slow_step_goes_out_at_once_and_alone() -> None:
     assert not batch.add_step(Stepped(1, 2, 2.0), 0.001)
     assert batch.is_apart(0.001 + FLUSH_S)
     assert batch.take_steps(0.001 + FLUSH_S) == Stepped(1, 2, 2.0, ago_s=FLUSH_S)
-    for second in (1.0, 2.0):
+    for second in (1.0, 2.0, 2.0 + FLUSH_S):
         assert not batch.is_apart(second)
         assert batch.add_step(Stepped(1, 3, 1.0), second)
         assert batch.take_steps(second) == Stepped(1, 3, 1.0)

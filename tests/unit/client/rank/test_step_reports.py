@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
-from dips.client.ipc.messages import Stepped
+from dips.client.ipc.messages import LossReported, Notice, Stepped
 from dips.client.rank import steps
 from dips.client.rank.steps import MOST_WAITING, OuterState, StepReports
 
@@ -23,24 +26,32 @@ class LateLoss:
 class ReportAgent:
     def __init__(self) -> None:
         self.heard: list[Stepped] = []
+        self.losses: list[Notice] = []
 
     def report_step(self, step: Stepped, ended_s: float) -> None:
         self.heard.append(step)
 
+    def notify_agent(self, notice: Notice) -> None:
+        self.losses.append(notice)
+
 
 class ReportRank:
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, others: tuple[list[object], ...]) -> None:
+        self.rank, self._others = rank, [json.dumps(sums).encode() for sums in others]
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        return [message]
+        return [*self._others[: self.rank], message, *self._others[self.rank :]]
 
 
-def make(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[StepReports, ReportAgent]:
+def make(
+    monkeypatch: pytest.MonkeyPatch, rank: int = 0, *, others: tuple[list[object], ...] | None = None
+) -> tuple[StepReports, ReportAgent]:
+    """`others`: sums of the losses that the other stages of a pipeline have gathered; None: no pipeline."""
     monkeypatch.setattr(steps, "is_deferred", lambda loss: isinstance(loss, LateLoss))
     monkeypatch.setattr(steps, "DeferredScalar", lambda loss: loss)
     agent = ReportAgent()
-    reports = StepReports(OuterState(1, 0.0), ReportRank(rank), agent, pipelined=False)  # type: ignore[arg-type]
+    collectives: Any = ReportRank(rank, others or ())
+    reports = StepReports(OuterState(1, 0.0), collectives, agent, pipelined=others is not None)  # type: ignore[arg-type]
     return reports, agent
 
 
@@ -94,3 +105,28 @@ def test_other_ranks_read_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     reports.report_step(10, loss)
     reports.flush_reports()
     assert agent.heard == [] and not loss.waited
+
+
+@pytest.mark.parametrize(
+    ("last_stage", "told"), [([6.0, 3, True], [LossReported(1, 6.0, 3)]), ([0.0, 0, True], [])], ids=["has", "has none"]
+)
+def test_a_pipelines_losses_are_those_of_its_last_stage(
+    monkeypatch: pytest.MonkeyPatch, last_stage: list[object], told: list[LossReported]
+) -> None:
+    """Reported by rank 0, which has none, when the ranks meet; a job that is no pipeline does not meet for it."""
+    reports, agent = make(monkeypatch, others=(last_stage,))
+    reports.report_step(10, None)
+    reports.report_pipeline_losses()
+    assert agent.losses == told and [step.loss for step in agent.heard] == [None]
+    reports, agent = make(monkeypatch)
+    reports.report_pipeline_losses()
+    assert agent.losses == []
+
+
+def test_a_later_stage_adds_up_its_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all its steps until the ranks meet; it reports no step."""
+    reports, agent = make(monkeypatch, rank=1, others=([0.0, 0, True],))
+    for loss in (1.0, 2.0, float("nan")):
+        reports.report_step(10, loss)
+    reports.report_pipeline_losses()
+    assert agent.losses == [LossReported(1, 3.0, 2, finite=False)] and agent.heard == []

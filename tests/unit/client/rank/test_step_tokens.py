@@ -55,6 +55,13 @@ def test_tokens_of_each_rank_are_summed() -> None:
     assert tokens.settle_tokens() == 0 and len(agent.heard) == 1 and ranks.gathers == 1
 
 
+def test_a_rank_that_computes_the_same_part_passes_0() -> None:
+    """Tensor, context or pipeline parallelism: the part counts once, for the rank that passes it."""
+    tokens, agent, _ = make(0, (30, 0), local=True)
+    assert tokens.count_step(None, 0) == 0
+    assert tokens.settle_tokens() == 30 and agent.heard == [TokensCounted(3, 30)]
+
+
 def test_another_rank_knows_all_of_them_too() -> None:
     """For its own log."""
     tokens, _, _ = make(2, (30, 50), local=True)
