@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
 
 from dips.client.rank.fragments import FragmentGate
-from dips.client.rank.shard_transfer import BackgroundTransfer, MovedBytes, TransferRequest, TransferThread
-from dips.client.rank.transfer import TransferCancelled, TransferIdentity, TransferStats
+from dips.client.rank.shard_transfer import (
+    BackgroundTransfer,
+    MovedBytes,
+    ReportProgress,
+    TransferRequest,
+    TransferThread,
+)
+from dips.client.rank.transfer import TransferCancelled, TransferIdentity, TransferRate, TransferStats
 from dips.errors import ConfigError, UnavailableSlave
 from dips.ids import GENESIS
 from dips.protocol.effects import Grant
@@ -27,9 +34,11 @@ class TwoRanks:
         return [min(pair) for pair in zip(numbers, self._other, strict=True)]
 
 
-def begin(ranks: TwoRanks, thread: TransferThread) -> BackgroundTransfer:
+def begin(
+    ranks: TwoRanks, thread: TransferThread, report_progress: ReportProgress = lambda *_: ""
+) -> BackgroundTransfer:
     grant = Grant(GENESIS, (), 30.0)
-    request = TransferRequest(grant, TransferIdentity("r", "c", 1, SEQ, 0), lambda *_: "")
+    request = TransferRequest(grant, TransferIdentity("r", "c", 1, SEQ, 0), report_progress)
     moved, gate = MovedBytes(100, 100), FragmentGate(((0,),), ())
     return BackgroundTransfer(thread, request, ranks, moved, gate)  # type: ignore[arg-type]
 
@@ -74,6 +83,50 @@ def test_a_failure_elsewhere_cancels_this_rank() -> None:
     thread = TransferThread(moves_until_cancelled)
     result = begin(TwoRanks(well=False, done=False), thread).wait(0.01)
     assert (result.ok, result.reason, thread.done) == (False, "another rank failed", True)
+
+
+def test_ranks_that_wait_meet_once_in_a_poll_or_at_the_end() -> None:
+    """Each meeting is a collective and a message to the agent, as long as training is paused."""
+    reported: list[tuple[int, int]] = []
+
+    def report(moved: int, total: int, idle_s: float) -> str:
+        reported.append((moved, total))
+        return ""
+
+    thread = TransferThread(lambda _: time.sleep(0.2))
+    assert begin(TwoRanks(), thread, report).wait(10.0).ok
+    assert reported == [(0, 100)]
+
+
+def test_the_agent_may_end_a_transfer() -> None:
+    """With its reason, in the answer to a report of progress: its push has been dropped, or its lease is over."""
+    thread = TransferThread(moves_until_cancelled)
+    result = begin(TwoRanks(done=False), thread, lambda *_: "the push was dropped").wait(0.01)
+    assert (result.ok, result.reason, thread.done) == (False, "Unavailable: the push was dropped", True)
+
+
+def test_a_fragment_that_cannot_move_ends_those_before_it() -> None:
+    """A model that is not finite any more: what has begun to move of the push is cancelled here and on all ranks."""
+    thread, grant = TransferThread(moves_until_cancelled), Grant(GENESIS, (), 30.0)
+    request = TransferRequest(grant, TransferIdentity("r", "c", 1, SEQ, 0), lambda *_: "")
+    ranks, moved, gate = TwoRanks(), MovedBytes(100, 100), FragmentGate(((0,), (1,)), ())
+    told = lambda number: f"fragment {number} is not finite"  # noqa: E731
+    transfer = BackgroundTransfer(thread, request, ranks, moved, gate, prepare_fragment=told)  # type: ignore[arg-type]
+    result = transfer.wait(10.0)
+    assert (result.ok, result.reason, result.diverged) == (False, "fragment 1 is not finite", True)
+    assert thread.done and gate.open == 1
+
+
+@pytest.mark.parametrize(("own", "before", "after"), [(25, (0, 100), (20, 80)), (0, (0, 100), (0, 100))])
+def test_what_all_ranks_have_moved_is_estimated_from_one(
+    own: int, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """A quarter of the job moves a quarter of what is left of it as updates; a rank without bytes sees nothing move."""
+    moved = MovedBytes(100, own)
+    assert moved.of_all_ranks() == before
+    if own:
+        moved.record_rate(TransferRate(5, 20, 1.0))
+    assert moved.of_all_ranks() == after
 
 
 def test_the_reason_is_this_ranks_own_if_it_has_one() -> None:

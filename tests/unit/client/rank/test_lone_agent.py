@@ -87,7 +87,7 @@ def test_every_collective_call_waits_for_all_ranks_first(tmp_path: Path, monkeyp
     monkeypatch.setenv("DIPS_ALONE", "1")
     waited: list[str] = []
     monkeypatch.setattr(JobCollectives, "barrier", lambda _, call: waited.append(call))
-    outer = OuterLoop(nn.Linear(3, 2), tmp_path / "cluster.yaml")
+    outer = OuterLoop(nn.Linear(3, 2), tmp_path / "cluster.yaml", optimizer=lambda: None)
     for call, run in {
         "push": outer.push,
         "pull": outer.pull,

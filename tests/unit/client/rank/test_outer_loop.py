@@ -24,15 +24,17 @@ from dips.client.ipc.messages import (
     PullMoved,
     PullNow,
     PullWanted,
+    PushNow,
     PushWanted,
     Stepped,
     TrainOn,
 )
 from dips.client.rank import agent_client, steps, transfer
 from dips.client.rank.shard_transfer import BackgroundTransfer, ShardTransfer, TransferRequest, TransferResult
+from dips.client.rank.steps import OuterSteps
 from dips.client.rank.transfer import TransferStats
 from dips.dataclass import replace
-from dips.errors import ConfigError, LocalProtocolError
+from dips.errors import ConfigError, Diverged, LocalProtocolError
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 
@@ -86,6 +88,12 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     return tmp_path
 
 
+def change_file(directory: Path, **keys: Any) -> Path:
+    file = directory / "cluster.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **keys}))
+    return file
+
+
 def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull that fails after its first fragment, and an agent that says to train on: every call names what to do."""
 
@@ -98,6 +106,7 @@ def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, mon
         return moving._move_nothing(request, result=TransferResult(False, "ps1 is gone", 0, torn=True))
 
     monkeypatch.setattr(transfer, "pull_pieces", pull)
+    change_file(directory, shared={"run": "r", "data": {"ranges": 3}})
     script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), pull_now(V2, 2), TrainOn("", 1, 0.25))
     agent = ScriptedAgent(directory / "agent.sock", *script)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
@@ -105,7 +114,10 @@ def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, mon
     assert outer.version == V1 and all(bool((p == 1.0).all()) for p in model.parameters())
     monkeypatch.setattr(ShardTransfer, "begin_pull", tear)
     outer.step(tokens=8, loss=torch.tensor(2.0))
-    for call in (lambda: outer.step(tokens=8), outer.push, outer.pull, outer.install, outer.state_dict, outer.close):
+    for call in (
+        lambda: outer.step(tokens=8), lambda: next(outer.ranges()), lambda: outer.load_state_dict({}),
+        outer.push, outer.pull, outer.install, outer.state_dict, outer.close,
+    ):  # fmt: skip
         with pytest.raises(LocalProtocolError, match="the model is torn"):
             call()
     assert (outer.version, outer.inner_steps) == (V1, 1)
@@ -134,6 +146,12 @@ def test_fragments_that_cannot_be_are_refused(directory: Path, fragments: int, o
         agent.listen()
         with pytest.raises(ConfigError, match=why):
             OuterLoop(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), file, optimizer=optimizer)
+
+
+def test_replicas_that_synchronise_by_themselves_need_training_to_pause(directory: Path) -> None:
+    """A version that is merged beside training would come between two synchronisations."""
+    with pytest.raises(ConfigError, match="may_push: expected overlap: none in the cluster file"):
+        OuterLoop(nn.Linear(3, 2), change_file(directory, install="whole", overlap="full"), may_push=lambda: True)
 
 
 def test_no_message_overtakes_a_step(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +187,9 @@ class UnreadLoss:
     def read(self) -> float:
         return 2.0
 
+    def __float__(self) -> float:
+        return 2.0
+
 
 def test_a_pull_ends_what_was_before_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that wait for their loss are lost with the others and count for no later push, a push in flight is settled,
@@ -183,13 +204,16 @@ def test_a_pull_ends_what_was_before_it(directory: Path, monkeypatch: pytest.Mon
     script = (*begin, slots, TrainOn("", 100, 0.25), pull_now(V2, 2), Over("the target is reached", 1.0), Noted())
     agent = ScriptedAgent(directory / "agent.sock", *script)
     versions: list[VersionId] = []
+    written: list[tuple[float, int]] = []
     with OuterLoop(nn.Linear(3, 2), file) as outer:
         outer.on_version(versions.append)
+        outer.log_to(lambda numbers, steps: written.append((numbers["dips/tokens"], steps)))
         outer.step(tokens=8)
         assert outer.moving
         outer.step(tokens=16, loss=UnreadLoss())
         outer.pull()
         assert (outer.version, outer.moving, versions) == (V2, False, [V2])
+        assert written == [(24.0, 2)]
         outer.pull()
         outer.push()
     agent.join()
@@ -219,6 +243,125 @@ def test_a_cluster_that_joins_a_run_under_way_warms_up(
         outer.load_state_dict(state)
         assert outer.lr_scale == 1.0
     agent.join()
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [
+        ("none", "0.2 MB shard + 60.0 MB process = 60.2 MB"),
+        ("full", "0.2 MB shard + 0.2 MB kept + 60.0 MB process = 60.5 MB"),
+    ],
+)
+def test_the_host_memory_is_told(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], overlap: str, expected: str
+) -> None:
+    """Once, with its parts, before a host runs out of it: what was pushed is kept only where a merge will need it."""
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1000, 0.25), Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    OuterLoop(nn.Linear(200, 300), change_file(directory, install="whole", overlap=overlap)).close()
+    agent.join()
+    told = f"OuterLoop: host memory beside the model, rank 0: {expected}\n"
+    assert capsys.readouterr().err == told
+
+
+def fill_with_version(grant: Grant, base: Any, pieces: Any, **_: Any) -> TransferStats:
+    for piece in pieces:
+        piece.array[:] = float(grant.version.version)
+    return TransferStats(0, 0.0, 1)
+
+
+@pytest.mark.parametrize("how", ["close", "install", "state_dict", "another loop", "on_version"])
+def test_a_version_that_no_forward_has_read_is_complete(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Under `install: lazy`: for whoever saves, evaluates or takes over the model next."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    file = change_file(directory, install="lazy")
+    saved = messages.Saved("c", str(V2), 0, False, 0, 0, (), 0.0, 0, (), 0)
+    train_on, noted = TrainOn("", 1000, 0.25), Noted()
+    ends = {"state_dict": (saved, noted), "another loop": (Attached(2, 0.0), train_on, noted)}.get(how, (noted,))
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), pull_now(V2, 2), train_on, *ends)
+    agent = ScriptedAgent(directory / "agent.sock", *script, connections=1 + (how == "another loop"))
+    model, seen = nn.Linear(3, 2), list[float]()
+
+    def look(*_: object) -> None:
+        seen.extend({float(element) for p in model.parameters() for element in p.detach().flatten()})
+
+    outer = OuterLoop(model, file)
+    model(torch.ones(1, 3))
+    if how == "on_version":
+        outer.on_version(look)
+    outer.step(tokens=8)
+    if how == "another loop":
+        outer, former = replaced_loop(model, file, outer)
+        assert not former._shard_transfer._memory.pending
+    elif how != "on_version":
+        with pytest.raises(LocalProtocolError, match="no module of the model was called in the step after it"):
+            outer.step(tokens=8)
+        getattr(outer, how)()
+    look() if how != "on_version" else None
+    assert seen == [2.0]
+    outer.close()
+    agent.join()
+
+
+def replaced_loop(model: nn.Module, file: Path, former: OuterLoop) -> tuple[OuterLoop, OuterLoop]:
+    """Another loop of the same model, whose agent has it train on with what it has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OuterSteps, "pull_newest", lambda self: setattr(self._state, "version", V2))
+        return OuterLoop(model, file), former
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_reset_drops_the_optimizers_state_and_warms_up(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Moments that are not finite would make the next step diverge again; of an unknown optimizer they cannot go."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    file = change_file(directory, install="whole", on_divergence="reset")
+    push = PushNow(1, 2, Grant(GENESIS, (), 60.0))
+    genesis, heal = pull_now(GENESIS, 1), (pull_now(V1, 3), TrainOn("", 1000, 0.25), Noted())
+    agent = ScriptedAgent(directory / "agent.sock", Attached(1, 0.0), genesis, TrainOn("", 1, 0.25), push, *heal)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam((model if known else nn.Linear(3, 2)).parameters())
+    outer = OuterLoop(model, file)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.step()
+    with torch.no_grad():
+        model.weight.fill_(float("nan"))
+    assert outer.lr_scale == 1.0
+    if known:
+        outer.step(tokens=8)
+        assert not optimizer.state and all(bool((p == 1.0).all()) for p in model.parameters())
+        assert (outer.version, outer.lr_scale) == (V1, 0.01)
+        outer.close()
+    else:
+        with pytest.raises(Diverged, match="a reset does not mend it: its optimizer is not known"):
+            outer.step(tokens=8)
+        outer.__exit__(Diverged, None, None)
+    agent.join()
+
+
+def test_a_script_that_fails_leaves_its_optimizer_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps are counted no more, and the agent sees the connection end without a word."""
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    agent = ScriptedAgent(directory / "agent.sock", Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1000, 0.25))
+    model, counted = nn.Linear(3, 2), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train() -> None:
+        with OuterLoop(model, directory / "cluster.yaml") as outer:
+            outer.follow_optimizer(optimizer, tokens=lambda: counted.append(1) or 1)
+            optimizer.step()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    optimizer.step()
+    agent.join()
+    assert counted == [1] and not any(isinstance(message, messages.Detach) for message in agent.messages)
 
 
 @pytest.mark.parametrize("closes", [True, False])

@@ -15,7 +15,7 @@ from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer import TransferIdentity, TransferStats
 from dips.codecs import Codec
-from dips.errors import UnavailableSlave
+from dips.errors import ConfigError, UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 from dips.wire.chunks import decode_body
@@ -215,3 +215,43 @@ def test_a_pull_ends_the_lazy_install_before_it(slaves: FakeSlaves) -> None:
     slaves.theta, slaves.fails_at = 2.0, 1
     assert not rank.transfers.begin_pull(rank.request(V2, 0, Codec.FP32)).wait(5).ok
     assert all((p == 1.0).all() for p in rank.model.parameters())
+
+
+def test_a_push_ends_the_lazy_install_before_it(slaves: FakeSlaves) -> None:
+    """What it replaces is not looked at: a model that was not finite may be healed by then."""
+    rank = TransferRank(LazyMemory)
+    with torch.no_grad():
+        next(rank.model.parameters()).fill_(float("nan"))
+    slaves.theta = 1.0
+    rank.pull(V1)
+    rank.push(V1)
+    assert all((p == 1.0).all() for p in rank.model.parameters())
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_optimizer_that_undoes_a_version_is_found(slaves: FakeSlaves, merge: bool) -> None:
+    """However the version came into the model: installed, or merged beside training."""
+    rank, steps = TransferRank(codec=Codec.FP32), [0]
+    rank.transfers._optimizer_steps = lambda: steps[0]
+
+    def take_step() -> None:
+        steps[0] += 1
+        rank.transfers.on_inner_step()
+
+    slaves.theta = 1.0
+    rank.pull(V1)
+    rank.train()
+    take_step()
+    slaves.theta = 2.0
+    before = [p.detach().clone() for p in rank.model.parameters()]
+    if merge:
+        rank.transfers._memory.keep_pushed_shard()
+        assert rank.transfers.begin_pull(rank.request(V2, 0, Codec.FP32), merge=True).wait(5).ok
+        assert rank.transfers.merge_version(V2)
+    else:
+        rank.pull(V2)
+    with torch.no_grad():
+        for p, former in zip(rank.model.parameters(), before, strict=True):
+            p.copy_(former)
+    with pytest.raises(ConfigError, match="the first optimizer step after a pull wrote back the values from before"):
+        take_step()
