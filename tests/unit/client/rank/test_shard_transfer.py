@@ -56,10 +56,14 @@ class TransferRank:
     """A rank of a job of one, under int8 pushes."""
 
     def __init__(
-        self, memory: type[HostMemory] = HostMemory, codec: Codec = Codec.INT8, pull_codec: Codec = Codec.FP32
+        self,
+        memory: type[HostMemory] = HostMemory,
+        codec: Codec = Codec.INT8,
+        pull_codec: Codec = Codec.FP32,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+        self.model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).to(dtype)
         collectives = JobCollectives()
         layout = lay_out(self.model, collectives)
         self.transfers = ShardTransfer(
@@ -203,8 +207,20 @@ def test_a_checkpoint_of_another_layout_or_codec_is_found(indebted: TransferRank
     short = {**saved, "base": saved["base"][1:]}
     assert indebted.transfers.find_misfit(short) == f"rank 0 expected {numel} numbers of base, got {numel - 1}"
     assert TransferRank(codec=Codec.FP32).transfers.find_misfit({}) == ""
-    indebted.transfers.restore_tensors(V1, saved)
-    assert np.array_equal(indebted.owed(), saved["owed"].numpy())
+    started_anew = TransferRank()
+    started_anew.transfers.restore_tensors(V1, saved)
+    assert np.array_equal(started_anew.owed(), saved["owed"].numpy())
+
+
+def test_what_16_bits_rounded_away_goes_with_a_checkpoint(slaves: FakeSlaves) -> None:
+    """A trainer that is started anew pushes what the former one would have."""
+    former, anew = (TransferRank(codec=Codec.FP32, dtype=torch.bfloat16) for _ in range(2))
+    for rank, slaves.theta in ((former, 1.0 + 2.0**-10), (anew, 1.0)):
+        rank.pull(V1)
+    saved = former.transfers.checkpoint_tensors()
+    assert anew.transfers.find_misfit(saved) == ""
+    anew.transfers.restore_tensors(V1, saved)
+    assert anew.transfers.checkpoint_tensors()["rounded"].unique().tolist() == [2.0**-10]
 
 
 def test_a_pull_ends_the_lazy_install_before_it(slaves: FakeSlaves) -> None:
