@@ -101,17 +101,17 @@ def test_every_collective_call_waits_for_all_ranks_first(tmp_path: Path, monkeyp
         assert f"OuterLoop.{call}" in waited
 
 
-def test_replicas_that_differ_meanwhile_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`may_push` says so: a push, a pull and the ranges, at whose end there is a push, are refused; no step asks."""
+def test_replicas_that_differ_meanwhile_move_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`may_push` says so: a push, a pull and the ranges, at whose end there is a push, are refused."""
+    keys = {"shared": {"run": "r", "data": {"ranges": 1}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
     monkeypatch.setenv("DIPS_ALONE", "1")
     synced = [True]
-    with OuterLoop(nn.Linear(3, 2), may_push=lambda: synced[0]) as outer:
+    with OuterLoop(nn.Linear(3, 2), tmp_path / "cluster.yaml", may_push=lambda: synced[0]) as outer:
         outer.push()
         synced[0] = False
-        for call in (outer.push, outer.pull):
-            with pytest.raises(
-                LocalProtocolError, match=f"OuterLoop.{call.__name__}: replicas differ until their next"
-            ):
+        for name, call in {"push": outer.push, "pull": outer.pull, "ranges": lambda: next(outer.ranges())}.items():
+            with pytest.raises(LocalProtocolError, match=f"OuterLoop.{name}: replicas differ until their next"):
                 call()
 
 
