@@ -77,8 +77,8 @@ class LocalProcess:
 
     def _copy_output(self) -> None:
         assert self._process.stdout is not None
-        with self._log.open("ab", buffering=0) as log:
-            for line in self._process.stdout:
+        with self._log.open("ab", buffering=0) as log, self._process.stdout as shown:
+            for line in shown:
                 log.write(line)
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()

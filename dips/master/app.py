@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from grpc_health.v1 import health
 from dips import daemon
 from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.config.watching import LOOK_S
-from dips.errors import ConfigError, DipsError
+from dips.errors import DipsError
 from dips.files import keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import MASTER_NAME, PeerRole
@@ -39,7 +39,7 @@ from dips.master.supervisor import Supervisor
 from dips.protocol import events
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
-from dips.protocol.events import Event, RunProposed
+from dips.protocol.events import Event
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.operator import REQUESTS, cut_text
@@ -111,7 +111,7 @@ def serve_command(
     fixed = logs.check_level(log_level)
     run_file = load_run(config)
     log = logs.configure_log("master", run_file.shared.run, fixed or run_file.log_level)
-    raise typer.Exit(asyncio.run(serve(run_file, log, file=config, fixed_level=fixed is not None, stands_by=stands_by)))
+    raise typer.Exit(asyncio.run(serve(run_file, config, log, fixed_level=fixed is not None, stands_by=stands_by)))
 
 
 def main() -> None:
@@ -122,9 +122,9 @@ def main() -> None:
 
 async def serve(
     config: RunFile,
+    file: Path,
     log: logs.Log,
     ready: Callable[[str], None] = lambda _: None,
-    file: Path | None = None,
     fixed_level: bool = False,
     stands_by: bool = False,
 ) -> int:
@@ -177,19 +177,17 @@ async def serve(
         await server.start()
         await _serve_http(config, tls, runtime, page, log, stack)
         supervisor = _make_supervisor(config, file, runtime, log)
-        outside.begin_on_version(config, file, log, runtime.fail)
-        outside.begin_track(config, file, log, runtime.fail)
+        outside.begin_processes(config, file, log, runtime.fail)
         daemon.handle_end_signals(runtime.stop)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         announce(address)
         reload = MasterReload(guard, runtime, log)
         stack.callback(start_task(reload.keep_expelling(), runtime.fail).cancel)
-        if file is not None:
-            watching = daemon.watch_file(
-                "run file", file, config, load_run, log, runtime.fail, fixed_level=fixed_level,
-                changeable=CHANGEABLE, ignored=OTHERS, apply=reload.apply_changes,
-            )  # fmt: skip
-            stack.callback(watching.cancel)
+        watching = daemon.watch_file(
+            "run file", file, config, load_run, log, runtime.fail, fixed_level=fixed_level,
+            changeable=CHANGEABLE, ignored=OTHERS, apply=reload.apply_changes,
+        )  # fmt: skip
+        stack.callback(watching.cancel)
         code = await runtime.run()
         await supervisor.stop_supervising(stop=code == 0)
         await checker.enter_graceful_shutdown()
@@ -245,13 +243,11 @@ def _logged_step(coordinator: Coordinator, journal: Journal, log: logs.Log) -> S
     return step_logged
 
 
-def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Supervisor:
+def _make_supervisor(config: RunFile, file: Path, runtime: Runtime, log: logs.Log) -> Supervisor:
     """Supervise the slaves that the run file assigns to this master."""
     ours = [slave for slave in config.slaves if slave.supervisor == "exec"]
-    if ours and file is None:
-        raise ConfigError("slaves.supervisor: exec needs the run file's path")
     supervisor = Supervisor(
-        (file or Path()).absolute(), ours, config.master.directory, config.timing_options(),
+        file.absolute(), ours, config.master.directory, config.timing_options(),
         lambda: runtime.build_view().slaves, log, runtime.fail,
     )  # fmt: skip
     if ours:
@@ -283,13 +279,10 @@ async def _add_services(
 ) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(ClusterServicer(runtime, ManifestDesk(row.manifest)), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
-    add_OperatorServiceServicer_to_server(OperatorServicer(runtime, partial(_check_repeated, row), guard), server)
+    operators = OperatorServicer(runtime, partial(waiting.check_repeated, row), guard)
+    add_OperatorServiceServicer_to_server(operators, server)
     add_StatusServiceServicer_to_server(StatusServicer(runtime, agreed, page, guard), server)
     return await control.serve_health(server, SERVICES)
-
-
-async def _check_repeated(row: RunRow, proposed: RunProposed) -> None:
-    waiting.check_repeated(row, proposed)
 
 
 async def _serve_http(
@@ -354,10 +347,9 @@ class MasterReload:
 
     def report_refusal(self, who: str, method: str, request: Any, reason: str) -> None:
         """Record a call of an operator that the guard refused in the ledger's audit."""
-        if not method.startswith(OPERATOR_SERVICE):
-            return
-        action = method.removeprefix(OPERATOR_SERVICE).lower()
-        self._report_act(who or NOBODY, action, _spell_request(action, request), reason, refused=True)
+        if method.startswith(OPERATOR_SERVICE):
+            action, arguments = _spell_request(method.removeprefix(OPERATOR_SERVICE), request)
+            self._report_act(who or NOBODY, action, arguments, reason, refused=True)
 
     async def keep_expelling(self) -> None:
         """Expel clusters until cancelled; any other exception is a bug, after which none would be expelled."""
@@ -375,14 +367,13 @@ class MasterReload:
         self._runtime.put_event(event)
 
 
-def _spell_request(action: str, request: Any) -> str:
-    """Return the arguments of a request that does not come to the Coordinator."""
-    kinds = {kind.action: (asked, kind) for asked, kind in REQUESTS.items()}
-    try:
-        asked, kind = kinds[action]
-        return cut_text(kind.spell(messages.from_proto(request, asked, req=0)))
-    except (DipsError, KeyError):
-        return "not to be read"
+def _spell_request(method: str, request: Any) -> tuple[str, str]:
+    """Return action and arguments of a request that does not come to the Coordinator, as it would record them."""
+    for asked, kind in REQUESTS.items():
+        if asked.__name__ == type(request).__name__:
+            with suppress(DipsError):
+                return kind.action, cut_text(kind.spell(messages.from_proto(request, asked, req=0)))
+    return method.lower(), "not to be read"
 
 
 if __name__ == "__main__":

@@ -225,7 +225,7 @@ class HeldQuestions:
 
     def on_change(self, now: float) -> None:
         """Plan to ask all questions again after a change that may end the wait of any."""
-        if self._held and self._again_at > now:
+        if self._held:
             pause_s = min(self._options.longest_pause_s, self._options.pause_s * len(self._held))
             self._again_at = min(self._again_at, max(now, self._asked_at + pause_s))
 
@@ -233,8 +233,7 @@ class HeldQuestions:
         """Return when to call `take_due`; inf if no question is open."""
         if not self._held:
             return inf
-        until = next(iter(self._held.values())).until
-        return until if until < self._again_at else self._again_at
+        return min(next(iter(self._held.values())).until, self._again_at)
 
     def take_due(self, now: float) -> list[HeldQuestion]:
         """Remove and return the questions to ask again now: all of them, or those whose patience ends."""
@@ -419,16 +418,14 @@ class MasterCore:
 
     def next_deadline(self) -> float:
         """Return when `tick` has something to do; inf if nothing is due."""
-        due, judged, asked = self._coordinator.next_deadline(), self._judge.next_deadline(), self._held.next_deadline()
-        due = judged if judged < due else due
-        due = asked if asked < due else due
-        return due if due > self._judging_from else self._judging_from
+        due = min(self._coordinator.next_deadline(), self._judge.next_deadline(), self._held.next_deadline())
+        return max(due, self._judging_from)
 
     def sleep_until(self, now: float) -> float:
         """Return when the shell must run again: at the next deadline, at most after a heartbeat, to notice a gap."""
-        due, least, most = self.next_deadline(), now + LEAST_SLEEP_S, now + self._timing.heartbeat_s
-        self._expected_at = due = (least if due < least else due) if due < most else most
-        return due
+        due = max(self.next_deadline(), now + LEAST_SLEEP_S)
+        self._expected_at = min(due, now + self._timing.heartbeat_s)
+        return self._expected_at
 
     # ---- what arrives ----------------------------------------------------------------------------------------------
 

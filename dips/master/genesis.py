@@ -229,7 +229,6 @@ def _throw_away(ledger: Path) -> None:
         with hold_ledger(ledger):
             ledger.unlink()
             remove_beside(ledger)
-    shutil.rmtree(ledger.parent / INITIAL, ignore_errors=True)
     (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is deleted, too
 
 

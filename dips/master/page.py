@@ -81,7 +81,6 @@ class MasterPage:
             try:
                 return asked.result(READ_S)
             except (TimeoutError, CancelledError) as error:
-                asked.cancel()
                 raise UnavailableMaster(f"the master's loop did not answer within {READ_S:g} s") from error
 
         return page_routes(read_in_loop)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf
@@ -18,7 +18,6 @@ from google.protobuf.message import Message
 from dips.config import RunFile
 from dips.errors import (
     Busy,
-    ConfigError,
     CorruptManifest,
     DifferentModel,
     DipsError,
@@ -238,27 +237,19 @@ class MasterOutside:
         """Return why it may not serve any more."""
         return "" if self._lease is None else self._lease.explain_end()
 
-    def begin_on_version(self, config: RunFile, file: Path | None, log: logs.Log, fail: Fail) -> None:
-        """Begin to run the run file's command for every n-th version; `fail` is called with exceptions of its task."""
-        section = config.master.on_version
-        if section is None:
-            return
-        if file is None:
-            raise ConfigError("master.on_version needs the run file's path")
-        self._on_version = VersionProcesses(
-            file.resolve(), section, config.master.directory.resolve(), self._find_unprocessed, self.write_records, log
-        )
-        self._on_version.start(fail)
-
-    def begin_track(self, config: RunFile, file: Path | None, log: logs.Log, fail: Fail) -> None:
-        """Begin to send rounds to the trackers in the run file; `fail` is called with exceptions of its tasks."""
-        section = config.master.track
-        if section is None:
-            return
-        if file is None:
-            raise ConfigError("master.track needs the run file's path")
-        self._track = TrackProcesses(file.resolve(), section, config.master.directory.resolve(), log)
-        self._track.start(fail)
+    def begin_processes(self, config: RunFile, file: Path, log: logs.Log, fail: Fail) -> None:
+        """Begin to run the run file's command for every n-th version, and to send rounds to its trackers; `fail` is
+        called with exceptions of their tasks.
+        """
+        section, file, directory = config.master, file.resolve(), config.master.directory.resolve()
+        if section.on_version is not None:
+            self._on_version = VersionProcesses(
+                file, section.on_version, directory, self._find_unprocessed, self.write_records, log
+            )
+            self._on_version.start(fail)
+        if section.track is not None:
+            self._track = TrackProcesses(file, section.track, directory, log)
+            self._track.start(fail)
 
     async def _find_unprocessed(self, every: int) -> VersionId | None:
         loop = asyncio.get_running_loop()
@@ -400,13 +391,12 @@ class Runtime:
     def fail(self, error: BaseException) -> None:
         """End `run` with EXIT_BUG: a task of this process has failed, and its work is not done any more."""
         self.stop(EXIT_BUG)
-        self._log.critical("a task of this master failed", error=repr(error), exc_info=error)
+        self._log.error("a task of this master failed", error=repr(error), exc_info=error)
 
     def stop(self, code: int = 0) -> None:
         """End `run` with this exit code; only the first call counts."""
         if not self._code.done():
             self._code.set_result(code)
-        self._arrived.set()
 
     async def run(self) -> int:
         """Serve until `stop` is called; return the exit code."""
@@ -440,7 +430,7 @@ class Runtime:
                 self._carry_out(self._core.take_actions())
                 await self._sleep_until(min(self._core.sleep_until(now), self._clock() + self._left_s()))
         except Exception as error:  # noqa: BLE001 (whatever it is: the core's state can no longer be trusted)
-            self._log.critical("the coordinator failed", error=repr(error), exc_info=error)
+            self._log.error("the coordinator failed", error=repr(error), exc_info=error)
             self.stop(EXIT_BUG)
 
     async def _sleep_until(self, when: float) -> None:
@@ -511,7 +501,7 @@ class Runtime:
         try:
             await self._outside.write_records(records)
         except Exception as error:  # noqa: BLE001 (nothing behind it may leave, whatever it is)
-            self._log.critical("a record could not be written", error=repr(error), exc_info=error)
+            self._log.error("a record could not be written", error=repr(error), exc_info=error)
             self._carry_out([self._core.on_write_failed(error)])
             return
         self._core.on_written()
@@ -718,7 +708,7 @@ class OperatorServicer(OperatorServiceServicer):
     def __init__(
         self,
         runtime: Runtime,
-        begin: Callable[[events.RunProposed], Awaitable[None]],
+        begin: Callable[[events.RunProposed], None],
         guard: Guard | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -726,7 +716,7 @@ class OperatorServicer(OperatorServiceServicer):
         self._runtime, self._begin, self._guard, self._wall = runtime, begin, guard, wall
 
     async def Begin(self, request: Any, context: Any) -> operator_pb2.BeginReply:
-        await self._begin(messages.from_proto(request, events.RunProposed))
+        self._begin(messages.from_proto(request, events.RunProposed))
         return cast(operator_pb2.BeginReply, messages.wrap_oneof(Acknowledged(), operator_pb2.BeginReply))
 
     Seed = _audited(events.SeedAsked, operator_pb2.SeedReply)

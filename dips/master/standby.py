@@ -355,16 +355,16 @@ async def stand_by(
         stopping = asyncio.ensure_future(stopped.wait())
         ready()
         waiting.callback(stopping.cancel)
-        serves = None
-        while serves is None and not stopping.done():
+        serves = False
+        while not serves and not stopping.done():
             work = _start_apart(partial(_try_to_serve, standby, config, log, stack))
             either: list[asyncio.Future[Any]] = [work, stopping]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            serves = work.result() if work.done() else None
-            if serves is None:
+            serves = work.done() and work.result()
+            if not serves:
                 await asyncio.wait([stopping], timeout=LOOK_S)
         await asyncio.wait([_start_apart(standby.leave)], timeout=LOOK_S)
-    return serves is not None
+    return serves
 
 
 def _start_apart(work: Callable[[], T]) -> asyncio.Future[T]:
@@ -381,15 +381,14 @@ def _start_apart(work: Callable[[], T]) -> asyncio.Future[T]:
     return asyncio.wrap_future(done)
 
 
-def _try_to_serve(standby: Standby, config: RunFile, log: Log, stack: AsyncExitStack) -> bool | None:
+def _try_to_serve(standby: Standby, config: RunFile, log: Log, stack: AsyncExitStack) -> bool:
     """Look once; return True if this master is to serve, with its ledger in place."""
     keeper = standby.look()
     if keeper is None:
         newest, state = standby.counts.term, standby.watch.state
-        ours = state is not StandbyState.LOOKING and restore.own_ledger_is_newest(config, newest)
-        return True if ours else None
+        return state is not StandbyState.LOOKING and restore.own_ledger_is_newest(config, newest)
     stack.callback(keeper.close)
-    return _take_over(config, keeper, log) or None
+    return _take_over(config, keeper, log)
 
 
 def _take_over(config: RunFile, keeper: LeaseKeeper, log: Log) -> bool:

@@ -227,7 +227,7 @@ class Supervisor:
     def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat) -> None:
         """Record how much a slave has processed, even one that has not registered with this master yet."""
         before = self._worked.get(heartbeat.slave)
-        ours = any(slave.name == heartbeat.slave for slave in self._slaves)
+        ours = heartbeat.slave in {slave.name for slave in self._slaves}
         if ours and (before is None or heartbeat.work_bytes != before[0]):
             self._worked[heartbeat.slave] = heartbeat.work_bytes, self._clock()
 

@@ -200,7 +200,7 @@ async def _wait_for_any(*events: asyncio.Event) -> None:
         task.cancel()
 
 
-async def _begin_run(config: RunFile, begun: asyncio.Event, proposed: RunProposed) -> None:
+def _begin_run(config: RunFile, begun: asyncio.Event, proposed: RunProposed) -> None:
     """Create the ledger; on the event loop, so that two proposals are served one after the other."""
     begin_run(config, proposed, time.time)
     begun.set()

@@ -296,7 +296,7 @@ class MasterProcess:
 def _list_methods(runtime: Runtime, wall: Callable[[], float]) -> dict[type, Serve]:
     """Return the methods of the master's services, by the message that each takes."""
 
-    async def begin_run(proposed: events.RunProposed) -> None:
+    def begin_run(proposed: events.RunProposed) -> None:
         raise AssertionError("a simulated run has its ledger from the beginning")
 
     clusters, slaves = ClusterServicer(runtime, wall=wall), SlaveServicer(runtime)

@@ -23,7 +23,7 @@ import structlog
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from dips.config import RunFile, load_run
+from dips.config import OnVersionSection, RunFile, load_run
 from dips.errors import (
     ConfigError,
     CorruptManifest,
@@ -64,6 +64,7 @@ from dips.wire.generated.slave_pb2_grpc import (
     add_OrderServiceServicer_to_server,
 )
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
+from tests.integration.cluster_harness import free_port
 from tests.push_digest import digest_push
 
 Body = Callable[[Order], Any]
@@ -91,11 +92,15 @@ def write_run(tmp_path: Path, **shared: Any) -> Path:
     return path
 
 
+def file_of(config: RunFile) -> Path:
+    return config.master.directory.parent / "dips.yaml"
+
+
 @asynccontextmanager
 async def master(config: RunFile) -> AsyncIterator[str]:
     """A master in this process; yields its address and ends it by SIGTERM's own way."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(config, structlog.get_logger(), ready.set_result))
+    task = asyncio.create_task(serve(config, file_of(config), structlog.get_logger(), ready.set_result))
     await asyncio.wait([ready, task], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()
@@ -311,7 +316,11 @@ async def test_a_push_becomes_a_version(config: RunFile) -> None:
 
 
 async def test_a_new_master_remembers(config: RunFile) -> None:
-    """After a restart the term is higher, the head stands, and the Outcome is told again from the ledger."""
+    """After a restart the term is higher, the head stands, and the Outcome is told again from the ledger; the page has
+    the rounds before it."""
+    port = free_port()
+    http = {"http": f"127.0.0.1:{port}"}
+    config = config.model_copy(update={"master": config.master.model_copy(update=http)})
     async with running_master(config) as (cluster, slaves, stub):
         await cluster.join_and_pull()
         await cluster.push(2, slaves, stub)
@@ -330,10 +339,20 @@ async def test_a_new_master_remembers(config: RunFile) -> None:
         assert (outcome.kind, outcome.version) == ("accepted", V1)
         grant = await again.ask("RequestPull", events.PullRequested(0, PullId("a", 1, 3), 1))
         assert grant.version == V1
+        page = await asyncio.to_thread(read_page, port)
+    assert [point[0] for point in page["curves"]["run"]] == [100]
+
+
+def read_page(port: int) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/state", timeout=10) as answer:
+        return json.load(answer)
 
 
 async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
-    """The status is JSON with every cluster's and slave's state, its reason, and what its newest heartbeat told."""
+    """The status is JSON with every cluster's and slave's state, its reason, and what its newest heartbeat told; with
+    where the page is, and what the master runs for its operator."""
+    section = OnVersionSection(every=2, command=("true",))
+    config = config.model_copy(update={"master": config.master.model_copy(update={"on_version": section})})
     async with running_master(config) as (cluster, slaves, stub):
         await cluster.join()
         said = ClusterHeartbeat(
@@ -351,6 +370,7 @@ async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
             unavailable=UnavailableMaster,
         )
         status = json.loads(reply.json)
+    assert (status["page"], status["on_version"]["every"]) == ("http://127.0.0.1:0/", 2)
     assert status["clusters"]["a"]["heartbeat"]["inner_steps"] == 12
     assert status["clusters"]["a"]["heartbeat"]["loss"] is None
     assert status["clusters"]["a"]["reason"] and status["slaves"]["s0"]["reason"]
@@ -467,7 +487,7 @@ async def test_more_tokens_than_can_be_counted(config: RunFile) -> None:
 async def test_a_master_that_has_a_successor_ends(config: RunFile) -> None:
     """A slave that has seen a later term ends this master with 75."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(config, structlog.get_logger(), ready.set_result))
+    task = asyncio.create_task(serve(config, file_of(config), structlog.get_logger(), ready.set_result))
     slave = SlaveScript("s0")
     slave.term, slave.address = 9, "127.0.0.1:9"
     async with control.open_channel(master_peer(await ready, None)) as channel:
@@ -479,24 +499,24 @@ async def test_a_master_that_has_a_successor_ends(config: RunFile) -> None:
 async def test_ledger_and_run_file_must_agree(tmp_path: Path, config: RunFile) -> None:
     """Another run, other shared options, other slaves: each refused by name."""
     with pytest.raises(ConfigError, match=r"run 'toy', the run file's shared\.run is 'other'"):
-        await serve(load_run(write_run(tmp_path, run="other")), structlog.get_logger())
+        await serve(load_run(path := write_run(tmp_path, run="other")), path, structlog.get_logger())
     with pytest.raises(ConfigError, match=r"shared\.codec: the run has 'fp32', this file 'bf16': put the options back"):
-        await serve(load_run(write_run(tmp_path, codec="bf16")), structlog.get_logger())
+        await serve(load_run(write_run(tmp_path, codec="bf16")), path, structlog.get_logger())
     fewer = config.model_copy(update={"slaves": config.slaves[:1]})
     with pytest.raises(ConfigError, match="places layers on s0, s1, the run file's slaves are s0"):
-        await serve(fewer, structlog.get_logger())
+        await serve(fewer, path, structlog.get_logger())
 
 
 async def test_a_port_in_use_and_a_second_master(config: RunFile, tmp_path: Path) -> None:
     """A second master on the ledger, or on the port, says so and leaves the first alone."""
     async with master(config) as address:
         with pytest.raises(ConfigError, match="in use by another master"):
-            await serve(config, structlog.get_logger())
+            await serve(config, file_of(config), structlog.get_logger())
         elsewhere = config.master.model_copy(update={"listen": address, "directory": tmp_path / "other"})
         other = config.model_copy(update={"master": elsewhere})
         make_run(other, model())
         with pytest.raises(ConfigError, match=f"master.listen: cannot listen on {address}"):
-            await serve(other, structlog.get_logger())
+            await serve(other, file_of(config), structlog.get_logger())
 
 
 # ---- the way to a slave --------------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from dips.ids import VersionId
 from dips.master.genesis import ledger_path
 from dips.master.hooks import TrackProcesses
 from dips.master.ledger import Ledger
+from dips.master.runtime import MasterOutside
 from dips.protocol.records import RoundReserved
-from dips.protocol.view import TrackView
+from dips.protocol.view import RunView, TrackView
 from dips.telemetry import logs
 from tests.unit.commands.test_plot import V3, committed, run_with_a_story  # noqa: F401 (a fixture)
 
@@ -145,13 +146,16 @@ async def test_what_is_not_installed_is_red(run_file: Path, tmp_path: Path, monk
     content = yaml.safe_load(run_file.read_text())
     content["master"]["track"] = {"wandb": "project"}
     run_file.write_text(yaml.safe_dump(content))
-    track = TrackProcesses(run_file, TrackSection(wandb="project"), tmp_path / "m", logs.configure_log("master", "r"))
-    track.start(pytest.fail)
-    async with asyncio.timeout(SHOWN_S):
-        while not track.view().red:
-            await asyncio.sleep(0.02)
-    reason = track.view().reason
-    await track.stop()
+    config = load_run(run_file)
+    with closing(Ledger.open(ledger_path(config))) as ledger:
+        outside = MasterOutside(ledger)
+        outside.begin_processes(config, run_file, logs.configure_log("master", "r"), pytest.fail)
+        async with asyncio.timeout(SHOWN_S):
+            while not (track := outside.complete_view(RunView()).track) or not track.red:
+                await asyncio.sleep(0.02)
+        await outside.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    reason = track.reason
     assert "wandb: exit code 78" in reason and "pip install wandb" in reason
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dips.client.agent.trainer import list_descendants
+from dips.local import run
 from dips.local.run import LocalProcesses, ProcessEnded
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
@@ -60,6 +62,30 @@ def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None
         assert process.exit_code() is None
         assert not alive(killed[0])
     assert not [pid for pid in set(list_descendants(os.getpid())) - before if alive(pid)]
+
+
+def test_who_does_not_end_in_time_is_killed_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ignores SIGTERM, and so does its child: neither is left when the block is."""
+    monkeypatch.setattr(run, "GRACE_S", 0.1)
+    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{CHILD_AND_SELF}"
+    with LocalProcesses() as running:
+        process = running.start("a", [sys.executable, "-c", deaf], tmp_path / "a")
+        until_told(tmp_path / "a", "here")
+        below = list_descendants(process.pid)
+        assert below
+    assert process.exit_code() == -signal.SIGKILL
+    until = time.monotonic() + 20
+    while any(alive(pid) for pid in below):  # SIGKILL was sent; the kernel takes its time
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_a_process_shows_is_logged_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with LocalProcesses() as running:
+        running.start("a", [sys.executable, "-c", "print('a line')"], tmp_path / "a", show=True).wait(20)
+    assert (tmp_path / "a").read_text() == capfd.readouterr().out == "a line\n"
 
 
 def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:

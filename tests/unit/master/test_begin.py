@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import signal
+import socket
 import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
+from dips.config import RunFile, host_port
 from dips.errors import ConfigError, CorruptManifest, RemoteProtocolError, UnavailableMaster
+from dips.master import waiting
 from dips.master.genesis import INITIAL_SHARED, INITIAL_VERSION, ledger_path, make_run
-from dips.master.ledger import Ledger
-from dips.master.waiting import ASIDE, ModelAwaiting, begin_run, check_repeated, propose_run
+from dips.master.ledger import Ledger, hold_ledger
+from dips.master.waiting import (
+    ASIDE,
+    BYTES_PER_LAYER,
+    ModelAwaiting,
+    _is_made,
+    begin_run,
+    check_repeated,
+    propose_run,
+    wait_for_ledger,
+)
 from dips.protocol.grouping import PLAIN_GROUPING
+from dips.transport import control
+from dips.transport.endpoints import master_peer
+from dips.wire import messages
+from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
 from tests.unit.master.test_genesis import model, run_file
 
 
@@ -38,12 +59,16 @@ def test_the_run_is_the_one_that_dips_init_makes(tmp_path: Path) -> None:
 def test_nobody_is_told_to_seed_what_has_its_ledger(tmp_path: Path) -> None:
     """From Begin until the master serves is a moment, in which it answers still."""
     config = run_file(tmp_path)
-    waiting = ModelAwaiting(config)
-    with pytest.raises(UnavailableMaster, match="run 'toy' waits for the first model: run `dips seed`"):
-        waiting.put_event(None)
+    awaiting = ModelAwaiting(config)
+    unready = pytest.raises(UnavailableMaster, match="run 'toy' waits for the first model: run `dips seed`")
+    with unready:
+        awaiting.put_event(None)
+    for call in (awaiting.ask_core, awaiting.take_heartbeat):
+        with unready:
+            asyncio.run(call(None))
     begin_run(config, propose_run(model(), PLAIN_GROUPING), wall)
     with pytest.raises(UnavailableMaster, match="run 'toy' begins: its master cannot be reached for a moment"):
-        waiting.put_event(None)
+        awaiting.put_event(None)
 
 
 def test_a_run_begins_once(tmp_path: Path) -> None:
@@ -68,6 +93,7 @@ def spelled(text: str) -> dict[str, Any]:
     ("changes", "said"),
     [
         ({"genesis": ("0" * 32,)}, "expected 4 digests and norms, got 1 and 4"),
+        ({"genesis_norms": (1.0,)}, "expected 4 digests and norms, got 4 and 1"),
         ({"genesis": ("x" * 32,) * 4}, "32 hexadecimal digits"),
         ({"genesis_norms": (float("inf"),) * 4}, "finite"),
         (spelled('{"format": 1, "layers": []}'), "manifest"),
@@ -88,3 +114,77 @@ def test_more_slaves_than_layers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         begin_run(run_file(tmp_path / "m", slaves=9), propose_run(model(), PLAIN_GROUPING), wall)
     assert not ledger_path(run_file(tmp_path / "m")).exists()
+
+
+# ---- who waits ------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def waiting_master(config: RunFile) -> AsyncIterator[tuple[str, asyncio.Task[str | None]]]:
+    """A master without a ledger in this process: its address, and what ends with it; no task of it is left."""
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    wait = wait_for_ledger(config, None, None, structlog.get_logger(), ready.set_result, lambda *_: None)
+    task = asyncio.create_task(wait)
+    try:
+        yield await ready, task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_proposal_ends_the_wait_and_frees_the_port(tmp_path: Path) -> None:
+    """The master goes on at the same address, so the server that waited must have left it."""
+    config = run_file(tmp_path)
+    config = config.model_copy(update={"master": config.master.model_copy(update={"listen": "127.0.0.1:0"})})
+    async with waiting_master(config) as (address, task):
+        async with control.open_channel(master_peer(address, None)) as channel:
+            ask = messages.to_proto(propose_run(model(), PLAIN_GROUPING))
+            assert (await OperatorServiceStub(channel).Begin(ask, timeout=10)).HasField("acknowledged")
+        assert await asyncio.wait_for(task, 10) == address
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(host_port(address))
+    assert ledger_path(config).exists()
+
+
+async def test_a_master_that_waits_is_stopped(tmp_path: Path) -> None:
+    config = run_file(tmp_path)
+    config = config.model_copy(update={"master": config.master.model_copy(update={"listen": "127.0.0.1:0"})})
+    async with waiting_master(config) as (_, task):
+        signal.raise_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(task, 10) is None
+
+
+def test_a_ledger_is_there_when_its_maker_is_done(tmp_path: Path) -> None:
+    """`dips init` holds it until it is whole."""
+    config = run_file(tmp_path)
+    assert not _is_made(config)
+    with hold_ledger(ledger_path(config)):
+        ledger_path(config).touch()
+        assert not _is_made(config)
+    assert _is_made(config)
+
+
+def test_a_run_of_the_same_name_in_a_mirror_is_not_begun_over(tmp_path: Path) -> None:
+    """And the mirror of one that begins has its options, as `dips init` leaves them."""
+    (tmp_path / "mirror").mkdir()
+    mirrored = [run_file(tmp_path / name) for name in ("first", "second")]
+    mirrored = [c.model_copy(update={"master": c.master.model_copy(update={"mirror": str(tmp_path / "mirror")})})
+                for c in mirrored]  # fmt: skip
+    begin_run(mirrored[0], propose_run(model(), PLAIN_GROUPING), wall)
+    assert list((tmp_path / "mirror").rglob("shared.json"))
+    with pytest.raises(ConfigError, match="a run of the name 'toy' lies in"):
+        begin_run(mirrored[1], propose_run(model(), PLAIN_GROUPING), wall)
+    assert not ledger_path(mirrored[1]).exists()
+
+
+def test_a_model_that_no_message_carries_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packed manifest and what is measured of each layer count; the limit itself is still sent."""
+    proposed = propose_run(model(), PLAIN_GROUPING)
+    nbytes = len(proposed.packed) + BYTES_PER_LAYER * len(proposed.genesis)
+    monkeypatch.setattr(waiting, "MOST_PACKED", nbytes)
+    assert propose_run(model(), PLAIN_GROUPING) == proposed
+    monkeypatch.setattr(waiting, "MOST_PACKED", nbytes - 1)
+    with pytest.raises(ConfigError, match=f"take more than {nbytes - 1} bytes packed"):
+        propose_run(model(), PLAIN_GROUPING)

@@ -37,6 +37,7 @@ from dips.protocol.events import (
     PullRequested,
     PushFinished,
     SlaveRegistered,
+    SlaveSilent,
     Ticked,
     TokensReported,
 )
@@ -188,6 +189,15 @@ def test_an_answer_waits_for_its_record(shell: Shell) -> None:
     assert isinstance(shell.answers[joining], Joined)
     replies = [type(a) for a in shell.left if isinstance(a, Reply | HeartbeatReply)]
     assert replies[-2:] == [Reply, HeartbeatReply]
+
+
+def test_a_slave_that_is_not_heard_once_is_lost_after_a_lease(shell: Shell) -> None:
+    """It begins with the registration, not with the first heartbeat."""
+    while not any(isinstance(event, SlaveSilent) for event in shell.events):
+        shell.now = shell.core.sleep_until(shell.now)
+        shell._look()
+        assert shell.now <= LEASE_S + TIMING.heartbeat_s, "nobody noticed"
+    assert shell.now == LEASE_S
 
 
 def test_a_slave_is_reachable_before_its_first_order(shell: Shell) -> None:

@@ -11,8 +11,11 @@ import xxhash
 
 from dips.config import MasterSection, RunFile, Shared, SlaveSection
 from dips.errors import ConfigError
+from dips.master import genesis
 from dips.master.genesis import INITIAL, INITIAL_VERSION, ledger_path, make_run
 from dips.master.ledger import Ledger
+from dips.protocol.enums import LayerUnit
+from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
 from dips.slave.snapshots import InitialModel
 from dips.store.files import read_parameters
@@ -93,7 +96,11 @@ def test_a_run_is_made_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--force"):
         make_run(config, model())
     other = {name: t + 1 for name, t in model().items()}
+    unfinished = tmp_path / INITIAL / ".unfinished-v0@r0"
+    unfinished.mkdir()
+    (unfinished / "00009.safetensors").touch()  # of a `dips init` that was killed
     second = make_run(config, other, force=True)
+    assert [path.name for path in (tmp_path / INITIAL).iterdir() if path.is_dir()] == ["v0@r0"]
     assert second.genesis != first.genesis
     ledger = Ledger.open(ledger_path(config))
     assert ledger.read_state().row == second
@@ -133,6 +140,57 @@ def test_more_slaves_than_layers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected at most 4"):
         make_run(run_file(tmp_path, slaves=5), model())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_many_wrong_parameters_some_are_named(tmp_path: Path) -> None:
+    """The first five, and how many more there are."""
+    for count, more in ((5, "p4 is float64;"), (7, "p4 is float64 and 2 more;")):
+        with pytest.raises(ConfigError, match=more):
+            make_run(run_file(tmp_path), {f"p{i}": np.zeros(2) for i in range(count)})
+
+
+def with_mirrors(config: RunFile, master: Path | None, slave: Path | None) -> RunFile:
+    """The same run file with a mirror of the ledger and one of its first slave."""
+    first, *others = config.slaves
+    sections = (first.model_copy(update={"mirror": slave and str(slave)}), *others)
+    section = config.master.model_copy(update={"mirror": master and str(master)})
+    return config.model_copy(update={"master": section, "slaves": sections})
+
+
+def test_a_mirror_that_is_away_is_told_if_it_is_the_masters(tmp_path: Path) -> None:
+    """A slave's may be reached from its own machine only."""
+    with pytest.raises(ConfigError, match=r"master\.mirror: .* is not there: mount it"):
+        make_run(with_mirrors(run_file(tmp_path / "m"), tmp_path / "gone", None), model())
+    assert not (tmp_path / "m").exists()
+    make_run(with_mirrors(run_file(tmp_path / "m"), None, tmp_path / "gone"), model())
+
+
+def test_a_run_thrown_away_is_gone_from_its_mirrors(tmp_path: Path) -> None:
+    """A slave that begins with an empty directory would restore from there; without force nothing is touched."""
+    (tmp_path / "mirror").mkdir()
+    config = with_mirrors(run_file(tmp_path / "m"), tmp_path / "mirror", None)
+    make_run(config, model())
+    shared = next((tmp_path / "mirror").rglob("shared.json"))
+    old = shared.parent / "old"
+    old.touch()
+    other = with_mirrors(run_file(tmp_path / "other"), tmp_path / "mirror", None)
+    with pytest.raises(ConfigError, match="a run of the name 'toy' lies in"):
+        make_run(other, model())
+    assert old.exists() and not (tmp_path / "other").exists()
+    make_run(config, model(), force=True)
+    assert not old.exists() and shared.exists()
+
+
+@pytest.mark.parametrize("limit", ["MAX_JSON_BYTES", "MOST_LAYERS"])
+def test_a_model_as_large_as_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """The limit itself is a run; one less is none."""
+    manifest = genesis.manifest_of(model(), Grouping(LayerUnit.BLOCK, ()))
+    most = len(manifest.to_json()) if limit == "MAX_JSON_BYTES" else len(manifest.layers)
+    monkeypatch.setattr(genesis, limit, most - 1)
+    with pytest.raises(ConfigError, match=f"at most {most - 1} .*, got {most}"):
+        make_run(run_file(tmp_path), model())
+    monkeypatch.setattr(genesis, limit, most)
+    make_run(run_file(tmp_path), model())
 
 
 def test_a_model_without_parameters(tmp_path: Path) -> None:

@@ -51,6 +51,13 @@ def test_many_questions_are_asked_again_less_often() -> None:
         assert held.next_deadline() == 1.0 + max(0.001, pause_s)
 
 
+def test_who_was_asked_again_is_held_no_longer() -> None:
+    """Unless the answer is Pending again: an answer leaves once."""
+    held = holding(3)
+    assert len(held.take_due(2.0)) == 3
+    assert (held.next_deadline(), held.take_due(1e9)) == (inf, [])
+
+
 def test_only_who_loses_patience_is_asked_at_the_end() -> None:
     """Questions whose patience ends one by one cost one step each, and not one for every other."""
     held = HeldQuestions(PollOptions(patience_s=10.0, again_s=100.0))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import structlog
 
 from dips.errors import RemoteProtocolError, UnavailableMaster
+from dips.identity.names import PeerRole
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.core import EXIT_LEDGER, MasterCore, SlaveProgress
-from dips.master.runtime import EXIT_BUG, Runtime
+from dips.master.runtime import EXIT_BUG, Runtime, StatusServicer
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import (
     Effect,
@@ -29,7 +32,7 @@ from dips.protocol.effects import (
     Progress,
     Reply,
 )
-from dips.protocol.enums import Activity, ClusterStanding, Role, TrainerState
+from dips.protocol.enums import Activity, ClusterStanding, ClusterState, Role, TrainerState
 from dips.protocol.events import (
     Blind,
     ClusterJoined,
@@ -47,8 +50,9 @@ from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import IncarnationGiven, Record
 from dips.protocol.slaves import EXIT_STALE
-from dips.protocol.view import RunView
+from dips.protocol.view import ClusterView, RunView
 from dips.telemetry.timeline import Timeline, read_marks
+from tests.guarded_master import GuardedMaster
 
 HEARTBEAT_S = 0.05
 TIMING = TimingOptions(heartbeat_s=HEARTBEAT_S, lease_heartbeats=4)
@@ -299,6 +303,35 @@ async def test_a_bug_of_the_coordinator_ends_the_master(tmp_path: Path) -> None:
     made.timeline.close()
 
 
+async def test_a_task_that_fails_ends_the_master(tmp_path: Path) -> None:
+    """Its work is not done any more: exit 70, and what ends it later does not change that."""
+    made = RunningMaster(tmp_path)
+    ending = asyncio.create_task(made.runtime.run())
+    made.runtime.fail(KeyError("slaves"))
+    made.runtime.stop()
+    assert await ending == EXIT_BUG
+    made.timeline.close()
+
+
+async def test_who_sees_all_of_a_run(tmp_path: Path) -> None:
+    """Operators and viewers; a cluster sees itself, who pulls no cluster, and so does one whom nothing names."""
+    story = GuardedMaster(tmp_path)
+    view = RunView(clusters={name: ClusterView(ClusterState.IDLE) for name in ("west", "east")})
+    runtime: Any = SimpleNamespace(build_view=lambda: view)
+    servicer = StatusServicer(runtime, {}, guard=story.guard)
+
+    async def seen_by(context: dict[str, Any]) -> list[str]:
+        asker = SimpleNamespace(auth_context=lambda: context)
+        return list(json.loads((await servicer.Status(None, asker)).json)["clusters"])
+
+    for role, seen in (
+        (PeerRole.OPERATOR, ["west", "east"]), (PeerRole.VIEWER, ["west", "east"]), (PeerRole.CLUSTER, ["west"]),
+        (PeerRole.PULLER, []),
+    ):  # fmt: skip
+        assert await seen_by(story.context("west", role)) == seen, role
+    assert await seen_by({}) == []
+
+
 async def test_nobody_dies_of_our_absence(tmp_path: Path) -> None:
     """After a gap of a minute the leases have moved: Blind comes first, and the cluster that heartbeats on is not
     judged.
@@ -403,6 +436,7 @@ async def test_a_request_that_is_refused_while_it_is_read_leaves_nothing(tmp_pat
         for _ in range(3):
             with pytest.raises(RemoteProtocolError):
                 await h.runtime.ask_core(refuse)
+        await h.runtime.take_heartbeat(heartbeat())
         assert h.runtime._answers == {}
 
 

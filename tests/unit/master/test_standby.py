@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import shutil
+import signal
 import threading
 import time
 import urllib.request
@@ -130,16 +131,21 @@ class Waiting:
         """Look until it is so, while no time passes for its clock."""
         until(lambda: self.look(0.0) is state, f"{state}: {self.standby.watch.reason}")
 
-    def take_over(self) -> LeaseKeeper | None:
-        """Take over, as it does when it has seen no renewal for CLAIM_S; the term that it claimed, if it did."""
+    def claim(self) -> LeaseKeeper | None:
+        """Claim a term, as it does when it has seen no renewal for CLAIM_S; None if it could not."""
         for _ in range(100):
             keeper = self.standby.look()
             if keeper is not None:
-                assert standby._take_over(self.config, keeper, LOG)
                 return keeper
             if self.standby.watch.state is StandbyState.READY:
                 self.clock.now += CLAIM_S
         return None
+
+    def take_over(self) -> LeaseKeeper | None:
+        """Take over with the term that it claimed, if it did."""
+        keeper = self.claim()
+        assert keeper is None or standby._take_over(self.config, keeper, LOG)
+        return keeper
 
 
 @pytest.fixture
@@ -469,6 +475,54 @@ async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path:
     finally:
         await outside.close()
         ledger.close()
+
+
+def test_a_term_that_is_over_is_not_taken_over_with(tmp_path: Path, url: str, ended: list[Any]) -> None:
+    """Another claimed a later one meanwhile: nothing is restored, and the standby waits on."""
+    a, b = begun(tmp_path, url, "a", "b")
+    master = persist(lambda: Serving(a))
+    waiting = Waiting(b)
+    waiting.until(StandbyState.READY)
+    until_view(master, lambda view: view.claimable)
+    master.die()
+    keeper = waiting.claim()
+    assert keeper is not None
+    ended.append(keeper)
+    persist(lambda: restore.claim_term(mirror(a), "r", "c", claimable=True, above=keeper.term))
+    assert not standby._take_over(b, keeper, LOG)
+    assert not genesis.ledger_path(b).exists()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_standby_waits_until_it_is_to_serve_or_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """The term of the restore is kept as long as the caller wants; whichever way it ends, it takes leave."""
+    monkeypatch.setattr("dips.protocol.standby.SERVE_S", 0.2)
+    monkeypatch.setattr("dips.protocol.standby.CLAIM_S", 0.3)
+    monkeypatch.setattr("dips.master.standby.LOOK_S", 0.02)
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master = Serving(a)
+
+    def lose_master() -> None:
+        until_view(master, lambda view: view.claimable)
+        master.die()
+
+    async def stand_by() -> bool:
+        async with AsyncExitStack() as stack:
+            waiting = asyncio.create_task(standby.stand_by(b, None, LOG, stack))
+            await asyncio.to_thread(lose_master)
+            if stopped:
+                signal.raise_signal(signal.SIGTERM)
+            serves = await asyncio.wait_for(waiting, 20)
+            assert ("lease" in {thread.name for thread in threading.enumerate()}) is serves
+        return serves
+
+    assert asyncio.run(stand_by()) is not stopped
+    assert genesis.ledger_path(b).exists() is not stopped
+    assert mirror(b).list_names("standby") == []
+    until(lambda: "lease" not in {thread.name for thread in threading.enumerate()}, "the term of the restore is kept")
 
 
 def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, ended: list[Any]) -> None:

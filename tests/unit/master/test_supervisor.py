@@ -224,6 +224,23 @@ async def test_a_full_disk_does_not_close_the_supervisors_eyes(tmp_path: Path, m
     assert len([row for row in logs if row["log_level"] == "warning"]) == 1
 
 
+async def test_slaves_are_looked_at_once_a_heartbeat(tmp_path: Path) -> None:
+    """And not as often as the loop turns: it has a master to run."""
+    looks = count(1)
+    timing = TimingOptions(heartbeat_s=1000.0)
+
+    def view() -> Any:
+        assert next(looks) < 3
+        return {}
+
+    supervisor = Supervisor(tmp_path / "f", [], tmp_path, timing, view, structlog.get_logger(), unheard)
+    supervisor.start()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await supervisor.stop_supervising(stop=False)
+    assert next(looks) == 2
+
+
 async def test_a_bug_in_the_supervisor_is_heard_at_once(tmp_path: Path) -> None:
     """Whoever runs it ends then, instead of going on with slaves that nobody supervises."""
     heard: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()

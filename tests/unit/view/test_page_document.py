@@ -174,7 +174,11 @@ def test_rates_of_a_slave_come_from_its_heartbeats() -> None:
     assert measure(0.5, 1000, 0, 10.5) == {}
     assert measure(1.5, 1000, 0, 11.5) == {}
     assert measure(0.5, 5000, 8, 12.5)["ps0"] == (2000, 4)
-    assert measure(0.5, 7, 0, 14.5) == {}
+    assert measure(0.5, 5000, 16, 14.5)["ps0"] == (1000, 4), "it only sends"
+    assert measure(0.5, 9000, 16, 18.5)["ps0"] == (1000, 2), "it only receives"
+    assert measure(0.5, 7, 32, 20.5) == {}
+    assert measure(0.5, 14, 3, 22.5) == {}
+    assert measure(0.5, 14, 3, 23.5)["ps0"] == (0, 0)
 
 
 def test_refusals_are_told_by_reason() -> None:
