@@ -210,8 +210,8 @@ class _MasterReading:
 
     def _read_round(self, kind: str, mark: Mark) -> None:
         at, name = float(mark["at"]), f"round {mark['round']}"
-        is_open = self.opened is not None and self.opened["round"] == mark["round"]
-        if is_open and self.phase is not None:
+        opened = self.opened if self.opened is not None and self.opened["round"] == mark["round"] else None
+        if opened is not None and self.phase is not None:
             self.spans.append(
                 TraceSpan(self.writer, ROUNDS, self.phase[0], self.phase[1], at, name, {"term": self.term})
             )
@@ -220,8 +220,8 @@ class _MasterReading:
             self.opened = mark
         elif kind in ROUND_ENDS:
             fields = {"term": self.term, "outcome": kind, **_extra(mark)}
-            if self.opened is not None and is_open:
-                self.spans.append(TraceSpan(self.writer, ROUNDS, name, float(self.opened["at"]), at, name, fields))
+            if opened is not None:
+                self.spans.append(TraceSpan(self.writer, ROUNDS, name, float(opened["at"]), at, name, fields))
             for push in [p for p in self.committed if self.round_of.get(p) == str(mark["round"])]:
                 self._end_push(push, mark, kind, round=str(mark["round"]))
 
@@ -429,7 +429,7 @@ def _find_ends(flow: TraceFlow, source: TraceSpan, target: TraceSpan) -> tuple[f
     Perfetto drops an arrow that arrives before it leaves, as from a master's span that is still open when its cluster
     pulls already. Where clocks have the target over before its source begins, it arrives before it leaves all the same.
     """
-    left = min(max(flow.at, source.begin), source.end, max(source.begin, target.begin))
+    left = min(flow.at, max(source.begin, target.begin))
     return left, min(max(target.begin, left), target.end)
 
 

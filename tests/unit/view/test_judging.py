@@ -5,13 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import inf, isnan, nan
+from typing import Any
 
 import pytest
 
 from dips.ids import PushId, VersionId
 from dips.protocol.enums import ClusterState, DurabilityState, Severity, SlaveState
 from dips.protocol.heartbeats import OrderWait, Transfer, WorkProgress
-from dips.protocol.view import ClusterView, DurabilityView, MirrorView, RollbackView, RunView, SlaveView
+from dips.protocol.view import (
+    ClusterView,
+    DurabilityView,
+    JournalView,
+    LeaseView,
+    LedgerMirrorView,
+    MirrorView,
+    RollbackView,
+    RunView,
+    SlaveView,
+    StandbyView,
+    TrackView,
+    VersionProcessView,
+)
 from dips.view.judging import Heartbeats, judge_run, read_view, spell_view
 from tests.unit.view.views import CLUSTER, HEARTBEAT_S, SLAVE, make_cluster, make_run, make_slave
 
@@ -84,7 +98,7 @@ def test_a_cluster_has_a_word(cluster: ClusterView, word: str, severity: Severit
         (make_slave("restoring", "loads"), "restoring", Severity.ATTENTION),
         (make_slave(heard_s=None), "silent", Severity.ATTENTION),
         (make_slave(disk_free=4, disk_total=100), "ready", Severity.ATTENTION),
-        (make_slave(disk_free=6, disk_total=100), "ready", Severity.GOOD),
+        (make_slave(disk_free=5, disk_total=100), "ready", Severity.GOOD),
         (make_slave(mirror=MirrorView(failing=True, reason="full")), "ready", Severity.ATTENTION),
     ],
 )
@@ -117,6 +131,39 @@ def test_a_plain_cause_needs_no_sentence() -> None:
     run = make_run({"a": make_cluster("pushing", "pushes", "pushing"), "b": make_cluster("training", "skipped", "x")})
     assert (run.clusters["a"].why, run.clusters["b"].why) == ("", "x")
     assert make_run(slaves={"s": make_slave()}).slaves["s"].why == ""
+
+
+@pytest.mark.parametrize(
+    ("told", "concerns"),
+    [
+        ({}, []),
+        ({"journal": JournalView(), "track": TrackView(("wandb",)), "on_version": VersionProcessView()}, []),
+        ({"ledger_mirror": LedgerMirrorView(), "lease": LeaseView("a", True, 1.0)}, []),
+        ({"lease": LeaseView("a", False, 1.0, failing=True)}, []),
+        ({"journal": JournalView(writing=False)}, ["journal"]),
+        ({"track": TrackView(("wandb",), True, "no wandb")}, ["track"]),
+        ({"on_version": VersionProcessView(red=True)}, ["on_version"]),
+        ({"ledger_mirror": LedgerMirrorView(red=True)}, ["mirror of the ledger"]),
+        ({"lease": LeaseView("a", True, 1.0, failing=True)}, ["lease"]),
+        (
+            {"lease": LeaseView("a", True, 1.0, standbys=(StandbyView("b", True), StandbyView("c", False)))},
+            ["standby c"],
+        ),
+        ({"pace_warning": "too short"}, ["pace"]),
+        ({"untuned": ("outer.lr",)}, ["not tuned, though the ledger has it"]),
+    ],
+)
+def test_what_asks_for_a_look(told: dict[str, Any], concerns: list[str]) -> None:
+    """Each part of a run that fails, once; none of what it does not have."""
+    assert [concern.who for concern in make_run(**told).concerns] == concerns
+
+
+def test_peers_of_a_run_that_has_ended_ask_for_nothing() -> None:
+    gone = {"west": make_cluster("gone", "silent")}, {"ps0": make_slave("lost", "silent")}
+    assert [(c.severity, c.who) for c in make_run(*gone).concerns] == [
+        (Severity.BROKEN, "ps0"), (Severity.ATTENTION, "west"),
+    ]  # fmt: skip
+    assert make_run(*gone, finished="v3@r3").concerns == ()
 
 
 def test_the_gravest_concern_comes_first() -> None:

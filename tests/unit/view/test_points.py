@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+
+import pytest
 
 from dips.ids import GENESIS, PushId, VersionId
 from dips.outer_step import nesterov_step
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import FoldRow, OutcomeRow
-from dips.view.points import PointMaker, RoundHistory, list_points, name_numbers
+from dips.view import points
+from dips.view.points import (
+    PointMaker,
+    ResultHistory,
+    RoundHistory,
+    list_points,
+    mean_loss,
+    name_numbers,
+    name_results,
+)
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 
@@ -28,11 +40,11 @@ def applied(version: VersionId, parent: VersionId, undone: str | None) -> RoundH
 
 def test_what_was_gated_and_what_was_undone() -> None:
     rounds = [applied(V1, GENESIS, None), applied(V2, V1, "a disk was lost")]
-    points, _ = list_points(rounds)
-    assert [(p.cluster, p.kind, p.undone) for point in points for p in point.pushes] == [
+    made, _ = list_points(rounds)
+    assert [(p.cluster, p.kind, p.undone) for point in made for p in point.pushes] == [
         ("a", "accepted", False), ("b", "gated", False), ("a", "accepted", True), ("b", "gated", True),
     ]  # fmt: skip
-    numbers = name_numbers(points[0])
+    numbers = name_numbers(made[0])
     assert (numbers["gated/a"], numbers["gated/b"]) == (0.0, 1.0)
 
 
@@ -43,6 +55,58 @@ def test_tokens_a_second_are_since_the_one_before() -> None:
     assert (first.tokens_per_s, second.tokens_per_s) == (None, 5.0)
     assert [p.tokens_per_s for p in second.pushes] == [5.0, 0.35]
     assert (first.run_tokens, second.run_tokens, second.loss) == (100, 200, 2.5)
+
+
+def test_only_so_many_versions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest: a run of years must not fill the memory of who draws it."""
+    monkeypatch.setattr(points, "VERSIONS_KEPT", 2)
+    maker, versions = PointMaker(), [VersionId(n, n) for n in range(4)]
+    for parent, version in pairwise(versions):
+        maker.make_point(applied(version, parent, None))
+    assert [maker.tokens_of(version) for version in versions] == [None, None, 200, 300]
+
+
+def test_a_version_whose_parent_is_forgotten_has_no_total() -> None:
+    """The same of two rounds that end at once: no rate can be told."""
+    maker = PointMaker()
+    far = maker.make_point(applied(V2, VersionId(1, 7), None))
+    assert far is not None and (far.run_tokens, far.tokens_per_s) == (None, None)
+    at_once = [applied(V1, GENESIS, None), applied(V2, V1, None)]
+    assert [point.tokens_per_s for point in list_points(at_once)[0]] == [None, None]
+
+
+def test_a_loss_is_the_mean_of_those_who_told_one() -> None:
+    """By tokens; without any there is none."""
+    fold = applied(V1, GENESIS, None).folds[0]
+    folds = [replace(fold, tokens=tokens, loss=loss) for tokens, loss in ((300, 1.0), (100, 5.0), (9, None))]
+    assert mean_loss(folds) == 2.0
+    assert mean_loss(folds[2:]) is None and mean_loss([replace(fold, tokens=0)]) is None
+
+
+def test_results_of_a_version() -> None:
+    """A point for each number, one with the reason of a failure; none of a round that made no version or goes on."""
+    done = replace(
+        applied(V1, GENESIS, None), opened=4.0, result=ResultHistory(True, "", {"x": 1.5, "y": 2.0}, 3.0, 9.0)
+    )
+    failed = replace(applied(V2, V1, "rolled back"), ended=12.0, result=ResultHistory(False, "exit 1", {}, 3.0, 9.0))
+    _, results = list_points([done, failed, replace(done, version=None), replace(done, ended=None)])
+    assert [(p.round, p.name, p.value, p.reason, p.undone, p.seconds) for p in results] == [
+        (1, "x", 1.5, "", False, 6.0), (1, "y", 2.0, "", False, 6.0), (2, "", None, "exit 1", True, 8.0),
+    ]  # fmt: skip
+    assert (
+        name_results(done) == {"on_version/x": 1.5, "on_version/y": 2.0} and name_results(applied(V1, V2, None)) == {}
+    )
+
+
+def test_numbers_of_a_round_without_a_version() -> None:
+    """Its kind, and of its pushes those that were judged."""
+    skipped = replace(applied(V1, GENESIS, None), kind="skipped", version=None, parent=None)
+    outcomes = (replace(skipped.outcomes[0], kind=OutcomeKind.SKIPPED), skipped.outcomes[1])
+    (point,), _ = list_points([replace(skipped, outcomes=outcomes)])
+    numbers = name_numbers(point)
+    assert numbers["round/skipped"] == 1.0 and not {"run/version", "run/tokens", "run/clipped", "norm/a"} & set(numbers)
+    assert (numbers["norm/b"], numbers["gated/b"]) == (90.0, 1.0)
+    assert "round/applied" not in name_numbers(list_points([applied(V1, GENESIS, None)])[0][0])
 
 
 def test_points_may_begin_in_the_middle() -> None:

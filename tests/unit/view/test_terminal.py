@@ -25,7 +25,7 @@ from dips.protocol.view import (
     SlaveView,
     StandbyView,
 )
-from dips.view.terminal import FittedStatus, render_status
+from dips.view.terminal import FittedStatus, _state_text, format_count, render_status
 from tests.unit.view.views import make_cluster, make_run, make_slave
 
 
@@ -133,6 +133,25 @@ def test_clusters_that_cannot_meet_are_named() -> None:
     assert f"pace: {warning}" in drawn(render_status(replace(STATUS, pace_warning=warning)))
     alone = replace(STATUS, clusters={"berlin": STATUS.clusters["berlin"]})
     assert "all clusters" not in drawn(render_status(alone))
+
+
+def test_counts_are_short() -> None:
+    """From each unit on in the unit."""
+    counts = (None, 0, 9_999, 10_000, 999_999, 1_000_000, 999_999_999, 1_000_000_000)
+    assert [format_count(n) for n in counts] == ["–", "0", "9999", "10k", "1000k", "1.00M", "1000.00M", "1.00G"]
+
+
+def test_a_state_has_its_colour() -> None:
+    """By how grave it is; of what is good, what moves is told from what computes."""
+    clusters = {
+        "cyan": make_cluster("pushing", "pushes"), "green": make_cluster(), "yellow": make_cluster(heard_s=9.0),
+        "": make_cluster("gone", "left"),
+    }  # fmt: skip
+    for style, judged in make_run(clusters, {}).clusters.items():
+        assert _state_text(judged).style == style
+    gated = make_run({"a": make_cluster("pushing", "pushes", gated="norm 9")}).clusters["a"]
+    assert (gated.word, _state_text(gated).style) == ("pushing", "yellow")
+    assert _state_text(make_run(slaves={"a": make_slave("lost", "silent")}).slaves["a"]).style == "red"
 
 
 def test_a_cluster_that_said_goodbye_is_not_called_gone() -> None:

@@ -131,6 +131,27 @@ def test_a_dropped_push_ends_with_its_drop() -> None:
     ]  # fmt: skip
 
 
+def test_a_round_whose_beginning_is_lost_has_no_span() -> None:
+    """A timeline that begins in the middle, or one that a later round follows: phases of what is not open are none."""
+    lines = [
+        line(1, "master", "master", "round_applying", round="4"),
+        line(2, "master", "master", "version_committed", version="v4@r4", round="4"),
+        line(3, "master", "master", "round_opened", round="5"),
+        line(4, "master", "master", "round_skipped", round="6"),
+    ]
+    assert make_trace(lines).spans == ()
+
+
+def test_what_happened_at_once_is_an_instant() -> None:
+    """But not the inner steps, of which a line comes twice a second."""
+    lines = [line(at, "cluster", "east", "inner", steps=at) for at in range(1, 4)]
+    lines.append(line(5, "cluster", "east", "outcome", push=PUSH, outcome="gated"))
+    trace = make_trace(lines)
+    assert [point.name for point in trace.instants] == ["outcome"]
+    drawn = [e for e in to_chrome(trace)["traceEvents"] if e["ph"] == "i"]
+    assert [(e["name"], e["ts"], e["args"]["outcome"]) for e in drawn] == [("outcome", 5e6, "gated")]
+
+
 def test_an_unknown_push_is_named() -> None:
     with pytest.raises(LookupError, match="east/1#9"):
         make_trace(one_round(), "east/1#9")
@@ -164,6 +185,30 @@ def test_orders_beside_each_other_have_lanes() -> None:
     ]
     trace = check_chrome(json.dumps(to_chrome(make_trace(lines))))
     assert len({e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"}) == 2
+
+
+def test_a_span_lies_below_what_led_to_it() -> None:
+    """The first arrow in its trace, or else the span of the push or round at the master; further arrows are links."""
+    spans = check_otlp(json.dumps(to_otlp(make_trace(one_round()), "r"), allow_nan=False))
+    names = {s["spanId"]: (s["resource"]["service.instance.id"], s["name"]) for s in spans}
+    below = {names[s["spanId"]]: names.get(s.get("parentSpanId")) for s in spans}
+    push = "master", f"push {PUSH}"
+    expected = {
+        push: None,
+        ("east", "push"): push,
+        ("east", "to ps0"): ("east", "push"),
+        ("ps0", push[1]): ("east", "to ps0"),
+        ("east", "window"): push,
+        ("east", "pull"): push,
+        ("master", "OpenPush"): push,
+        ("ps0", "OpenPush"): ("master", "OpenPush"),
+        ("master", "round 4"): None,
+        ("master", "Apply"): ("master", "round 4"),
+        ("ps0", "Apply"): ("master", "Apply"),
+    }
+    assert expected.items() <= below.items()
+    links = [(names[s["spanId"]], [names[link["spanId"]] for link in s["links"]]) for s in spans if "links" in s]
+    assert links == [(("ps0", push[1]), [("east", "to ps0")])]
 
 
 def test_opentelemetry_reads_it() -> None:
