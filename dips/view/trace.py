@@ -229,7 +229,6 @@ class _MasterReading:
         """Close the span of a push, from its grant to the end of its round, or to its drop."""
         committed = self.committed.pop(push, None)
         granted = self.granted.pop(push, None) or committed or mark
-        self.round_of.pop(push, None)
         fields = {"term": self.term, "outcome": outcome, **_extra(mark, granted, committed or {}), **more}
         if committed is not None:
             fields["committed_at"] = float(committed["at"])
@@ -334,16 +333,15 @@ def _find_flows(spans: Sequence[TraceSpan]) -> Iterator[TraceFlow]:
     of_push: dict[tuple[str, str], int] = {}  # (subject, place in the story) → span
     parts: list[int] = []
     for i, span in enumerate(spans):
-        role, fields = span.writer[0], span.fields
         if span.track.startswith("orders to "):
-            orders[_order_key(fields, str(fields["slave"]))] = i
-        elif role == MASTER and span.track == "pushes":
+            orders[_order_key(span.fields, str(span.fields["slave"]))] = i
+        elif span.track == "pushes":
             of_push[span.subject, "master"] = i
-        elif role == CLUSTER and span.name in ("push", "pull"):
+        elif span.name in ("push", "pull"):
             of_push[span.subject, span.name] = i
-        elif role == SLAVE and span.track == "receives":
+        elif span.track == "receives":
             of_push[span.subject, f"at {span.writer[1]}"] = i
-        elif role == CLUSTER and span.track.startswith("rank "):
+        elif span.track.startswith("rank "):
             parts.append(i)
     for i, span in enumerate(spans):
         if span.writer[0] == SLAVE and "number" in span.fields:

@@ -17,6 +17,7 @@ from dips.config import (
     load_cluster,
     load_run,
 )
+from dips.config.cluster import DEFAULT_STEPS
 from dips.errors import ConfigError, treatment_of
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
@@ -274,6 +275,29 @@ def test_the_pull_codec_is_agreed_on_and_needs_momentum(tmp_path: Path) -> None:
                 load_run(named)
 
 
+@pytest.mark.parametrize("served", ["master.http", "slaves.0.http"])
+def test_a_token_needs_one_port(tmp_path: Path, served: str) -> None:
+    """Of master or slave in a run file, in a cluster file the agent's own."""
+    content = changed(changed(RUN, "http_token", "token"), served, "127.0.0.1:0")
+    assert load_run(write(tmp_path / "dips.yaml", content)).http_token == tmp_path / "token"
+    told = {**CLUSTER, "http_token": "token"}
+    with pytest.raises(ConfigError, match="http_token: nothing is served"):
+        load_cluster(write(tmp_path / "cluster.yaml", told))
+    assert load_cluster(write(tmp_path / "cluster.yaml", {**told, "http": "127.0.0.1:0"})).http_token is not None
+
+
+@pytest.mark.parametrize(("keep", "every", "kept"), [(2, 4, True), (4, 4, True), (4, 2, False), (0, 2, False)])
+def test_a_version_lasts_until_its_command(tmp_path: Path, keep: int, every: int, kept: bool) -> None:
+    """`on_version` needs each n-th version, so `keep_every` divides its n."""
+    content = changed(changed(RUN, "master.keep_every", keep), "master.on_version", {"every": every, "command": ["x"]})
+    path = write(tmp_path / "dips.yaml", content)
+    if kept:
+        assert load_run(path).master.keep_every == keep
+    else:
+        with pytest.raises(ConfigError, match=f"keep_every: expected {every}, or what divides it"):
+            load_run(path)
+
+
 def test_an_unknown_slave_lists_the_known(tmp_path: Path) -> None:
     """Asking for a slave that the file does not name lists those that it names."""
     with pytest.raises(ConfigError, match="no slave 's9' in this run file; it names s0"):
@@ -286,6 +310,8 @@ def test_paths_are_relative_to_their_file(tmp_path: Path) -> None:
     assert run.master.directory == tmp_path / "m"
     assert run.slave_section("s0").initial_model == tmp_path / "m/i.safetensors"
     assert run.slave_section("s0").directory == Path("/elsewhere")
+    for mirror, place in (("s3://bucket/m", "s3://bucket/m"), ("m", str(tmp_path / "m"))):  # a URL is no path
+        assert load_run(write(tmp_path / "m.yaml", changed(RUN, "master.mirror", mirror))).master.mirror == place
 
 
 def test_digest_is_of_values_not_of_spelling(tmp_path: Path) -> None:
@@ -337,11 +363,11 @@ def test_named_lanes_are_taken_as_they_are(tmp_path: Path) -> None:
     assert load_run(path).slaves[0].data_lanes(64) == ("127.0.0.1:7811", "127.0.0.1:7812")
 
 
-@pytest.mark.parametrize("pace", [{"steps": 8}, {"seconds": 600}, {"aligned": 64}])
+@pytest.mark.parametrize("pace", [{"steps": 8}, {"seconds": 600}, {"aligned": 64}, {}])
 def test_every_pace_is_one_key(tmp_path: Path, pace: dict[str, Any]) -> None:
-    """steps, seconds or aligned: one, and the others are None."""
+    """steps, seconds or aligned: one, and the others are None; an empty section is the default."""
     loaded = load_cluster(write(tmp_path / "cluster.yaml", changed(CLUSTER, "pace", pace)))
-    assert loaded.pace.model_dump(exclude_none=True) == pace
+    assert loaded.pace.model_dump(exclude_none=True) == (pace or {"aligned": DEFAULT_STEPS})
 
 
 @pytest.mark.parametrize(

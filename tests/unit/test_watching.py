@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dips.config import RunFile, load_run
+from dips.config import RunFile, load_run, watching
 from dips.config.watching import ConfigWatch, explain_key, find_changes, keep_watching
 from dips.slave.app import list_foreign_keys
 
@@ -78,6 +78,17 @@ def test_what_cannot_change_is_said_once_with_the_reason(story: EditedRunFile) -
     assert "0.7 → 0.5 is not used" in story.said[0] and "dips set" in story.said[0]
     assert "agreed on it when the run was made" in story.said[1], "a rule is no number"
     assert "memory is allocated at the start" in story.said[2]
+
+
+def test_a_change_that_was_taken_back_is_said_again(story: EditedRunFile) -> None:
+    """Each time that it comes, and not while it stays; a long value is cut."""
+    for slots, said in ((4, 1), (4, 1), (2, 1), (4, 2), (5, 3)):
+        story.content["slaves"][0]["slots"] = slots
+        story.write(clusters=["west"])
+        story.watch.look_again(now=True)
+        assert len(story.said) == said, slots
+    assert watching._spell("x" * watching.MOST_VALUE) == "x" * watching.MOST_VALUE
+    assert watching._spell("x" * (watching.MOST_VALUE + 1)) == "x" * watching.MOST_VALUE + "…"
 
 
 def test_a_file_that_is_wrong_is_not_used(story: EditedRunFile) -> None:

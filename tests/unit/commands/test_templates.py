@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
 from pydantic import BaseModel
+from torch.nn import functional as F  # noqa: N812
 from typer.testing import CliRunner
 
 from dips.cli import cli
@@ -114,3 +120,93 @@ def test_templates_overwrite_nothing(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["new", str(tmp_path)])
     assert isinstance(done.exception, ConfigError) and "shared.yaml" in str(done.exception)
     assert not (tmp_path / RUN).exists()
+
+
+# ---- the example -----------------------------------------------------------------------------------------------------
+
+alone = pytest.mark.filterwarnings("ignore:schedule\\(\\) follows:UserWarning")  # there is no run whose target it has
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module train.py as `dips new` writes it, alone and with a smaller model; `made` is what it trained."""
+    write_all(tmp_path / "new", "--listen", "127.0.0.1:1")
+
+    def load(name: str) -> Any:
+        spec = spec_from_file_location(name, tmp_path / "new" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # train.py imports model.py by its name
+        spec.loader.exec_module(module)
+        return module
+
+    model, threads = load("model"), torch.get_num_threads()
+    model.WIDTH, model.HEADS, model.LAYERS, model.LENGTH = 16, 1, 1, 16
+    train = load("train")
+    made = train.made = []
+    for name in ("build", "schedule"):
+        make = getattr(train, name)
+        monkeypatch.setattr(train, name, lambda *args, make=make: made.append(make(*args)) or made[-1])
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    monkeypatch.setattr(train, "SHOW_EVERY", 10)
+    torch.set_num_threads(2)
+    yield train
+    torch.set_num_threads(threads)
+
+
+def play(example: Any, monkeypatch: pytest.MonkeyPatch, batches: Any, *words: str) -> None:
+    """Run the script on these batches, on one thread as it says."""
+    monkeypatch.setattr(example, "draw_batches", lambda text, seed: batches)
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    torch.manual_seed(1)
+    example.main()
+    assert torch.get_num_threads() == 1
+
+
+@alone
+def test_the_example_learns(
+    example: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loss falls on a text that repeats itself, it says so now and then, and leaves nothing open."""
+    (tmp_path / "text").write_bytes(b"over and over. " * 20)
+    draw = example.draw_batches
+    for _ in range(2):
+        batches = islice(draw(example.read_text(tmp_path / "text"), 1), 41)
+        play(example, monkeypatch, batches, str(tmp_path / "text"), "--lr", "0.02", "--seed", "2")
+    shown = re.findall(r"step (\d+)  loss (\S+)", capsys.readouterr().out)
+    assert [int(step) for step, _ in shown] == [0, 10, 20, 30, 40] * 2
+    losses = [float(loss) for _, loss in shown]
+    assert losses[0] == pytest.approx(5.5, abs=0.2) and losses[4] < losses[0] / 2
+    assert example.made[1].last_epoch == 41, "the learning rate follows each step"
+
+
+@alone
+def test_a_step_of_the_example_is_of_one_batch(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient, of norm 1 at most: none is left of the batch before."""
+    batches = [torch.full((2, 17), byte) for byte in (7, 9)]
+    play(example, monkeypatch, iter(batches), "--lr", "0")
+    model, text = example.made[0], batches[-1]
+    loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    gradients = torch.autograd.grad(loss, parameters)
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))
+    assert norm > 1.5
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient / norm, rtol=1e-3, atol=1e-6)
+
+
+def test_the_examples_model_begins_small(example: Any) -> None:
+    """So that its first loss is that of a guess; its norms are left as they are."""
+    model = example.build()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.15), name
+        elif "norm" in name and name.endswith("weight"):
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+
+
+def test_the_example_reads_what_it_is_given(example: Any, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"abc")
+    assert example.read_text(tmp_path / "text").tobytes() == b"abc"
+    source = example.read_text(None)
+    assert len(source) == example.MOST_BYTES and b"import" in source.tobytes()

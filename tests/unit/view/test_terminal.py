@@ -133,6 +133,9 @@ def test_clusters_that_cannot_meet_are_named() -> None:
     assert f"pace: {warning}" in drawn(render_status(replace(STATUS, pace_warning=warning)))
     alone = replace(STATUS, clusters={"berlin": STATUS.clusters["berlin"]})
     assert "all clusters" not in drawn(render_status(alone))
+    two = replace(STATUS, clusters={name: STATUS.clusters[name] for name in ("berlin", "tokyo")})
+    assert "17 of the last 20 with all clusters" in drawn(render_status(two))
+    assert "all clusters" not in drawn(render_status(replace(two, met=MetView())))
 
 
 def test_counts_are_short() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -90,6 +91,7 @@ def test_a_push_passes_through_all_processes() -> None:
         ("outcome", f"master: push {PUSH}", "east: pull"),
         ("order", "master: Apply", "ps0: Apply"),
     }
+    assert {point.name for point in trace.instants} == {"outcome"}, "of others nothing is in it"
     pushed = next(span for span in trace.spans if span.track == "pushes")
     assert (pushed.begin, pushed.end) == (100.1, 104.1)
     assert {key: pushed.fields[key] for key in ("term", "round", "outcome")} == {
@@ -98,8 +100,9 @@ def test_a_push_passes_through_all_processes() -> None:
 
 
 def test_a_rank_sends_as_long_as_its_bytes_came() -> None:
-    parts = {s.track: (s.begin, s.end) for s in make_trace(one_round()).spans if s.track.startswith("rank")}
-    assert parts == {"rank 0": pytest.approx((100.3, 100.8)), "rank 1": pytest.approx((100.4, 101.0))}
+    parts = {s.track: (s.begin, s.end) for s in make_trace(one_round()).spans if s.track.startswith(("rank", "rec"))}
+    ranks = {"rank 0": pytest.approx((100.3, 100.8)), "rank 1": pytest.approx((100.4, 101.0))}
+    assert parts == {**ranks, "receives": pytest.approx((100.3, 101.0))}
 
 
 @pytest.mark.parametrize(("late", "late_cluster"), [(5.0, 0.0), (-3.0, 0.0), (0.0, 2.0), (40.0, -40.0)])
@@ -111,6 +114,13 @@ def test_a_wrong_clock_is_moved(late: float, late_cluster: float) -> None:
         assert span.begin == pytest.approx(true[span.writer, span.track, span.name, span.subject], abs=0.06), span
     moved = {who: offset.seconds for (_, who), offset in trace.offsets.items()}
     assert moved == {"ps0": pytest.approx(late, abs=0.06), "east": pytest.approx(late_cluster, abs=0.06)}
+
+
+def test_the_shortest_wait_bounds_a_clock() -> None:
+    """An order whose answer came late tells little."""
+    lines = [*one_round(late=5.0), *order(110, 7, "Ping", 1.0, 5.0)]
+    lines[-1] |= {"at": lines[-1]["at"] + 60.0, "took_s": 61.0}
+    assert make_trace(lines).offsets["slave", "ps0"].error_s == pytest.approx(0.01)
 
 
 def test_a_clock_that_may_be_right_is_left_alone() -> None:
@@ -145,11 +155,28 @@ def test_a_round_whose_beginning_is_lost_has_no_span() -> None:
 def test_what_happened_at_once_is_an_instant() -> None:
     """But not the inner steps, of which a line comes twice a second."""
     lines = [line(at, "cluster", "east", "inner", steps=at) for at in range(1, 4)]
-    lines.append(line(5, "cluster", "east", "outcome", push=PUSH, outcome="gated"))
+    lines += [
+        line(5, "cluster", "east", "outcome", push=PUSH, outcome="gated"),
+        line(6, "master", "master", "term_begins", term=2),
+        line(7, "master", "master", "cluster_silent", cluster="east"),
+        line(8, "slave", "ps0", "registered", sinc=3),
+        line(9, "slave", "ps0", "pull_released", pull=PULL),  # opened before the timeline begins
+    ]
     trace = make_trace(lines)
-    assert [point.name for point in trace.instants] == ["outcome"]
+    assert trace.spans == ()
     drawn = [e for e in to_chrome(trace)["traceEvents"] if e["ph"] == "i"]
-    assert [(e["name"], e["ts"], e["args"]["outcome"]) for e in drawn] == [("outcome", 5e6, "gated")]
+    told = {"outcome": "gated", "term": 2, "cluster": "east", "sinc": 3, "pull": PULL}
+    assert [(e["name"], e["ts"] / 1e6) for e in drawn] == [
+        ("outcome", 5), ("term_begins", 6), ("cluster_silent", 7), ("registered", 8), ("pull_released", 9),
+    ]  # fmt: skip
+    assert all(told.items() & event["args"].items() for event in drawn) and drawn[2]["args"]["term"] == 2
+
+
+def test_what_a_cluster_does_lasts_until_it_says_so() -> None:
+    """What has no end in the timeline lasts to its last line, and is marked."""
+    found = {s.name: (s.begin, s.end, s.fields.get("open", False)) for s in make_trace(one_round()).spans}
+    assert found["window"] == (101.2, 104.3, False)
+    assert found["trainer, attempt 1"] == (99.5, 105, True)
 
 
 def test_an_unknown_push_is_named() -> None:
@@ -209,11 +236,14 @@ def test_a_span_lies_below_what_led_to_it() -> None:
     assert expected.items() <= below.items()
     links = [(names[s["spanId"]], [names[link["spanId"]] for link in s["links"]]) for s in spans if "links" in s]
     assert links == [(("ps0", push[1]), [("east", "to ps0")])]
+    without = make_trace([mark for mark in one_round() if mark["role"] != "master"], PUSH)
+    tops = [s["name"] for s in check_otlp(json.dumps(to_otlp(without, "r"))) if "parentSpanId" not in s]
+    assert tops == ["OpenPush", "Apply"], "the first of each, where the master's timeline is not here"
 
 
 def test_opentelemetry_reads_it() -> None:
     """A push is one trace over all processes, below the master's span; what is no number is text."""
-    lines = [*one_round(), line(106, "cluster", "east", "push_begin", push="east/1#4", loss=float("nan"))]
+    lines = [*one_round(), line(106, "cluster", "east", "push_begin", push="east/1#4", loss=float("nan"), norm=inf)]
     spans = check_otlp(json.dumps(to_otlp(make_trace(lines), "r"), allow_nan=False))
     of_push = [s for s in spans if s["name"] in (f"push {PUSH}", "push", "to ps0", "OpenPush", "Measure", "pull")]
     ids = {s["traceId"] for s in of_push if s["startTimeUnixNano"] < "106"}
@@ -224,4 +254,4 @@ def test_opentelemetry_reads_it() -> None:
         "dips-master", "dips-slave", "dips-cluster",
     }  # fmt: skip
     (last,) = [s for s in spans if s["startTimeUnixNano"] == "106000000000"]
-    assert read_attributes(last["attributes"])["dips.loss"] == "nan"
+    assert {read_attributes(last["attributes"])[key] for key in ("dips.loss", "dips.norm")} == {"nan", "inf"}
