@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from dips.ids import PushId, VersionId
-from dips.master.meters import MOST_PUSHES, RoundMeters, follow_newest
+from dips.ids import GENESIS, PushId, VersionId
+from dips.master.meters import MOST_PUSHES, RoundMeters, find_newest, follow_newest
 from dips.protocol.records import FoldRow, VersionCommitted, VersionDurable
 from dips.protocol.view import NewestView
+from dips.view.points import RoundHistory
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 
@@ -50,12 +51,27 @@ def test_a_push_is_measured_from_its_grant_to_its_commit() -> None:
         meters.on_note("push_granted", {"push": f"c/1#{number}"}, 6.0)
     meters.on_note("push_committed", {"push": "c/1#0"}, 7.0)
     assert meters.push.total == 3.0
+    meters.on_note("push_committed", {"push": "c/1#1"}, 8.0)
+    assert meters.push.total == 5.0
 
 
 def committed(version: VersionId, durable: bool, *clusters: str) -> VersionCommitted:
     folds = tuple(FoldRow(PushId(c, 1, 1), V1, 10, 1, 1.0, 1.0, 0.0, 2.0, ()) for c in clusters)
     values: dict[str, Any] = dict.fromkeys((f.name for f in fields(VersionCommitted)), None)
     return VersionCommitted(**{**values, "version": version, "durable": durable, "folds": folds})
+
+
+def test_the_newest_version_is_found_in_the_ledger() -> None:
+    """One that was rolled back is none, nor is a round without one; the newest durable one may be older."""
+    first, second = (committed(V1, True, "west"), committed(V2, False, "west", "east"))
+    rounds = [
+        RoundHistory(1, "applied", "", 0.0, 10.0, V1, GENESIS, 10, folds=first.folds, durable=True),
+        RoundHistory(2, "applied", "", 10.0, 20.0, V2, V1, 20, folds=second.folds),
+        RoundHistory(3, "applied", "", 20.0, 30.0, VersionId(3, 3), V2, 20, durable=True, undone="a disk was lost"),
+        RoundHistory(4, "skipped", "", 30.0, 40.0, None, None, 0),
+    ]
+    assert find_newest(rounds) == NewestView(20.0, 10.0, 2, 2.0)
+    assert find_newest([]) == NewestView()
 
 
 def test_times_are_of_the_newest_version_and_of_the_newest_durable_one() -> None:

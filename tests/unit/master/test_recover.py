@@ -74,6 +74,7 @@ def test_the_next_master_uses_no_name_twice(config: RunFile) -> None:
         assert state.next_round == 5 + times * SPARE + 1
         assert {p.name: p.inc for p in state.slaves} == {"s0": 3 + times * SPARE, "s1": 4 + times * SPARE}
         assert [(p.inc, p.ended) for p in state.clusters] == [(7 + times * SPARE, True)]
+        assert state.incarnations_above == 7 + times * SPARE
         assert [v.version for v in state.versions] == [VersionId(0, 0)]
     with recover.open_ledger(config) as ledger:
         assert ledger.start_term() == 2 + 2 * SPARE + 1
@@ -101,12 +102,25 @@ def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
         plan(config, adopt=VersionId(4, 9))
     with pytest.raises(ConfigError, match="is not newer than this ledger"):
         plan(config, adopt=VersionId(3, 5))
+    with pytest.raises(ConfigError, match="is not newer than this ledger"):
+        plan(config, adopt=VersionId(0, 8))
     carry_out(config, adopt=VersionId(3, 8))
     with recover.open_ledger(config) as ledger:
         state, digests = ledger.read_state(), ledger.read_digests()
     assert [v.version for v in state.versions] == [VersionId(0, 0), VersionId(3, 8)]
     assert state.next_round == 9 + SPARE + 1
     assert digests[8, "s0"] == xxhash.xxh3_128_hexdigest(b"s0v3@r8")
+
+
+def test_the_first_round_that_the_ledger_does_not_know_is_adopted(config: RunFile) -> None:
+    """Everything from its next round on was made since; what it knew itself and did not name is no version."""
+    here = config.master.directory.parent
+    for name in ("s0", "s1"):
+        for version in ("v1@r6", "v9@r5"):
+            (here / name / version).mkdir(parents=True)
+            (here / name / version / "manifest.json").touch()
+    assert plan(config).newer == VersionId(1, 6)
+    assert plan(config, adopt=VersionId(1, 6)).abandoned == (VersionId(9, 5),)
 
 
 def test_what_stands_only_in_a_mirror_counts(config: RunFile, tmp_path: Path) -> None:
