@@ -363,6 +363,7 @@ async def stand_by(
             serves = work.done() and work.result()
             if not serves:
                 await asyncio.wait([stopping], timeout=LOOK_S)
+        await asyncio.wait([work], timeout=LOOK_S)  # a look under way could still say that it is here
         await asyncio.wait([_start_apart(standby.leave)], timeout=LOOK_S)
     return serves
 

@@ -13,7 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +176,18 @@ def test_of_those_who_claim_a_term_at_once_one_has_it(tmp_path: Path, url: str) 
             claims = [lease for lease in threads.map(claim, range(8)) if lease is not None]
             assert len(claims) == 1
             assert restore.look_at_lease(mirror(config), "r").lease == claims[0]
+
+
+def test_a_term_is_claimed_as_long_as_its_lease_is_renewed(tmp_path: Path, url: str) -> None:
+    """Leases that were written before go, but for the claim itself; those of other terms stay."""
+    (config,) = begun(tmp_path, url, "a")
+    store, written = mirror(config), [TermLease(term, n, "a", True) for term in (6, 7) for n in range(3)]
+    for lease in written:
+        assert persist(lambda lease=lease: restore.write_lease(store, "r", lease))
+    persist(lambda: restore.remove_leases_before(store, written[-1]))
+    left = sorted(name for name in persist(lambda: store.list_names("ledger")) if name.endswith(".term"))
+    assert [tuple(map(int, name[:-5].split("-"))) for name in left] == [(6, 0), (6, 1), (6, 2), (7, 0), (7, 2)]
+    assert restore.claim_term(store, "r", "b", claimable=True, above=6 - restore.SPARE) is None
 
 
 def test_two_masters_that_restore_at_once_get_terms_of_their_own(tmp_path: Path, url: str) -> None:
@@ -500,7 +512,7 @@ def test_a_standby_waits_until_it_is_to_serve_or_stopped(
     """The term of the restore is kept as long as the caller wants; whichever way it ends, it takes leave."""
     monkeypatch.setattr("dips.protocol.standby.SERVE_S", 0.2)
     monkeypatch.setattr("dips.protocol.standby.CLAIM_S", 0.3)
-    monkeypatch.setattr("dips.master.standby.LOOK_S", 0.02)
+    monkeypatch.setattr("dips.master.standby.LOOK_S", 0.5)
     (tmp_path / "mirror").mkdir()
     a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
     master = Serving(a)
@@ -521,7 +533,7 @@ def test_a_standby_waits_until_it_is_to_serve_or_stopped(
 
     assert asyncio.run(stand_by()) is not stopped
     assert genesis.ledger_path(b).exists() is not stopped
-    assert mirror(b).list_names("standby") == []
+    until(lambda: mirror(b).list_names("standby") == [], "it has taken leave")
     until(lambda: "lease" not in {thread.name for thread in threading.enumerate()}, "the term of the restore is kept")
 
 
@@ -532,6 +544,7 @@ def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, en
     waiting = Waiting(b)
     waiting.until(StandbyState.READY)
     until_view(master, lambda view: view.claimable)
+    knew = master.ledger.read_state()
     master.die()
     keeper = waiting.take_over()
     assert keeper is not None
@@ -543,6 +556,8 @@ def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, en
         "ledger.old.sqlite",
         "ledger.sqlite.lock",
     ]
+    with closing(Ledger.open(a.master.directory / restore.OLD, readonly=True)) as old:
+        assert old.read_state() == knew, "with what was in its WAL"
     restore.set_aside_old(b, keeper.term, LOG)
     assert genesis.ledger_path(b).exists()
 
