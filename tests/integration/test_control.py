@@ -608,19 +608,28 @@ async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
 
 
 async def test_an_order_to_a_slave_that_works_has_its_whole_time_again() -> None:
-    """Its deadline passes twice while the slave's heartbeats tell of work; when nothing is told it is over."""
+    """Its deadline passes twice while the slave's heartbeats tell of work; when nothing is told it is over. So is one
+    that does not wait for the disk, where they tell of a wait."""
     async with listening(SlaveScript("s0")) as slave:
         slave.hold = asyncio.Event()
-        link = SlaveLink("s0", slave.address)
-        waiting = asyncio.create_task(link.execute_order(order(1, deadline_s=0.6)))
-        for _ in range(6):
+        links = SlaveLinks()
+        links.learn_address("s0", slave.address)
+        waiting, other = (asyncio.create_task(links.execute_order(order(n, deadline_s=0.6))) for n in (1, 2))
+        for of in ("s0", "s0", "nobody", "s0", "s0", "s0"):
             await asyncio.sleep(0.2)
-            link.on_progress(SlaveProgress("s0"))
-        assert not waiting.done()
+            links.on_progress(SlaveProgress(of, frozenset({1})))
+        assert not waiting.done() and other.done()
+        links.on_progress(SlaveProgress("s0"))
         failed = await waiting
         slave.hold.set()
-        await link.close()
-    assert isinstance(failed, events.OrderFailed) and failed.error is UnresponsiveSlave
+        await links.close()
+    for ended in (failed, await other):
+        assert isinstance(ended, events.OrderFailed) and ended.error is UnresponsiveSlave
+
+
+async def test_an_order_to_a_slave_that_never_registered_fails() -> None:
+    failed = await SlaveLinks().execute_order(order(1))
+    assert isinstance(failed, events.OrderFailed) and "s0 has no address yet" in failed.reason
 
 
 async def test_a_broken_disk_is_said_at_once() -> None:

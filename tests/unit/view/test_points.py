@@ -104,9 +104,12 @@ def test_numbers_of_a_round_without_a_version() -> None:
     outcomes = (replace(skipped.outcomes[0], kind=OutcomeKind.SKIPPED), skipped.outcomes[1])
     (point,), _ = list_points([replace(skipped, outcomes=outcomes)])
     numbers = name_numbers(point)
-    assert numbers["round/skipped"] == 1.0 and not {"run/version", "run/tokens", "run/clipped", "norm/a"} & set(numbers)
+    assert numbers["round/skipped"] == 1.0 and not set(numbers) & {
+        *("run/version", "run/tokens", "run/delta_norm", "run/clipped", "norm/a"),
+    }
     assert (numbers["norm/b"], numbers["gated/b"]) == (90.0, 1.0)
-    assert "round/applied" not in name_numbers(list_points([applied(V1, GENESIS, None)])[0][0])
+    numbers = name_numbers(list_points([applied(V1, GENESIS, None)])[0][0])
+    assert "round/applied" not in numbers and (numbers["run/delta_norm"], numbers["run/version"]) == (3.0, 1.0)
 
 
 def test_points_may_begin_in_the_middle() -> None:
