@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 import zlib
 from collections import Counter
@@ -109,6 +110,7 @@ async def master(config: RunFile) -> AsyncIterator[str]:
     finally:
         signal.raise_signal(signal.SIGTERM)
         assert await task == 0
+        assert not {thread.name for thread in threading.enumerate()} & {"journal", "ledger_0"}, "all is closed"
 
 
 class SlaveScript(OrderServiceServicer):

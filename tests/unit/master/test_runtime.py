@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,7 @@ class RecordingOutside:
         self.written: list[Record] = []
         self.executed: list[int] = []
         self.addresses: dict[str, str] = {}
+        self.progress: list[SlaveProgress] = []
         self.disk = asyncio.Event()
         self.disk.set()
         self.slaves = asyncio.Event()
@@ -121,7 +123,7 @@ class RecordingOutside:
         self.written += records
 
     def on_progress(self, progress: SlaveProgress) -> None:
-        """Nothing here has a deadline."""
+        self.progress.append(progress)
 
     def learn_address(self, slave: str, address: str) -> None:
         self.addresses[slave] = address
@@ -234,6 +236,29 @@ async def test_orders_leave_in_order_behind_their_record(tmp_path: Path) -> None
             h.coordinator.heard.clear()
             await h.coordinator.heard.wait()
         assert h.outside.executed == [1, 2, 3]
+        await asyncio.sleep(0)
+        assert h.runtime._orders == set(), "what has ended is forgotten"
+
+
+async def test_a_slaves_heartbeat_reaches_its_orders_and_its_supervisor(tmp_path: Path) -> None:
+    """Work that it tells of extends their deadlines; whoever supervises processes hears each, and no cluster's."""
+    async with running(tmp_path) as h:
+        seen = list[SlaveHeartbeat]()
+        h.runtime.on_slave_heartbeat = seen.append
+        told = [replace(slave_heartbeat(3), work_bytes=work) for work in (0, 5)]
+        for each in (*told, heartbeat()):
+            await h.runtime.take_heartbeat(each)
+        assert (seen, h.outside.progress) == (told, [SlaveProgress("s")])
+
+
+async def test_notes_are_measured(tmp_path: Path) -> None:
+    """From those of a round come the durations of its phases."""
+    async with running(tmp_path) as h:
+        h.coordinator.script[PushStaged] = lambda e: [Note("round_opened", ()), Note("round_applying", ())]
+        h.runtime.put_event(PushStaged("s", 1, PUSH, 4))
+        await h.heard(PushStaged)
+        await asyncio.sleep(0)
+        assert h.runtime.meters.phases["window"].list_buckets()[-1][1] == 1
 
 
 async def test_a_record_that_cannot_be_written_ends_the_master(tmp_path: Path) -> None:
@@ -424,6 +449,17 @@ async def test_a_question_whose_caller_has_gone_is_asked_no_more(tmp_path: Path)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert h.runtime._core._held.next_deadline() == inf
+
+
+async def test_an_answer_to_whom_has_just_hung_up_harms_nobody(tmp_path: Path) -> None:
+    """The question is withdrawn at the loop's next turn only."""
+    async with running(tmp_path) as h:
+        asking = asyncio.create_task(h.runtime.ask_core(lambda req: RoundAwaited(req, PUSH)))
+        await h.heard(RoundAwaited)
+        asking.cancel()
+        h.runtime._answer_question(1, Pending("the round is open"))
+        await asyncio.gather(asking, return_exceptions=True)
+        h.runtime._answer_question(1, Pending("the round is open"))
 
 
 async def test_a_request_that_is_refused_while_it_is_read_leaves_nothing(tmp_path: Path) -> None:

@@ -477,6 +477,8 @@ async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path:
     ask = operator_pb2.FinaliseAsked(protocol=PROTOCOL)
     try:
         until(lambda: count() == 2, "both standbys are seen")
+        until(lambda: count() and view().lease.claimable, "the mirror keeps up")  # type: ignore[union-attr]
+        assert not view().ledger_mirror.red  # type: ignore[union-attr]
         assert view().holdouts == ("cluster x", "standby old")
         assert "standby old; upgrade" in (await operator.Finalise(ask, None)).refused.reason and not asked
         runs.clear()
@@ -487,6 +489,8 @@ async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path:
     finally:
         await outside.close()
         ledger.close()
+    threads = {"lease", "ledger-mirror", "ledger_0"}
+    until(lambda: not threads & {thread.name for thread in threading.enumerate()}, "all is closed")
 
 
 def test_a_term_that_is_over_is_not_taken_over_with(tmp_path: Path, url: str, ended: list[Any]) -> None:
