@@ -38,6 +38,23 @@ async def test_a_child_is_ended_and_reaped(tmp_path: Path) -> None:
     child.send_signal(signal.SIGKILL)  # to a dead one: nothing
 
 
+@pytest.mark.parametrize("ends", [True, False])
+async def test_no_descriptor_is_left_of_a_child(ends: bool) -> None:
+    """A master that starts one again and again would run out of them; nor of one that goes on unwatched."""
+    before = os.listdir("/proc/self/fd")
+    process = subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL)
+    child = Child(process.pid, process)
+    try:
+        if ends:
+            await child.end(10.0)
+        else:
+            child.stop_watching()
+        assert child.alive is not ends and os.listdir("/proc/self/fd") == before
+    finally:
+        process.kill()
+        process.wait()
+
+
 async def test_one_that_does_not_hear_is_killed(tmp_path: Path) -> None:
     """After its grace comes SIGKILL, and `end` returns when it is dead."""
     child = Child.start(DEAF, tmp_path / "log")
