@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from dips.cli import cli
 from dips.commands.new import CLUSTER, RUN, SHARED, read_template
 from dips.config import ClusterFile, OnVersionSection, RunFile, Shared, load_cluster, load_run
-from dips.errors import ConfigError
+from dips.errors import ConfigError, LocalProtocolError
 from dips.protocol.options import Options
 
 COMMENTED = re.compile(r"^( *)# ( *[a-z_]+:(?: .*)?)$", re.MULTILINE)
@@ -144,7 +144,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     model.WIDTH, model.HEADS, model.LAYERS, model.LENGTH = 16, 1, 1, 16
     train = load("train")
     made = train.made = []
-    for name in ("build", "schedule"):
+    for name in ("build", "OuterLoop", "schedule"):
         make = getattr(train, name)
         monkeypatch.setattr(train, name, lambda *args, make=make: made.append(make(*args)) or made[-1])
     monkeypatch.setenv("DIPS_ALONE", "1")
@@ -177,7 +177,10 @@ def test_the_example_learns(
     assert [int(step) for step, _ in shown] == [0, 10, 20, 30, 40] * 2
     losses = [float(loss) for _, loss in shown]
     assert losses[0] == pytest.approx(5.5, abs=0.2) and losses[4] < losses[0] / 2
-    assert example.made[1].last_epoch == 41, "the learning rate follows each step"
+    _, outer, rate, *_ = example.made
+    assert rate.last_epoch == 41, "the learning rate follows each step"
+    with pytest.raises(LocalProtocolError, match="this OuterLoop is closed"):
+        outer.step(local_tokens=1)
 
 
 @alone
