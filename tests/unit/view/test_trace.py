@@ -189,6 +189,7 @@ def test_chrome_reads_it() -> None:
     trace = check_chrome(json.dumps(to_chrome(make_trace(one_round(late=5.0)))))
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"].endswith("_name")}
     assert names >= {"master", "slave ps0", "cluster east", "rank 0", "rank 1", "rounds", "orders to ps0", "events"}
+    assert "rounds (2)" not in names, "a round's last phase ends with it"
     assert trace["otherData"]["clock_offsets_s"]["slave ps0"] == pytest.approx(5, abs=0.06)
 
 
