@@ -520,18 +520,6 @@ class Receiver:
         push.targets = {}
         return [Staged(push.push, push.total, push.list_moved())]
 
-    def next_deadline(self, now: float) -> float:
-        """Return when `tick`, or `plan_wants` for want of an answer, may have something to do; infinite if none is
-        open.
-        """
-        with self._lock:
-            if not self._pushes:
-                return inf
-            due = [p.over_at(self._stall_s) for p in self._pushes.values()]
-            if any(turns.crowded for turns in self._turns):
-                due.append(now + SLOW_S)
-            return min(due)
-
     def tick(self, now: float) -> list[Move]:
         """Refuse pushes that stall: ranks owe bytes and are silent, or the last ranks do not follow the first."""
         moves: list[Move] = []

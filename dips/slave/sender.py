@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -522,13 +521,6 @@ class Sender:
         pull.closed = pull.closed or reason
         for stream in pull.streams:
             self._end_stream(stream)
-
-    def next_deadline(self) -> float:
-        """Return when a pull stalls unless bytes move; infinite if no rank owes progress."""
-        if not self._pulls:
-            return inf
-        with self._lock:
-            return min((p.moved_at + self._stall_s for p in self._pulls.values() if p.owed), default=inf)
 
     def list_sources(self) -> list[tuple[PullId, VersionId, list[PullSource]]]:
         """Return every pull that is not released, with its version and all sources that may still be read."""

@@ -212,11 +212,6 @@ class Turns(Generic[K]):
         """Whether no stream has a turn and none waits."""
         return not self._active and not self._waiting
 
-    @property
-    def crowded(self) -> bool:
-        """Whether some stream waits for a turn."""
-        return bool(self._waiting)
-
     def bytes_left(self, key: K) -> int:
         """Return the bytes that `key` may still be asked for in its turn; 0 or less if none, or if it has no turn."""
         return self._active.get(key, 0)

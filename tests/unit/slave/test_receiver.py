@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -165,9 +164,9 @@ def test_a_rank_with_nothing_ready_waits_for_no_turn():
     story.hello(0)
     assert {peer for peer, _ in story.wants()} == {b"0"}
     story.receiver.on_ready(0, b"1", name(1).stream_id, 0)
-    assert story.receiver.next_deadline(0.0) == 10.0, "when rank 0 stalls"
+    assert story.wants(now=1.0) == []
     story.receiver.on_ready(0, b"1", name(1).stream_id, 1)
-    assert story.receiver.next_deadline(0.0) == 1.0, "when rank 0 loses its turn to rank 1"
+    assert {peer for peer, _ in story.wants(now=1.0)} == {b"1"}, "rank 0 has lost its turn"
 
 
 def test_the_rates_of_the_last_clusters_are_kept(monkeypatch: pytest.MonkeyPatch):
@@ -295,26 +294,11 @@ def test_a_silent_rank_loses_its_turn_to_the_next():
 def test_ranks_that_do_not_follow_the_first_end_a_push():
     """Before the first HELLO it waits for as long as it is open; from then on for its deadline, for each rank anew."""
     story = ReceiverStory()
-    assert story.receiver.next_deadline(0.0) == inf
     assert story.receiver.tick(1e6) == []
     story.hello(0)
     assert kinds(story.receiver.tick(59.9)) == []
     (*_, over) = story.receiver.tick(60.0)
     assert isinstance(over, PushOver) and "no HELLO for 60 s; ranks [1] never said HELLO" in over.reason
-
-
-def test_the_next_deadline_is_the_stall_or_a_turn_that_is_waited_for():
-    """Who ticks then misses nothing: a push that stalls, one that lacks a rank, a rank that waits behind another."""
-    story = ReceiverStory()
-    story.hello(0)
-    assert story.receiver.next_deadline(0.0) == 60.0
-    story.hello(1)
-    assert story.receiver.next_deadline(0.0) == 1.0
-    story.wants()  # rank 1 has the one turn, rank 0 waits
-    assert story.receiver.next_deadline(5.0) == 6.0
-    assert kinds(story.receiver.tick(9.9)) == []
-    assert kinds(story.receiver.tick(10.0)) == ["ERROR", "ERROR", "PushOver"]
-    assert story.receiver.next_deadline(10.0) == inf
 
 
 def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty():
