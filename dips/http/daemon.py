@@ -305,36 +305,37 @@ def _refuse(status: int, reason: str, headers: dict[str, str] | None = None) -> 
 WAKE_S = 0.25  # interval of wake-ups
 
 
+def call_on_loop(loop: asyncio.AbstractEventLoop, ask: Callable[[], T]) -> Future[T]:
+    """Have a loop call `ask`; from another thread. It is not called if the future was cancelled before."""
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(ask())
+            except Exception as error:  # noqa: BLE001 (any exception is returned to the caller)
+                answer.set_exception(error)
+
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        answer.set_exception(TimeoutError("the event loop has ended"))
+    return answer
+
+
 class LoopWatch:
     """Watches the loop on which it is made."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.lag = Histogram(LAG_S)
-        self._task = self._loop.create_task(self._watch(), name="loop watch")
+        self._task = self.loop.create_task(self._watch(), name="loop watch")
 
     async def _watch(self) -> None:
         while True:
             due = time.monotonic() + WAKE_S
             await asyncio.sleep(WAKE_S)
             self.lag.observe_value(max(0.0, time.monotonic() - due))
-
-    def call_on_loop(self, ask: Callable[[], T]) -> Future[T]:
-        """Have the loop call `ask`; from another thread. It is not called if the future was cancelled before."""
-        answer: Future[T] = Future()
-
-        def call() -> None:
-            if answer.set_running_or_notify_cancel():
-                try:
-                    answer.set_result(ask())
-                except Exception as error:  # noqa: BLE001 (any exception is returned to the caller)
-                    answer.set_exception(error)
-
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:
-            answer.set_exception(TimeoutError("the event loop has ended"))
-        return answer
 
     async def stop_watching(self) -> None:
         self._task.cancel()
@@ -410,7 +411,7 @@ class _HttpPort:
     async def check_health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the daemon's loop answers."""
         try:
-            await wait_for_answer(self._watch.call_on_loop(lambda: None), PROBE_S)
+            await wait_for_answer(call_on_loop(self._watch.loop, lambda: None), PROBE_S)
         except TimeoutError:
             return False, {"healthy": False, "reason": f"the event loop has not answered for {PROBE_S:g} s"}
         return True, {"healthy": True}
@@ -418,7 +419,7 @@ class _HttpPort:
     async def check_readiness(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the daemon can do its work, or why not."""
         try:
-            reason = await wait_for_answer(self._watch.call_on_loop(self._subject.explain_unready), PROBE_S)
+            reason = await wait_for_answer(call_on_loop(self._watch.loop, self._subject.explain_unready), PROBE_S)
         except TimeoutError:
             reason = f"the event loop has not answered for {PROBE_S:g} s"
         return not reason, {"ready": not reason, "reason": reason}
@@ -427,7 +428,7 @@ class _HttpPort:
         return {"disks": metrics.measure_disks(self._subject.directories), **self._subject.look()}
 
     def _make_text(self) -> bytes:
-        reading = self._watch.call_on_loop(lambda: (self._subject.read(), self._subject.explain_unready()))
+        reading = call_on_loop(self._watch.loop, lambda: (self._subject.read(), self._subject.explain_unready()))
         looked = self._disks.read_newest()
         status, unready = reading.result(READ_S)
         loaded = None if self._tls is None else self._tls.read_current()

@@ -66,21 +66,17 @@ class MasterPage:
 
     def make_routes(self, runtime: Runtime) -> list[Route]:
         """Return the routes for an HTTP server, which may call them in its own thread; called on the master's loop."""
-        from dips.view.page.routes import page_routes  # starlette: only for those who serve it
+        from dips.http.daemon import call_on_loop  # starlette: only for those who serve it
+        from dips.view.page.routes import page_routes
 
         loop = asyncio.get_running_loop()
 
-        async def read_state() -> dict[str, Any]:
-            return self.read_state(runtime)
-
         def read_in_loop() -> Mapping[str, Any]:
-            try:
-                asked = asyncio.run_coroutine_threadsafe(read_state(), loop)
-            except RuntimeError as error:  # the loop is closed
-                raise UnavailableMaster("this master is stopping") from error
+            asked = call_on_loop(loop, lambda: self.read_state(runtime))
             try:
                 return asked.result(READ_S)
             except (TimeoutError, CancelledError) as error:
+                asked.cancel()  # a loop that was held up would build one document for each browser that asked
                 raise UnavailableMaster(f"the master's loop did not answer within {READ_S:g} s") from error
 
         return page_routes(read_in_loop)

@@ -434,7 +434,7 @@ class Lane:
         poller.register(door.monitor, zmq.POLLIN)
         more = False
         while not self._stop.is_set():
-            if not more and any(fd == waker for fd, _ in poller.poll(_POLL_MS)):
+            if any(fd == waker for fd, _ in poller.poll(0 if more else _POLL_MS)):
                 self._waker.drain()
             door.follow_connections()
             if self._zap is not None:

@@ -25,7 +25,8 @@ from tests.mutants.mutant import Mutant, find_definitions, find_fragment, parse_
 
 ROOT = Path(__file__).parents[2]
 COVERAGE = ROOT / "build" / "coverage"
-LONGEST_S = 120.0  # of tests that one mutant meets, as long as they took under `make coverage`
+LONGEST_S = 180.0  # of tests that one mutant meets, as long as they took under `make coverage`
+COPIED = {"templates": "tests/unit/commands/test_templates.py"}  # rooms of files that run as copies, and what runs them
 PHASE = re.compile(r" \((setup|call|teardown)\)$")  # of a test, in which it started the process that executed a line
 LEFT_OUT = ("demo", "page", "sim", "study", "generated")  # rooms of dips/ from which nothing is drawn
 TELLS = frozenset(  # calls for people, who are no test
@@ -47,7 +48,7 @@ def draw_mutants(count: int, seed: int, executing: ExecutingTests) -> list[Mutan
     """Draw `count` mutants of different places; for a seed the same ones, but where code has changed or is new."""
     places = _find_places() if count else []
     chosen = sorted(places, key=lambda place: place.draw_lot(seed))[:count]
-    return [_mutant(place, executing.of(place.path, place.lines)) for place in chosen]
+    return [_mutant(place, executing.of(place.path, place.lines, place.is_called)) for place in chosen]
 
 
 class ExecutingTests:
@@ -63,23 +64,31 @@ class ExecutingTests:
         passed = (case for case in cases if not len(case))  # one that failed or was skipped holds what it met
         self._seconds = {f"{c.get('file')}::{c.get('name')}": float(c.get("time", "0")) for c in passed}
 
-    def of(self, path: Path, lines: range) -> list[str]:
-        """Return the tests that execute a line of a file, LONGEST_S of them, those that are named for it first.
+    def of(self, path: Path, lines: range, called: bool) -> list[str]:
+        """Return the tests that execute a line of a file, LONGEST_S of them, those that are named for it first, then
+        some of each file.
 
         Files of tests that are newer than the notes are taken whole, also those that may execute it since: they import
-        it. So do those of a line that belongs to no test, since it runs on import.
+        it. So are all that import a line that is not `called`: it runs once in a process.
         """
+        if copied := COPIED.get(path.parent.name):
+            return [copied]
         if path.stat().st_mtime > self._noted:
             raise ValueError(f"{path.relative_to(ROOT)} has changed since make coverage ran: run it again")
         contexts = self._data.contexts_by_lineno(str(path))
         noted = {PHASE.sub("", test) for line in lines for test in contexts.get(line, ())} & self._seconds.keys()
         stem = path.stem.removesuffix("s")
-        order = sorted(noted, key=lambda test: (stem not in test, self._seconds[test], test))
+        of_file = Counter[str]()
+        ranked = list[tuple[bool, int, float, str]]()  # of each file the quickest, then of each the next
+        for seconds, test in sorted((self._seconds[test], test) for test in noted):
+            of_file[file := test.partition("::")[0]] += 1
+            ranked.append((stem not in test, of_file[file], seconds, test))
+        order = [test for *_, test in sorted(ranked)]
         took = accumulate(self._seconds[test] for test in order)
         tests = [test for test, total in zip(order, took, strict=True) if total < LONGEST_S]
         newer = _newer(self._noted)
         old = [test for test in tests if test.partition("::")[0] not in newer]
-        importing = [test for test, text in (newer if tests else _newer(0.0)).items() if _imports(text, path)]
+        importing = [test for test, text in (newer if called else _newer(0.0)).items() if _imports(text, path)]
         return [*importing, *old]
 
 
@@ -92,7 +101,9 @@ def _newer(since: float) -> dict[str, str]:
 
 def _imports(text: str, path: Path) -> bool:
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    return f"\nfrom {module} import " in text or f"\nimport {module}\n" in text
+    parent, _, name = module.rpartition(".")
+    forms = rf"^from {parent} import .*\b{name}\b|^(from|import) {module}\b"
+    return name in text and re.search(forms, text, re.MULTILINE) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,11 @@ class DrawnPlace:
     around: tuple[ast.AST, ...]
     new: str
     number: int
+
+    @property
+    def is_called(self) -> bool:
+        """Whether it is in a function; else it runs on import."""
+        return any(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) for n in self.around)
 
     @property
     def lines(self) -> range:

@@ -32,7 +32,7 @@ COPIED = ("dips", "tests", "benchmarks", "configs", "deploy", "docs", "protos", 
 PRELOADED = ("numpy", "numba", "torch", "grpc", "zmq", "structlog", "yaml", "xxhash", "safetensors.numpy")
 OWN = ("dips", "tests", "benchmarks")  # packages that each process imports anew, from its copy
 FIRST = 30  # tests of a long selection that run before the others are so much as collected
-TIMEOUT_S = 240.0  # of one mutant; a test that never ends has noticed something, but is no good witness
+TIMEOUT_S = 400.0  # of one mutant; a test that never ends has noticed something, but is no good witness
 
 
 class MutantVerdict(Enum):
@@ -180,8 +180,8 @@ def run(mutants: Iterable[Mutant], jobs: int, timeout_s: float = TIMEOUT_S) -> I
 def _verdict(code: int | None) -> MutantVerdict:
     if code is None:
         return MutantVerdict.TIMEOUT
-    # INTERRUPTED: a test file could not be imported, which the tree as it is could (check_clean). Nothing else counts.
-    found = code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
+    # INTERRUPTED, USAGE_ERROR: a test file, or a test of one, could not be imported, which the tree as it is could.
+    found = code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
     return MutantVerdict.FOUND if found else MutantVerdict.SURVIVED
 
 

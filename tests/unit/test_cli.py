@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from dips import __version__, cli
+from dips import __version__, cli, files
 from dips.commands import demo
 from dips.errors import ConfigError, DipsError, UnavailableMaster, treatment_of
 from dips.store.files import read_parameters
@@ -128,6 +130,19 @@ def test_init_by_factory(run_file: Path, factory: str) -> None:
     assert all(np.array_equal(first[name], again[name]) for name in first)
     init(run_file, "--factory", factory, "--seed", "6", "--force")
     assert any(not np.array_equal(first[name], tensor) for name, tensor in read_parameters(path).items())
+
+
+def test_what_init_writes_is_private(run_file: Path, factory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is the run's secret, whatever the shell's umask."""
+    before = os.umask(0o022)
+    monkeypatch.setattr(files, "_given", -1)
+    try:
+        init(run_file, "--factory", factory)
+    finally:
+        os.umask(before)
+    written = [path for path in (run_file.parent / "m").rglob("*") if path.is_file()]
+    assert len(written) > 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in written} == {0o600}
 
 
 def test_init_by_file(run_file: Path, factory: str) -> None:

@@ -247,6 +247,8 @@ class _Play:
             return
         if action.op in COMPUTING:
             self._hold(desk, action, v, size)
+        elif action.op is Op.RESHARD:
+            desk.memory.add(-size.whole)  # at once: a collective of the same moment finds the room
         seconds = self._seconds_of(desk, action, v, size)
         if engine is Engine.COMPUTE:
             desk.busy_s += seconds
@@ -282,8 +284,8 @@ class _Play:
         if self._spans is not None and now > begin_s:
             self._spans.append(ActionSpan(desk.device.name, engine, str(action), begin_s, now))
         freed = {
-            Op.W: size.activations, Op.B: size.activations, Op.RESHARD: size.whole, Op.OFFLOAD: size.boundary,
-            Op.FETCH: -size.boundary, Op.REDUCE: size.gradients,
+            Op.W: size.activations, Op.B: size.activations, Op.OFFLOAD: size.boundary, Op.FETCH: -size.boundary,
+            Op.REDUCE: size.gradients,
         }.get(action.op, 0.0)  # fmt: skip
         desk.memory.add(-freed)
         desk.machine.take_done(action)

@@ -6,7 +6,9 @@ import asyncio
 import socket
 import time
 
-from dips.http.daemon import WAKE_S, LoopWatch
+import pytest
+
+from dips.http.daemon import WAKE_S, LoopWatch, call_on_loop
 from dips.http.server import bind_socket
 
 
@@ -29,3 +31,11 @@ async def test_a_loop_that_is_held_up_shows_it() -> None:
     await asyncio.sleep(0.01)
     assert 0.2 <= watch.lag.total < 10
     await watch.stop_watching()
+
+
+async def test_what_a_request_asks_of_the_loop_is_answered_or_raised() -> None:
+    """Whoever waits for the answer hears what went wrong instead of waiting for as long as it may."""
+    loop = asyncio.get_running_loop()
+    assert await asyncio.wait_for(asyncio.wrap_future(call_on_loop(loop, lambda: 7)), 10) == 7
+    with pytest.raises(KeyError, match="slaves"):
+        await asyncio.wait_for(asyncio.wrap_future(call_on_loop(loop, lambda: {}["slaves"])), 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from dips.ids import PushId
 from dips.protocol.enums import Activity, TrainerState
@@ -10,6 +11,7 @@ from dips.protocol.events import ClusterSilent, PushStaged, SlaveSilent, TokensR
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
+from dips.protocol.transfer_book import Bandwidth
 
 TIMING = TimingOptions(heartbeat_s=2.0, lease_heartbeats=5, hang_s=60.0)
 
@@ -38,6 +40,15 @@ def test_a_lease_ends_after_five_heartbeats_of_silence_and_is_said_once() -> Non
     assert judge.judge_silence(12.9) == []
     assert judge.judge_silence(13.0) == [ClusterSilent("a", 1, 10.0, 100, 30)]
     assert judge.judge_silence(99.0) == []
+
+
+def test_who_comes_first_is_looked_at() -> None:
+    """A judge that had nobody to judge slept until somebody came."""
+    for welcome in ("welcome_cluster", "welcome_slave"):
+        judge = Judge(TIMING)
+        assert judge.next_deadline() == inf
+        getattr(judge, welcome)("a", 1, 3.0)
+        assert judge.next_deadline() == 13.0
 
 
 def test_a_blind_master_evicts_nobody() -> None:
@@ -163,3 +174,10 @@ def test_what_a_cluster_comes_to_is_told_at_once_and_then_now_and_then() -> None
     (hung,) = judge.on_cluster_heartbeat(open_, 61.0)
     assert isinstance(hung, TrainerChanged)
     assert judge.on_cluster_heartbeat(open_, 90.0) == []
+
+
+def test_a_bandwidth_is_told_again_when_it_has_changed_by_more_than_a_quarter() -> None:
+    """A quarter alone tells the Coordinator nothing."""
+    assert Bandwidth(mean=1.25e6, reported=1e6).measure_rate(1.25e6) is None
+    assert Bandwidth(mean=1.26e6, reported=1e6).measure_rate(1.26e6) == 1.26e6
+    assert Bandwidth(mean=0.74e6, reported=1e6).measure_rate(0.74e6) == 0.74e6

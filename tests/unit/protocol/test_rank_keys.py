@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from dips.protocol import events as ev
 from dips.protocol import push_pull
 from dips.protocol.effects import Acknowledged, AdmitProbe, Commit, Failed, Grant, OpenPull, OpenPush, Pending, RankKeys
 from dips.protocol.rank_keys import KEY_CHARS, MOST_KEYS, find_wrong_keys, is_key
-from tests.unit.protocol.scripted_run import MANIFEST, ScriptedRun
+from dips.protocol.run_state import RunState
+from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
 
 def key(name: str) -> str:
@@ -162,3 +164,15 @@ def test_plain_lanes_answer_every_probe() -> None:
     run = ScriptedRun()
     assert run.ask(ev.ProbeAsked(0, "c", key("probe"))) == Acknowledged() and not run.all_of(AdmitProbe)
     assert isinstance(run.ask(ev.ProbeAsked(0, "c", "short")), Failed)
+
+
+def test_lanes_are_encrypted_also_while_a_slave_is_away() -> None:
+    """After a restart of the master slaves register one by one; who has keys meanwhile is not refused for them."""
+    state = ScriptedRun().first
+    ((_, layers),) = state.row.placement
+    run = RunState(
+        replace(state, row=replace(state.row, placement=(("s", layers[:1]), ("t", layers[1:])))), MANIFEST, OPTIONS, 0.0
+    )
+    assert not run.has_encrypted_lanes()
+    run.slaves["t"].key = key("lane")
+    assert run.has_encrypted_lanes()

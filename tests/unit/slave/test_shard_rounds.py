@@ -290,6 +290,15 @@ def test_a_slave_in_doubt_enters_no_round() -> None:
     assert slave.shard.versions.prepared == version
 
 
+def test_a_slave_that_serves_what_it_shall_load_forgets_its_open_round() -> None:
+    """Its process has lived on while it was believed lost: what it had folded belongs to a round that was given up."""
+    slave = ShardRig().ready()
+    slave.fold(P1, 0.5)
+    slave.welcome(LoadVersion(GENESIS))
+    assert follow_load(slave.shard, GENESIS) is Followed.DONE
+    assert not slave.shard.versions.folded and slave.shard.rounds.number is None
+
+
 def test_abort_of_a_committed_round_is_an_assertion() -> None:
     """A round with a row is never aborted; a late Abort of an earlier round changes nothing."""
     slave = ShardRig().ready()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dips.errors import UnavailableMaster
 from dips.ids import PullId, PushId, VersionId
 from dips.master.page import MasterPage, SlaveRates
 from dips.protocol.enums import DurabilityState, OutcomeKind
@@ -207,6 +211,23 @@ def test_what_no_event_ended_ends_when_its_cluster_does_something_else() -> None
         lanes = page.read_state(runtime)["timeline"]["lanes"]  # type: ignore[arg-type]
         shown += [(kind, end is None) for lane in lanes if lane["name"] == "west" for kind, _, end, *_ in lane["spans"]]
     assert shown == [("pull", True), ("pull", False)]
+
+
+async def test_what_a_busy_loop_could_not_answer_in_time_is_not_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Browsers ask every other second: a loop that was held up would build one document for each of them."""
+    read = list[RunView]()
+    routes = list[Callable[[], Mapping[str, Any]]]()
+    monkeypatch.setattr("dips.view.page.routes.page_routes", lambda ask: routes.append(ask) or [])
+    monkeypatch.setattr("dips.master.page.READ_S", 0.01)
+    runtime: Any = SimpleNamespace(build_view=lambda: read.append(make_run()) or read[-1])
+    MasterPage({}).make_routes(runtime)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(routes[0])
+        assert isinstance(asked.exception(), UnavailableMaster)  # it waits here, on the loop
+        await asyncio.sleep(0.01)
+        assert read == []
+        answered = await asyncio.wrap_future(pool.submit(routes[0]))
+    assert answered["health"] and len(read) == 1
 
 
 def test_the_foot_names_the_standby_and_what_an_upgrade_waits_for() -> None:

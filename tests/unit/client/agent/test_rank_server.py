@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import stat
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from dips.client.agent import agent
 from dips.client.agent.agent import AgentSignals, CommandRunner, Connection, RankServer, listen_for_ranks
 from dips.client.agent.state import Actions
 from dips.client.ipc import messages
-from dips.client.ipc.address import AGENT, GREETING, PROOF, TOKEN, TokenClient
+from dips.client.ipc.address import AGENT, GREETING, PROOF, TOKEN, OnAnyHost, TokenClient
 from dips.client.ipc.messages import (
     AskAgain,
     Attached,
@@ -29,6 +30,7 @@ from dips.client.ipc.messages import (
     PullWanted,
     TransferProgress,
 )
+from dips.client.rank import joining
 from dips.config import ClusterFile, Shared
 from dips.errors import Busy, ConfigError
 from dips.ids import GENESIS
@@ -291,3 +293,18 @@ async def test_a_trainer_of_others_hears_why_its_agent_ends(hears: bool, monkeyp
     stopped.play.do(stopped.play.core.on_trainer_gone("it has heard", 0.0))
     async with asyncio.timeout(20):
         assert await serving == 75
+
+
+async def test_a_rank_that_is_done_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another host it watches its agent by a connection: one that it closed itself says nothing about the agent."""
+    ended = list[str]()
+    monkeypatch.setattr(joining, "_end_process", ended.append)
+    monkeypatch.setenv(TOKEN, SECRET)
+    async with serve(tmp_path, 0.0, agent="127.0.0.1:0") as (_, environment):
+        host, _, port = environment[AGENT].removeprefix("tcp://").rpartition(":")
+        address = OnAnyHost(host, int(port), SECRET.encode(), "the test")
+        stop = await asyncio.to_thread(joining.watch_agent, address, 1.0)
+        (watching,) = (thread for thread in threading.enumerate() if thread.name == "agent-watch")
+        stop()
+        await asyncio.to_thread(watching.join, 20)
+        assert not watching.is_alive() and ended == []

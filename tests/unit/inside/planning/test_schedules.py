@@ -56,12 +56,12 @@ def test_spantrain_figure_6_fg3() -> None:
     assert order(compact, "g2") == "F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 I4 W1 W2 I5 W3 W4 W5"
 
 
-def zorse_figure_4() -> SimulatedPipeline:
+def zorse_figure_4(whole: float = 1.0) -> SimulatedPipeline:
     """20 layers on three groups of 4 ministages with 2, 2 and 1 layers, three micro-batches."""
 
     def stage(name: str, layers: int) -> PipelineStage:
         took = PassSeconds(layers * 1.0, layers * 1.0, layers * 1.0)
-        sizes = (PartBytes(whole=layers, gradients=layers, states=layers / 2, activations=1, boundary=1),) * 4
+        sizes = (PartBytes(whole=whole * layers, gradients=layers, states=layers / 2, activations=1, boundary=1),) * 4
         devices = (
             PipelineDevice(f"{name}0", (0, 2), (took,) * 4, (), sizes),
             PipelineDevice(f"{name}1", (1,), (took,) * 4, (), sizes),
@@ -94,6 +94,10 @@ def test_zorse_figure_4() -> None:
         gathered += (action.op is Op.UNSHARD) - (action.op is Op.RESHARD)
         most = max(most, gathered)
     assert most == 2
+    peaks = simulate(zorse_figure_4(whole=1000.0)).peak_bytes  # beside which nothing else weighs
+    assert {name: round(peak / 1000) for name, peak in peaks.items()} == {
+        "a0": 2 * most, "a1": 2 * most, "b0": 2 * most, "b1": 2 * most, "c0": most, "c1": most,
+    }  # fmt: skip
 
 
 def test_ministages_step_while_the_next_one_computes() -> None:
