@@ -1,4 +1,4 @@
-"""Escaping of text from outside for terminals, logs and files; a check's finding as text.
+"""Escaping of text from outside for terminals, logs and files; names in a message, and a check's finding as text.
 
 Escape sequences move cursors and hide lines, newlines forge lines, bidirectional marks reverse them. Characters that
 do not print are escaped (`\\x1b`), so that they are visible and have no effect. Pure.
@@ -6,6 +6,7 @@ do not print are escaped (`\\x1b`), so that they are visible and have no effect.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,12 @@ def make_printable(text: str) -> str:
 def make_lines_printable(text: str) -> str:
     """Escape each line of our own text, which may have several: a traceback, an advice."""
     return "\n".join(make_printable(line) for line in text.split("\n"))
+
+
+def join_some(names: Sequence[str], most: int = 5) -> str:
+    """Join names for a message, at most so many, and count the others."""
+    left = len(names[most:])
+    return ", ".join(names[:most]) + (f" and {left} more" if left else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from dips.client.version_pull import follow_versions, list_pieces, pulling_name
 from dips.config import host_port, is_loopback
 from dips.errors import ConfigError, CorruptSnapshot
 from dips.ids import VersionId
+from dips.printable import join_some
 from dips.protocol.manifest import Manifest
 from dips.store.tensorfile import F32
 from dips.transport.endpoints import PULLERS, Endpoint, credentials_peer, master_peer
 
-MOST_NAMES = 5  # parameter names that a message lists
 Install = Callable[[Mapping[str, torch.Tensor]], object]
 
 # ---- from a file ----------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def _match_names(path: Path | str, model: nn.Module, there: set[str]) -> dict[st
     missing = [names[0] for names in aliases.values() if not there & set(names)]
     unknown = sorted(there - found.keys())
     if missing or unknown:
-        parts = [f"{what}: {_shorten(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        parts = [f"{what}: {join_some(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
         raise ConfigError(f"{path}: is not of this model; {'; '.join(parts)}; frozen parameters are not in a version")
     for name, tensor in found.items():
         if isinstance(tensor, DTensor) or tensor.is_meta:
@@ -88,10 +88,6 @@ def _check_tensors(path: Path, opened: Any, names: Mapping[str, torch.Tensor]) -
             raise ConfigError(f"{path}: {name}: expected F32 of shape {tuple(parameter.shape)}, got {seen}")
         if not torch.isfinite(opened.get_tensor(name)).all():
             raise CorruptSnapshot(f"{path}: {name}: not all numbers are finite")
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
 # ---- each newest version --------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from dips.errors import ConfigError, FailedMirror
 from dips.files import make_directory, sync_path, write_durably
 from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger, remove_beside
+from dips.printable import join_some
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest, unmatched_patterns
 from dips.protocol.placement import place_layers
@@ -181,17 +182,17 @@ def manifest_of(tensors: Mapping[str, Tensor], grouping: Grouping) -> Manifest:
         raise ConfigError("the model has no parameters")
     wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype != np.float32]
     if wrong:
-        raise ConfigError(f"expected parameters in float32, got: {_shorten_lines(wrong)}; convert the model first")
+        raise ConfigError(f"expected parameters in float32, got: {join_some(wrong)}; convert the model first")
     broken = [name for name, t in tensors.items() if not np.isfinite(t).all()]
     if broken:
-        raise ConfigError(f"expected finite parameters; not finite: {_shorten_lines(broken)}")
+        raise ConfigError(f"expected finite parameters; not finite: {join_some(broken)}")
     empty = [name for name, t in tensors.items() if t.size == 0]
     if empty:
-        raise ConfigError(f"expected parameters with elements; empty: {_shorten_lines(empty)}")
+        raise ConfigError(f"expected parameters with elements; empty: {join_some(empty)}")
     manifest = Manifest.from_shapes(((name, t.shape) for name, t in tensors.items()), grouping)
     if unmatched := unmatched_patterns(manifest, grouping.share_buffers):
         raise ConfigError(
-            f"shared.share_buffers: no tensor of the model has a name like {_shorten_lines(unmatched)}: --factory adds "
+            f"shared.share_buffers: no tensor of the model has a name like {join_some(unmatched)}: --factory adds "
             "the buffers of its module, a file must hold them"
         )
     if (length := len(manifest.to_json())) > MAX_JSON_BYTES:
@@ -205,10 +206,6 @@ def manifest_of(tensors: Mapping[str, Tensor], grouping: Grouping) -> Manifest:
             "than `module`"
         )
     return manifest
-
-
-def _shorten_lines(lines: list[str], most: int = 5) -> str:
-    return ", ".join(lines[:most]) + (f" and {len(lines) - most} more" if len(lines) > most else "")
 
 
 def layer_digest(layer: Layer, tensors: Mapping[str, Tensor]) -> str:

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from dips.client.parallel.tensors import plain_name
+from dips.printable import join_some
 from dips.protocol.grouping import is_shared_buffer
-
-MOST_NAMES = 5  # names that a message lists
 
 
 class BufferWatch:
@@ -36,8 +35,8 @@ class BufferWatch:
         if not changed:
             return ""
         return (
-            f"{_shorten(changed)}: buffers that train and are not shared: each cluster keeps its own, and exports lack "
-            f"them. To share them make the run with {_line(changed, self._patterns)}"
+            f"{join_some(changed)}: buffers that train and are not shared: each cluster keeps its own, and exports "
+            f"lack them. To share them make the run with {_line(changed, self._patterns)}"
         )
 
     def _present_sums(self) -> dict[str, float]:
@@ -66,7 +65,7 @@ def advise_run(model: nn.Module, patterns: Collection[str]) -> str:
     if not names:
         return ""
     return (
-        f"not shared: the buffers {_shorten(names)}. If they train (running means, say), share them: under `shared` "
+        f"not shared: the buffers {join_some(names)}. If they train (running means, say), share them: under `shared` "
         f"write {_line(names, patterns)}"
     )
 
@@ -76,7 +75,7 @@ def warn_of_missing(model: nn.Module, names: Collection[str], file: str) -> None
     missing = [name for name, _ in find_unshared([model], ()) if name not in names]
     if missing:
         warnings.warn(
-            f"{file} does not hold the buffers {_shorten(missing)}, which stay as the model has them: right for "
+            f"{file} does not hold the buffers {join_some(missing)}, which stay as the model has them: right for "
             "constants, wrong for what trains, as running means do: measure those anew, or share them "
             f"({_line(missing, ())} in the run)",
             stacklevel=3,
@@ -87,8 +86,3 @@ def _line(names: Sequence[str], patterns: Collection[str]) -> str:
     """Return the line for the run file, with a pattern for each kind of buffer."""
     kinds = dict.fromkeys(f"*{name.rpartition('.')[2]}" for name in names)
     return f"share_buffers: {json.dumps([*patterns, *kinds])}"
-
-
-def _shorten(names: Sequence[str]) -> str:
-    left = len(names[MOST_NAMES:])
-    return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left else "")

@@ -174,3 +174,12 @@ def test_clusters_have_their_devices(name: str, devices: int, tflops: float) -> 
     profile = parse_profile(yaml.safe_load((INVENTORIES / f"{name}.yaml").read_text()), name)
     assert len(profile.places) == devices
     assert sum(profile.kind_of(d).tflops for d in profile.places) == tflops
+
+
+def test_a_kind_that_lacks_one_layers_time_is_estimated() -> None:
+    """Its plan rests on FLOP/s where one layer alone was not measured."""
+    profile = parse_profile({**machines(kinds=kinds()), "measured": measured([1, 0])}, "a")
+    layers = [LAYER, {**LAYER, "name": "head", "repeat": 1}]
+    assert not is_estimated(profile, parse_model(needs(), "a"), "fast")
+    assert is_estimated(profile, parse_model(needs(layers=layers), "a"), "fast")
+    assert is_estimated(profile, parse_model(needs(), "a"), "slow")
