@@ -124,9 +124,8 @@ class DrawnPlace:
 
     @property
     def lines(self) -> range:
-        """The lines of this node, and of what Python counts it to."""
-        inner = next((n for n in (self.node, *reversed(self.around)) if isinstance(n, ast.expr | ast.stmt)), self.node)
-        return range(getattr(inner, "lineno", 0), getattr(inner, "end_lineno", 0) + 1)
+        assert isinstance(self.node, ast.expr | ast.stmt) and self.node.end_lineno is not None
+        return range(self.node.lineno, self.node.end_lineno + 1)
 
     def draw_lot(self, seed: int) -> bytes:
         """Return what depends on the seed and on this code alone, neither on its file nor on other code."""
@@ -195,7 +194,7 @@ def _reads_clock(node: ast.AST) -> bool:
 def _mutant(place: DrawnPlace, tests: Sequence[str]) -> Mutant:
     file, node = place.path.relative_to(ROOT), place.node
     where = ".".join([*file.relative_to("dips").with_suffix("").parts, place.name]).removesuffix(".")
-    title = f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0][:60]} → {place.new[:60]}"
+    title = f"{file}:{place.lines.start}: {ast.unparse(node).splitlines()[0][:60]} → {place.new[:60]}"
     change = grow(node, place.new, place.around, find_definitions(place.path)[place.name])
     return Mutant(title, where, *change, shlex.join(tests))
 

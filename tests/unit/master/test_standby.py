@@ -493,13 +493,19 @@ async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path:
     until(lambda: not threads & {thread.name for thread in threading.enumerate()}, "all is closed")
 
 
-def test_a_term_that_is_over_is_not_taken_over_with(tmp_path: Path, url: str, ended: list[Any]) -> None:
-    """Another claimed a later one meanwhile: nothing is restored, and the standby waits on."""
-    a, b = begun(tmp_path, url, "a", "b")
+def stood_by(a: RunFile, b: RunFile) -> tuple[Serving, Waiting]:
+    """A master on one machine, and a standby on another that may claim its term."""
     master = persist(lambda: Serving(a))
     waiting = Waiting(b)
     waiting.until(StandbyState.READY)
     until_view(master, lambda view: view.claimable)
+    return master, waiting
+
+
+def test_a_term_that_is_over_is_not_taken_over_with(tmp_path: Path, url: str, ended: list[Any]) -> None:
+    """Another claimed a later one meanwhile: nothing is restored, and the standby waits on."""
+    a, b = begun(tmp_path, url, "a", "b")
+    master, waiting = stood_by(a, b)
     master.die()
     keeper = waiting.claim()
     assert keeper is not None
@@ -544,10 +550,7 @@ def test_a_standby_waits_until_it_is_to_serve_or_stopped(
 def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, ended: list[Any]) -> None:
     """It comes back as a standby: what it has is old, is kept beside, and is not served."""
     a, b = begun(tmp_path, url, "a", "b")
-    master = persist(lambda: Serving(a))
-    waiting = Waiting(b)
-    waiting.until(StandbyState.READY)
-    until_view(master, lambda view: view.claimable)
+    master, waiting = stood_by(a, b)
     knew = master.ledger.read_state()
     master.die()
     keeper = waiting.take_over()

@@ -185,5 +185,13 @@ class Play:
         assert isinstance(self.send(moved), AskAgain)
         return moved
 
+    def push_until_accepted(self) -> PullNow:
+        """Push, and return the order to pull what the run made of it."""
+        moved = self.push_until_committed()
+        self.reply(outcome(OutcomeKind.ACCEPTED))
+        order = self.send(moved)
+        assert isinstance(order, PullNow)
+        return order
+
     def check_consumed(self, consumed: int) -> None:
         assert self.s.account.consumed_tokens == consumed

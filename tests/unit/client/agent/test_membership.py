@@ -206,10 +206,7 @@ def test_an_unreachable_master_holds_nobody_who_asks_for_a_push(play: Play) -> N
 def test_a_trainer_with_parameters_does_not_wait_for_an_absent_master_to_close_its_last_pull(play: Play) -> None:
     """It pulled, and the answer to FinishPull is lost with the master: the next push waits for him, the trainer not."""
     play.begin()
-    moved = play.push_until_committed()
-    play.reply(outcome(OutcomeKind.ACCEPTED))
-    verdict = play.send(moved)
-    assert isinstance(verdict, PullNow)
+    verdict = play.push_until_accepted()
     play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
     play.step()
     assert isinstance(play.send(play.want_push()), AskAgain), "he answers: it is a matter of milliseconds"

@@ -108,10 +108,7 @@ def test_finished_pulls_the_last_version_and_is_over(play: Play) -> None:
 def test_what_an_older_pull_brought_is_not_taken_for_the_present_one(play: Play) -> None:
     """A report under an old seq changes nothing: the ranks are answered with the pull that is granted."""
     play.begin()
-    moved = play.push_until_committed()
-    play.reply(outcome(OutcomeKind.ACCEPTED))
-    verdict = play.send(moved)
-    assert isinstance(verdict, PullNow)
+    verdict = play.push_until_accepted()
     asked = play.asks[Channel.SYNC]
     assert play.send(PullMoved(1, next(play.number), verdict.seq - 1, True, "", 9)) == verdict
     assert play.s.trainer.base == GENESIS and play.asks[Channel.SYNC] is asked
@@ -122,10 +119,7 @@ def test_a_failed_pull_tears_nothing_unless_the_ranks_say_so(play: Play) -> None
     for torn in (False, True):
         play = Play()
         play.begin()
-        moved = play.push_until_committed()
-        play.reply(outcome(OutcomeKind.ACCEPTED))
-        verdict = play.send(moved)
-        assert isinstance(verdict, PullNow)
+        verdict = play.push_until_accepted()
         play.send(PullMoved(1, next(play.number), verdict.seq, False, "ps1 is gone", 9, torn))
         heartbeat = build_heartbeat(play.s)
         assert heartbeat is not None
@@ -178,10 +172,7 @@ def test_a_last_version_that_cannot_be_pulled_any_more(play: Play) -> None:
 def test_a_run_that_ends_during_a_pull_is_pulled_once_more(play: Play) -> None:
     """What is being installed is not the last version: the trainer waits for that one."""
     play.begin()
-    moved = play.push_until_committed()
-    play.reply(outcome(OutcomeKind.ACCEPTED))
-    verdict = play.send(moved)
-    assert isinstance(verdict, PullNow)
+    verdict = play.push_until_accepted()
     play.s.update_progress(Progress(1000, 1000, V2))
     said = PullMoved(1, next(play.number), verdict.seq, True, "", 9)
     assert isinstance(play.send(said), AskAgain)
@@ -197,10 +188,7 @@ def test_a_pull_that_nobody_waits_for_is_closed(play: Play) -> None:
     """The trainer trains on, since the master was away, or is gone: slaves need not keep the version for it."""
     play.begin()
     play.step()
-    moved = play.push_until_committed()
-    play.reply(outcome(OutcomeKind.ACCEPTED))
-    verdict = play.send(moved)
-    assert isinstance(verdict, PullNow)
+    verdict = play.push_until_accepted()
     said = PullMoved(1, next(play.number), verdict.seq, False, "ps1 is gone", 0)
     play.send(said)
     play.reply(Acknowledged())
