@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from dips.printable import join_some
 from dips.protocol.options import RANGES_HELD, DataOptions
 
 # ---- intervals ------------------------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ class Intervals:
         made, begin = Intervals(), 0
         for taken, end in zip(self.begins, self.ends, strict=True):
             made._append(begin, min(taken, total))
-            begin = max(begin, end)
+            begin = end
         made._append(begin, total)
         return made
 
@@ -124,7 +125,6 @@ class Intervals:
 
 
 HELD_TIMES = 4  # one push's ranges under way, one's trained behind it, one's ahead, and one's to grow into
-HOLDERS_NAMED = 3  # most holders that an answer names
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,9 @@ class RangeBook:
     ) -> None:
         """Build the book from the ledger's rows.
 
-        used  ranges in the largest known push of each cluster
-        held  ranges that each cluster may hold, whatever it used
+        leased  (cluster, incarnation, seq, ranges not settled) of each open lease, in the order of leasing
+        used    ranges in the largest known push of each cluster
+        held    ranges that each cluster may hold, whatever it used
         """
         self.per_epoch = options.ranges
         self.total = options.ranges * options.epochs
@@ -180,8 +181,7 @@ class RangeBook:
         for cluster, inc, seq, ranges in leased:
             lease = self._leases.setdefault((cluster, inc), Lease())
             self._enter(lease, ranges)
-            if seq > lease.seq:
-                lease.seq, lease.answer = seq, ranges
+            lease.seq, lease.answer = seq, ranges
         self._free = self.settled.gaps_below(self.total)
         for taken in (self.undone, *(lease.ranges for lease in self._leases.values())):
             self._take_all(taken)
@@ -244,8 +244,7 @@ class RangeBook:
         if self.free or not self.leased or (lease is not None and (lease.ranges or seq <= lease.seq)):
             return ""
         holders = sorted({name for (name, _), other in self._leases.items() if other.ranges})
-        more = f" and {len(holders) - HOLDERS_NAMED} more" if len(holders) > HOLDERS_NAMED else ""
-        return f"no data range is free: {self.leased} are leased by {', '.join(holders[:HOLDERS_NAMED])}{more}"
+        return f"no data range is free: {self.leased} are leased by {join_some(holders)}"
 
     def note_used(self, cluster: str, count: int) -> None:
         """Record the number of ranges in an accepted push of the cluster."""

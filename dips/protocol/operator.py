@@ -32,6 +32,7 @@ from typing import Any
 
 from dips.dataclass import dataclass, replace
 from dips.errors import ConfigError
+from dips.printable import join_some
 from dips.protocol import events, rebalancing, rollback, seeding
 from dips.protocol.effects import (
     Acknowledged,
@@ -57,7 +58,7 @@ from dips.protocol.records import (
 )
 from dips.protocol.releases import PROTOCOL
 from dips.protocol.round import find_end
-from dips.protocol.run_state import RunState, name_some
+from dips.protocol.run_state import RunState
 from dips.protocol.tunable import complete_changes, describe_changes, tune_options
 
 MOST_TEXT = 300  # characters of a caller, of arguments or of an outcome
@@ -318,7 +319,7 @@ def find_holdouts(run: RunState, protocol: int) -> list[str]:
 
 def explain_holdouts(holdouts: Sequence[str], protocol: int) -> str:
     """Say for whom `dips finalise` waits."""
-    return f"not known to speak {protocol}: {name_some(holdouts)}; upgrade them first"
+    return f"not known to speak {protocol}: {join_some(holdouts)}; upgrade them first"
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.errors import ConfigError, Denied, RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import GENESIS, PULLER, PullId, PushId, VersionId
+from dips.printable import join_some
 from dips.protocol import durability, events, transfers
 from dips.protocol.admission import SlotAnswer, SlotAsk
 from dips.protocol.claims import ToldProgress, find_absurd_seq, why_impossible, why_untold
@@ -36,7 +37,7 @@ from dips.protocol.enums import ClusterCause, ClusterState, DurabilityState, Fan
 from dips.protocol.order import MAX_RANKS, lowest_free
 from dips.protocol.rank_keys import MOST_FLIP_KEYS, find_wrong_keys
 from dips.protocol.records import ClusterDiverged, OperatorActed
-from dips.protocol.run_state import OLD_LEDGER, RunState, name_some
+from dips.protocol.run_state import OLD_LEDGER, RunState
 from dips.protocol.transfer_book import too_slow
 from dips.protocol.transfers import close_pull
 
@@ -260,7 +261,7 @@ def _commit_push(run: RunState, cluster: Cluster, event: events.PushFinished) ->
     if not push.opened:
         return Pending("the slaves are reserving a slot for it")
     if push.unstaged:
-        return Pending(f"not yet staged on {name_some(list(push.unstaged))}")
+        return Pending(f"not yet staged on {join_some(list(push.unstaged))}")
     if reason := _why_untold(cluster, event):
         return Pending(reason)
     push.committed, push.committed_at = True, run.now
@@ -548,7 +549,7 @@ def _why_not_kept(run: RunState, version: VersionId) -> str:
         return ""
     rows = [v for v in reversed(run.versions.values()) if v.version != GENESIS]
     kept = [str(v.version) for v in rows if v.durable and not v.retired]
-    has = f"the slaves keep {name_some(kept)}" if kept else "the slaves keep no version yet"
+    has = f"the slaves keep {join_some(kept)}" if kept else "the slaves keep no version yet"
     return f"{version} is no version of this run, or no longer on its disks; {has}"
 
 

@@ -21,13 +21,14 @@ from collections.abc import Mapping
 from dips.dataclass import dataclass
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId, check_name
+from dips.printable import join_some
 from dips.protocol import effects
 from dips.protocol.entities import Rebalance
 from dips.protocol.enums import Role
 from dips.protocol.events import RebalanceAsked
 from dips.protocol.placement import Placement, rebalance_layers
 from dips.protocol.records import IncarnationGiven, Rebalanced, Record, VersionsRetired
-from dips.protocol.run_state import RunState, name_some
+from dips.protocol.run_state import RunState
 
 ADDED_IN = 2  # protocol: the release before knows neither the question nor a pull of m
 EXIT_REBALANCED = 78  # a restart with the same run file could not serve: its slaves are not those of the ledger
@@ -89,7 +90,7 @@ def answer_asked(run: RunState, event: RebalanceAsked) -> effects.Result:
         _commit(run, held, plan)
         return effects.Acknowledged()
     if digest:
-        return effects.Pending(f"the hosts of {name_some(away)} are still to copy their layers")
+        return effects.Pending(f"the hosts of {join_some(away)} are still to copy their layers")
     sinc = dict(plan.incarnations)[event.slave]
     return effects.RebalancePlanned(run.head, dict(plan.after)[event.slave], sinc)
 

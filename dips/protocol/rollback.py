@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
+from dips.printable import join_some
 from dips.protocol import durability, push_pull
 from dips.protocol.effects import Acknowledged, Pending, Refused, Result
 from dips.protocol.entities import Slave
@@ -31,7 +32,7 @@ from dips.protocol.enums import OutcomeKind, SlaveCause, SlaveState
 from dips.protocol.events import RollbackAsked, SlaveRegistered
 from dips.protocol.records import RolledBack, VersionRow
 from dips.protocol.round import skip_round, skip_waiting_pushes
-from dips.protocol.run_state import RunState, in_order, name_some, offers_genesis
+from dips.protocol.run_state import RunState, in_order, offers_genesis
 
 
 def offered_versions(event: SlaveRegistered) -> frozenset[VersionId]:
@@ -58,13 +59,13 @@ def consider_rollback(run: RunState) -> None:
     waited, run.rollback_waits, run.rollback_steps = run.rollback_waits, "", 0
     if not (lacking or run.rollback_asked) or run.round is not None:
         return  # a round that is being persisted ends first: its row decides what the head is
-    why = f"{name_some(lacking)} cannot offer {run.head}" if lacking else f"back to {run.rollback_asked}, as asked"
+    why = f"{join_some(lacking)} cannot offer {run.head}" if lacking else f"back to {run.rollback_asked}, as asked"
     for slave in run.ready_slaves():
         if slave.offer is None:
             _ask_offer(run, slave, f"{why}: what does it offer?")
     unasked = [s.name for s in in_order(run.slaves, run.roster.unasked)]
     if unasked:
-        run.rollback_waits = f"{why}; not yet heard from: {name_some(unasked)}"
+        run.rollback_waits = f"{why}; not yet heard from: {join_some(unasked)}"
         return
     if run.rollback_asked is not None:
         asked, run.rollback_asked = run.rollback_asked, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from math import inf
@@ -11,6 +11,7 @@ from math import inf
 from dips.dataclass import replace
 from dips.errors import StaleIncarnation, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.printable import join_some
 from dips.protocol.admission import SlotQueue
 from dips.protocol.data import RangeBook
 from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
@@ -140,8 +141,6 @@ class OrderBook:
 # slaves' own records (entities.py) through the methods of RunState. Pure.
 
 
-NAMED = 8  # slaves that a reason names: with a thousand, the first are enough
-
 Names = dict[str, None]  # an ordered set
 
 
@@ -199,12 +198,6 @@ class Roster:
 def in_order(slaves: Mapping[str, Slave], names: Iterable[str]) -> list[Slave]:
     """Return the slaves with these names, in the order of the placement."""
     return sorted((slaves[name] for name in names), key=lambda slave: slave.place)
-
-
-def name_some(names: Sequence[str]) -> str:
-    """Join names for a message, only the first of them if there are many."""
-    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + rest
 
 
 # ---- run state ------------------------------------------------------------------------------------------------------
@@ -446,7 +439,7 @@ class RunState:
         """
         if self.is_proven:
             return None
-        away = name_some([s.name for s in in_order(self.slaves, self.roster.unregistered)])
+        away = join_some([s.name for s in in_order(self.slaves, self.roster.unregistered)])
         return Failed(UnavailableMaster, f"not yet registered: {away}; slaves know if this ledger is old")
 
     def live_cluster(self, req: int, name: str, inc: int) -> Cluster | None:
@@ -485,11 +478,11 @@ class RunState:
             return ""
         missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
         drained = [s for s in in_order(self.slaves, self.roster.draining) if s.state is SlaveState.READY]
-        return name_some(missing + [f"{s.name} (it drains)" for s in drained])
+        return join_some(missing + [f"{s.name} (it drains)" for s in drained])
 
     def why_held(self) -> str:
         """Return why no push may begin although all slaves could take one; empty if it may."""
-        return f"the rebalance to {name_some(self.rebalance.slaves)}" if self.rebalance is not None else ""
+        return f"the rebalance to {join_some(self.rebalance.slaves)}" if self.rebalance is not None else ""
 
     def explain_round(self, r: Round) -> str:
         """Describe what the round does and waits for, for people."""

@@ -22,6 +22,7 @@ from dips.dataclass import replace
 from dips.errors import ConfigError, RemoteProtocolError
 from dips.ids import GENESIS, PushId, VersionId
 from dips.outer_step import NO_STEP
+from dips.printable import join_some
 from dips.protocol import durability, effects, rollback
 from dips.protocol.entities import Bodies, Fanout, Recovery, Seed
 from dips.protocol.enums import FanoutKind, SlaveState
@@ -37,7 +38,7 @@ from dips.protocol.records import (
     VersionRow,
 )
 from dips.protocol.round import finish_if_due
-from dips.protocol.run_state import RunState, name_some
+from dips.protocol.run_state import RunState
 
 WAITS = "waits for the first model: run `dips seed`"
 SEEDER = "dips.seed"  # the cluster in the names of its pushes; their incarnation is the master's term
@@ -80,7 +81,7 @@ def _advance_seed(run: RunState, event: SeedAsked | RecoverAsked) -> effects.Res
         reason, run.failed_seed = run.failed_seed[1], None
         return effects.Dropped(reason)
     if away := [s.name for s in run.slaves.values() if s.state in AWAY]:
-        return effects.Pending(f"not here: {name_some(away)}")
+        return effects.Pending(f"not here: {join_some(away)}")
     recovers = isinstance(event, RecoverAsked)
     if recovers and not run.roster.lacking:
         why = "one that began with an empty disk just now is known to lack it when it has registered"
@@ -101,7 +102,7 @@ def describe_other_model(manifest: Manifest, ours: tuple[str, ...], theirs: tupl
     if len(ours) != len(theirs):
         return f"expected the model of this run with {len(ours)} layers, got one with {len(theirs)}"
     wrong = [layer.name for layer, a, b in zip(manifest.layers, ours, theirs, strict=True) if a != b]
-    return f"expected the first model of this run, got another: they differ in {name_some(wrong)}"
+    return f"expected the first model of this run, got another: they differ in {join_some(wrong)}"
 
 
 def _answer_seeder(run: RunState, seed: Seed, event: SeedAsked | RecoverAsked) -> effects.Result:
@@ -111,7 +112,7 @@ def _answer_seeder(run: RunState, seed: Seed, event: SeedAsked | RecoverAsked) -
     if not seed.opened:
         return effects.Pending("the slaves are making room for it")
     if not seed.unstaged:
-        return effects.Pending(f"being written to the disk: {name_some(tuple(seed.slaves))}")
+        return effects.Pending(f"being written to the disk: {join_some(tuple(seed.slaves))}")
     version = GENESIS if seed.recovery is None else seed.recovery.version
     grant = run.make_grant(version, run.options.timing.lease_s)
     takers = tuple(address for address in grant.slaves if address.name in seed.slaves)
@@ -267,4 +268,4 @@ def explain_unseeded(run: RunState) -> str:
         return ""
     if run.seed is None:
         return WAITS
-    return f"the first model is on its way to {name_some(tuple(run.seed.slaves))}"
+    return f"the first model is on its way to {join_some(tuple(run.seed.slaves))}"

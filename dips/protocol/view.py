@@ -14,6 +14,7 @@ from math import isfinite
 from typing import Any
 
 from dips.ids import VersionId
+from dips.printable import join_some
 from dips.protocol import enums, seeding
 from dips.protocol.durability import measure_lag
 from dips.protocol.entities import Cluster, Slave
@@ -21,7 +22,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.operator import find_holdouts
 from dips.protocol.options import Targets
 from dips.protocol.releases import PROTOCOL
-from dips.protocol.run_state import RunState, in_order, name_some
+from dips.protocol.run_state import RunState, in_order
 
 UNDONE_SHOWN = 8  # the newest; `dips history` knows all
 
@@ -369,7 +370,7 @@ def build_view(run: RunState, now: float) -> RunView:
 def explain_unready(run: RunState) -> str:
     """Why the run cannot take an outer step now, whatever clusters do; empty: it can."""
     if not run.is_proven:
-        away = name_some([s.name for s in in_order(run.slaves, run.roster.unregistered)])
+        away = join_some([s.name for s in in_order(run.slaves, run.roster.unregistered)])
         return f"not yet registered: {away}"
     return run.why_missing() or run.why_held()
 

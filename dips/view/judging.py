@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from dips.errors import RemoteProtocolError
 from dips.plain import from_plain, to_plain
+from dips.printable import join_some
 from dips.protocol.enums import (
     ClusterCause,
     ClusterState,
@@ -23,7 +24,6 @@ from dips.protocol.enums import (
     TrainerState,
 )
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
-from dips.protocol.run_state import name_some
 from dips.protocol.view import ClusterView, Concern, LeaseView, RunView, SlaveView
 
 # The newest by (role, name), with the time when it came.
@@ -223,7 +223,7 @@ def protocol_line(view: RunView) -> str:
     spoken, newest = view.protocol, view.protocol_newest
     if newest <= spoken:
         return ""
-    away = name_some(view.holdouts)
+    away = join_some(view.holdouts)
     return f"speaks {spoken}, can speak {newest}: " + (f"waits for {away}" if away else "dips finalise")
 
 

@@ -16,7 +16,6 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import DataOptions
 from dips.protocol.order import places_for_slave, slaves_for_worker
 from dips.protocol.placement import place_layers
-from dips.protocol.run_state import NAMED, name_some
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=7)
 
@@ -196,10 +195,3 @@ def test_claims_take_what_is_free_and_nothing_else() -> None:
     assert book.lease_ranges("a", 2, 1, 5, claims=(0, 1, 2, 6, 99)) == ((2, 6), False)
     assert book.held_by("a", 2) == (2, 6)
     assert [book.lease_ranges("c", 1, i, 1)[0] for i in range(1, 7)] == [(4,), (5,), (7,), (8,), (9,), ()]
-
-
-def test_a_sentence_names_some_of_many() -> None:
-    """As many as it has room for; the rest is a number."""
-    names = [f"s{i}" for i in range(NAMED + 1)]
-    assert name_some(names[:NAMED]) == ", ".join(names[:NAMED])
-    assert name_some(names) == f"{', '.join(names[:NAMED])} and 1 more"
