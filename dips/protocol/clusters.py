@@ -156,7 +156,6 @@ def _begin_incarnation(run: RunState, event: events.ClusterJoined, old: Cluster 
             reason = f"fenced by its next incarnation {old.name}/{inc}"
             end_incarnation(run, old, ClusterCause.FENCED, reason, old.consumed, old.lost)
         old.begin_incarnation(inc, event.nonce, run.now)
-        run.follow_cluster(old)
     cluster = old or Cluster(event.cluster, inc, event.nonce, since=run.now, moving=not reads_only(event.cluster))
     cluster.works_since, cluster.frozen_digest = run.now, event.frozen_digest
     cluster.newest_protocol = newest_protocol(event)

@@ -238,3 +238,21 @@ def test_a_push_that_is_a_version_as_it_was_pulled_is_gated() -> None:
     run.theta_digest, run.digests["b"] = 78, 77
     assert run.round("a", "b") == {"a": OutcomeKind.ACCEPTED, "b": OutcomeKind.GATED}
     assert run.committed[-1].history.digests[-1] == 78
+
+
+def test_a_sum_at_odds_with_itself_gates_nobody() -> None:
+    """`b` points away from `a`, and must be folded at once for `d` to have its slot: nobody knows which of them is
+    right, although those that come later agree.
+    """
+    run = VectorRun(slots=1).warm_up("a", "b", "c", "d", "e")
+    run.vectors |= dict.fromkeys("bc", BAD)
+    pushes = [run.push("a"), run.push("b")]
+    for cluster in "de":
+        push = run.try_push(cluster)
+        assert push is not None
+        pushes.append(push)
+    pushes.append(run.push("c"))
+    run.wait(11.0)
+    assert {run.outcome(push).kind for push in pushes} == {OutcomeKind.ACCEPTED}
+    flagged = [dict(e.fields)["reason"] for e in run.effects if isinstance(e, Note) and e.kind == "push_flagged"]
+    assert "which are at odds themselves" in flagged[-1]

@@ -158,6 +158,9 @@ def test_probes_of_many_clusters_are_bounded(run: ScriptedRun, monkeypatch: pyte
         run.ask(ev.ProbeAsked(0, name, key("probe")))
     assert run.ask(ev.ProbeAsked(0, "e", key("probe"))) == Acknowledged()
     assert len(run.machine._run.probes) == 2 and len(run.all_of(AdmitProbe)) == 3
+    run.ask(ev.ProbeAsked(0, "e", key("other")))  # takes the place of its own former key, not another's
+    run.ask(ev.ProbeAsked(0, "d", key("probe")))
+    assert len(run.all_of(AdmitProbe)) == 4
 
 
 def test_plain_lanes_answer_every_probe() -> None:

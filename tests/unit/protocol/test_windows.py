@@ -6,7 +6,8 @@ import pytest
 
 from dips.errors import ConfigError
 from dips.protocol import events as ev
-from dips.protocol.enums import WindowRule
+from dips.protocol.effects import Refused
+from dips.protocol.enums import ClusterState, WindowRule
 from dips.protocol.options import TimingOptions
 from dips.protocol.round import MOST_LENGTHS
 from tests import rules_reference
@@ -74,6 +75,24 @@ def test_no_window_waits_for_a_push_whose_trainer_hangs(moving: bool) -> None:
         run.step(ev.TrainerChanged("b", 1, False, "its trainer hangs"))
     run.open_push("b")
     assert closes(run) == pytest.approx(20.0 if moving else WINDOW_S)
+
+
+def test_a_trainer_changes_neither_its_push_nor_whom_a_window_awaits_for_long() -> None:
+    """A push goes on, whatever its trainer does; a trainer that goes on while its cluster asks for a slot is awaited."""
+    run = ScriptedRun(slots=1)
+    run.train("a", "b")
+    first = run.open_push("b")
+    for moving in (False, True):
+        run.step(ev.TrainerChanged("b", 1, moving, "its trainer hangs, or not"))
+        assert run.view.clusters["b"].state is ClusterState.PUSHING
+    run.step(ev.TrainerChanged("a", 1, False, "its trainer hangs"))
+    asked = run.next_push("a")
+    assert isinstance(run.ask(ev.PushRequested(0, asked, run.head, 1)), Refused)
+    run.step(ev.TrainerChanged("a", 1, True, "training"))
+    run.commit(first)
+    assert not run.committed, "a may push before the window ends"
+    run.step(ev.TrainerChanged("a", 1, False, "its trainer hangs"))
+    assert len(run.committed) == 1
 
 
 def test_an_adaptive_window_learns_from_each_arrival() -> None:
