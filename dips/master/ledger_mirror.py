@@ -126,7 +126,7 @@ class LedgerMirror:
         """Return how far the mirror lags, for status and metrics."""
         with self._changed:
             lags = self._unqueued + len(self._queue) if self._behind else 0
-            behind_s = max(0.0, self._clock() - self._behind_since) if self._behind else 0.0
+            behind_s = self._clock() - self._behind_since if self._behind else 0.0
             return LedgerMirrorView(self._behind, lags, behind_s, self._reason if self._behind else "")
 
     # ---- under the lock ----------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class LeaseWatch:
         lease = seen.lease
         if not seen.newest_term:
             return StandbyState.EMPTY, "the mirror has no ledger yet: the run has not begun"
-        if lease is None and seen.problem:
+        if seen.problem:
             return StandbyState.REFUSED, seen.problem
         if lease is None:
             return StandbyState.FORBIDDEN, f"the master of term {seen.newest_term} has written no lease"

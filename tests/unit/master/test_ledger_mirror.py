@@ -68,7 +68,9 @@ class Term:
         store = restore.mirror_of(config)
         assert store is not None
         self.mirror = LedgerMirror(store, "r", self.term, self.take_base, patience_s, time.monotonic, LOG)
+        began = time.monotonic()
         self.kept_up = self.mirror.start()
+        self.started_s = time.monotonic() - began
 
     def take_base(self) -> tuple[int, bytes]:
         with self.lock:
@@ -85,6 +87,8 @@ class Term:
     def end(self) -> LedgerState:
         """As kill -9 leaves it; return what its ledger knew."""
         self.mirror.close()
+        self.mirror._thread.join(10.0)
+        assert not self.mirror._thread.is_alive(), "it waits for nothing more, a failing mirror's next try included"
         state = self.ledger.read_state()
         self.ledger.close()
         return state
@@ -120,7 +124,7 @@ def until(holds: object, what: str) -> None:
 def test_a_lost_ledger_comes_back_with_everything_that_was_told(config: RunFile) -> None:
     """Base and transactions give the same state; the initial model is there again; nothing is given twice."""
     term = Term(config)
-    assert term.kept_up
+    assert term.kept_up and term.started_s < 5.0, "it begins as soon as its base is there"
     for records in itertools.islice(transactions(), 9):
         term.write(records)
     assert term.mirror.view() == LedgerMirrorView()
@@ -162,6 +166,7 @@ def test_a_mirror_that_is_gone_holds_nothing_up_and_catches_up(config: RunFile, 
     every = transactions()
     term.write(next(every))
     (tmp_path / "mirror").rename(tmp_path / "away")
+    away = time.monotonic()
     term.write(next(every))
     began = time.process_time()
     for records in itertools.islice(every, 3):
@@ -169,6 +174,7 @@ def test_a_mirror_that_is_gone_holds_nothing_up_and_catches_up(config: RunFile, 
     assert time.process_time() - began < 5
     view = term.mirror.view()
     assert view.red and view.behind_transactions == 4 and "is not there: mount it" in view.reason
+    assert 0.0 < view.behind_s < time.monotonic() - away
     (tmp_path / "away").rename(tmp_path / "mirror")
     until(lambda: not term.mirror.view().red, "it has caught up")
     term.write(next(every))
@@ -184,13 +190,37 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
     (tmp_path / "mirror").rename(tmp_path / "away")
     term = Term(config, patience_s=0.05)
     assert not term.kept_up
-    for records in itertools.islice(transactions(), 11):
+    every = transactions()
+    for records in itertools.islice(every, 11):
         term.write(records)
+        assert len(term.mirror._queue) <= 3
+    assert term.mirror.view().behind_transactions == 11
+    (tmp_path / "away").rename(tmp_path / "mirror")
+    until(lambda: not term.mirror.view().red, "it has caught up")
+    store = restore.mirror_of(config)
+    assert store is not None and store.list_names("ledger") == ["0000000001-0000000011.base"]
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    for records in itertools.islice(every, 5):
+        term.write(records)
+    assert term.mirror.view().behind_transactions == 5
     (tmp_path / "away").rename(tmp_path / "mirror")
     until(lambda: not term.mirror.view().red, "it has caught up")
     knew = term.end()
     lose(config)
     assert like(restored(config), knew)
+
+
+def test_a_base_replaces_what_it_holds_and_nothing_else(config: RunFile) -> None:
+    """Bases and transactions of earlier terms, and those of its own up to its number; leases of earlier terms."""
+    store = restore.mirror_of(config)
+    assert store is not None
+    kinds = [(term, number, kind) for term in (4, 5, 6) for number in (1, 2, 3) for kind in ("base", "log", "term")]
+    for term, number, kind in kinds:
+        store.write_file(f"ledger/{term:010d}-{number:010d}.{kind}", b"x")
+    restore.write_base(store, "r", 5, 2, b"content")
+    stays = [(5, 2, "base"), *(k for k in kinds if k[0] == 6 or k in ((5, 3, "base"), (5, 3, "log")))]
+    stays += [k for k in kinds if k[0] == 5 and k[2] == "term"]
+    assert store.list_names("ledger") == sorted(f"{t:010d}-{n:010d}.{kind}" for t, n, kind in stays)
 
 
 def test_what_overflows_while_a_base_is_written_comes_with_the_next(
