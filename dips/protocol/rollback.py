@@ -205,7 +205,6 @@ def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
 def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
     undone = [v for v in run.versions.values() if v.version.version > head.version]
     run.emit_record(RolledBack(head, tuple(v.version for v in undone), reason, run.now))
-    durability.forget_late_snapshot(run)
     for row in undone:
         del run.versions[row.version]
         run.committed_at.pop(row.version, None)
@@ -215,7 +214,7 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
             run.undone_kept[row.version] = None
         _undo_shares(run, row)
     move_head(run, head, f"the head is {head} again")
-    if run.finished is not None and run.finished not in run.versions:
+    if run.finished not in run.versions:
         run.finished = None
     run.emit_note("rolled_back", head=head, undone=",".join(str(v.version) for v in undone), reason=reason)
 

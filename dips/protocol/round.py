@@ -234,13 +234,14 @@ def _slot_is_wanted(run: RunState) -> bool:
 
 def weigh_push(run: RunState, r: Round, push: Push) -> None:
     """Compute the weights of an accepted push, relative to the first that is folded."""
+    assert push.verdict is not None
     o, most = run.options.outer, run.penalty.most_tokens()
     push.counted = push.tokens if most is None else min(push.tokens, most)
     if push.counted < push.tokens:
         run.emit_note("push_capped", push=push.id, tokens=push.tokens, counted=push.counted)
     push.merge_weight = rules.WEIGHTS[o.weights](push.counted)
     push.weight = push.counted / r.folded[0].counted if r.folded else 1.0
-    r.flagged |= bool(push.verdict is not None and push.verdict.flagged)
+    r.flagged |= bool(push.verdict.flagged)
     layers = _layers_that_differ(run, r)
     weights = [rules.weigh_last(_merge_of(run, i), _layer_shares(r.folded, i), _share_in(push, i)) for i in layers]
     push.layer_weights = () if set(weights) == {push.weight} else join_factors(tuple(weights))
@@ -269,7 +270,8 @@ def _layer_shares(pushes: Sequence[Push], layer: int) -> Iterator[rules.LayerSha
 
 
 def _share_in(push: Push, layer: int) -> rules.LayerShare | None:
-    if push.verdict is not None and layer in push.verdict.flagged:
+    assert push.verdict is not None
+    if layer in push.verdict.flagged:
         return None
     return rules.LayerShare(push.merge_weight, sqrt(push.layer_sq[layer]), push.inner_steps)
 
@@ -649,7 +651,6 @@ def skip_round(run: RunState, reason: str) -> None:
     r = run.round
     if r is None:
         return
-    check_move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
     run.forget_orders(ROUND_ORDERS)
     over = [*r.folded, *r.gated]
     if r.current is not None:  # some slave may have measured or folded it already
@@ -664,7 +665,6 @@ def skip_round(run: RunState, reason: str) -> None:
     _give_back(run, over, reason)
     if r.current is not None:
         _drop_on_slaves(run, r.current, reason)
-    finish_if_due(run)
 
 
 def skip_waiting_pushes(run: RunState, reason: str) -> None:
@@ -704,7 +704,7 @@ def _outcome_row(push: Push, kind: OutcomeKind, version: VersionId | None, reaso
     measured = verdict.reason if verdict else ""
     if 0 < push.counted < push.tokens:
         measured = f"{measured}; of its {push.tokens} tokens {push.counted} count: more than is usual here"
-    why = reason or (f"in {version}: {measured}" if kind is OutcomeKind.ACCEPTED and verdict else measured)
+    why = reason or (f"in {version}: {measured}" if kind is OutcomeKind.ACCEPTED else measured)
     norm, score = (verdict.norm, verdict.score) if verdict else (0.0, 0.0)
     return OutcomeRow(push.id, kind, why, push.tokens, push.inner_steps, norm, score, push.ranges, push.begun)
 

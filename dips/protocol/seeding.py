@@ -23,7 +23,7 @@ from dips.errors import ConfigError, RemoteProtocolError
 from dips.ids import GENESIS, PushId, VersionId
 from dips.outer_step import NO_STEP
 from dips.printable import join_some
-from dips.protocol import durability, effects, rollback
+from dips.protocol import effects, rollback
 from dips.protocol.entities import Bodies, Fanout, Recovery, Seed
 from dips.protocol.enums import FanoutKind, SlaveState
 from dips.protocol.events import ModelKept, PushRefused, PushStaged, RecoverAsked, SeedAsked
@@ -205,7 +205,6 @@ def _commit_recovery(run: RunState, recovery: Recovery) -> None:
     )  # fmt: skip
     for record in records:
         run.emit_record(record)
-    durability.forget_late_snapshot(run)
     run.versions[version] = VersionRow(version, recovery.parent, True, 0, False)
     run.committed_at[version] = run.now
     for slave in run.slaves.values():

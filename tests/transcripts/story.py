@@ -116,7 +116,7 @@ class Teller:
         match body:
             case Measure():
                 finite = "nan" not in words
-                square = float(words.get("norm", "0.1")) ** 2 if finite else float("nan")
+                square = float(words.get("norm", "0.1" if finite else "nan")) ** 2
                 return ev.Measured((square,), finite, digest=digest_push(body.push))
             case Fold():
                 return ev.Folded((BASE_NORM_SQ,))

@@ -37,6 +37,8 @@ def test_a_snapshot_that_succeeds_ends_the_row_of_failures() -> None:
     order = run.orders.popleft()
     run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
     assert run.view.durability.state == "degraded"
+    run.step(ev.OrderAnswered(order.slave, order.sinc, order.number, ev.Persisted(run.head, "digest")))
+    assert run.view.durability.state == "degraded", "its round is over: nobody asks any more"
 
 
 def test_a_snapshot_whose_writer_has_gone_is_written_by_the_next() -> None:
@@ -90,3 +92,19 @@ def test_a_run_that_stops_for_its_disks_keeps_nobody_waiting() -> None:
         run.wait(waits_s)
     assert run.view.durability.state == "stopped" and push is not None
     assert run.outcome(push).kind == "skipped" and run.view.clusters["b"].state == "training"
+
+
+def test_pushes_that_wait_behind_the_last_failure_are_skipped() -> None:
+    """And one that still moves is dropped: no round will take them before a person has repaired the disk."""
+    run = ScriptedRun(replace(OPTIONS, on_persist_failure="stop"))
+    run.train("a")
+    fail_persist(run)
+    run.train("b", "c")
+    run.held.add(Persist)
+    run.push("a")
+    run.wait(11.0)
+    waiting, _ = run.push("b"), run.open_push("c")
+    (order,) = run.orders
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    assert run.view.durability.state == "stopped"
+    assert run.outcome(waiting).kind == "skipped" and run.view.clusters["c"].state == "training"

@@ -240,6 +240,25 @@ def test_a_push_that_is_a_version_as_it_was_pulled_is_gated() -> None:
     assert run.committed[-1].history.digests[-1] == 78
 
 
+def test_a_gated_push_s_slot_is_free_at_once() -> None:
+    """Its round goes on, and has room for another cluster's push."""
+    run = VectorRun(slots=1).warm_up("a", "b", "c", "d", "e")
+    run.vectors["d"] = BAD
+    pushes = {name: run.try_push(name) for name in "abcde"}
+    assert None not in pushes.values()
+    run.wait(11.0)
+    kinds = {name: run.outcome(push).kind for name, push in pushes.items() if push is not None}
+    assert kinds == dict.fromkeys("abce", OutcomeKind.ACCEPTED) | {"d": OutcomeKind.GATED}
+
+
+def test_a_third_that_is_folded_first_does_not_keep_the_majority_out() -> None:
+    """Four of nine are bad and are folded first, enough to gate; but all that they would gate wait, and are more."""
+    names = "abcdefghi"
+    run = VectorRun(slots=9).warm_up(*names)
+    run.vectors |= dict.fromkeys("abcd", BAD)
+    assert set(run.round(*names).values()) == {OutcomeKind.ACCEPTED}
+
+
 def test_a_sum_at_odds_with_itself_gates_nobody() -> None:
     """`b` points away from `a`, and must be folded at once for `d` to have its slot: nobody knows which of them is
     right, although those that come later agree.

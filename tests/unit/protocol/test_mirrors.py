@@ -265,6 +265,14 @@ def test_nobody_is_asked_for_what_no_mirror_holds() -> None:
     assert isinstance(register("a", v7, (v7,)), Hold)
 
 
+def test_a_mirror_that_fails_is_hoped_for_if_nothing_else_is_left() -> None:
+    """No version is offered by all: what lies there may come back."""
+    v6, v7 = version(6), version(7)
+    register, _ = two_slaves({"a": ev.MirrorReport(()), "b": ev.MirrorReport((v6,), AWAY)})
+    register("a", v7, (v6, v7))
+    assert register("b", None, ()).look_for == (v6,)
+
+
 def version(number: int) -> VersionId:
     return VersionId(number, number)
 

@@ -13,14 +13,14 @@ from typing import Any, get_args
 import pytest
 
 from dips.errors import FailedDisk
-from dips.ids import GENESIS, VersionId
+from dips.ids import GENESIS, PullId, VersionId
 from dips.master.ledger import MEMORY, Ledger
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Effect, Persist, Refused
-from dips.protocol.enums import RequeuePolicy
-from dips.protocol.options import DataOptions, Options
-from dips.protocol.records import Record, RunRow
+from dips.protocol.effects import ClosePull, Commit, DropPush, Effect, Grant, Pending, Persist, Refused
+from dips.protocol.enums import DurabilityMode, OutcomeKind, RequeuePolicy
+from dips.protocol.options import DataOptions, Options, StopOptions
+from dips.protocol.records import Record, RunRow, VersionDurable
 from dips.protocol.run_state import RunState, oldest_offered
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
@@ -175,6 +175,8 @@ def test_memory_is_what_the_ledger_says_after_each_rollback(seed: int, requeue: 
             case _:
                 run.make_version(*draw.choice([("a",), ("b",), ("a", "b")]), finite=draw.random() > 0.1)
         assert describe(run.state) == describe(read_again(run)), f"seed {seed}"
+        assert {*run.state.step_norms, *run.state.committed_at} <= set(run.state.versions), "nothing else is remembered"
+        assert not any(run.state.versions[mirrored].retired for mirrored in run.state.mirrored)
     assert undone or seed != 0, "rollbacks are drawn"
 
 
@@ -192,11 +194,79 @@ def test_an_operator_goes_back_after_the_initial_model_is_offered_no_more() -> N
     assert run.head == before
 
 
+def test_a_run_that_had_finished_goes_on_from_where_it_went_back() -> None:
+    """And finishes anew when its target is reached again."""
+    run = StoredRun(replace(SHORT, stop=StopOptions(versions=3)))
+    run.train("a")
+    for _ in range(3):
+        run.make_version("a")
+    assert run.state.finished == run.head
+    run.offer(v2 := VersionId(2, 2))
+    assert run.head == v2 and run.state.finished is None
+    assert describe(run.state) == describe(read_again(run))
+    run.make_version("a")
+    assert run.state.finished == run.head != VersionId(3, 3)
+
+
+def test_an_operator_s_rollback_ends_all_that_is_under_way() -> None:
+    """A pull, a push that waits for the next round, and a flip: none has a place in the lineage afterwards."""
+    run = ScriptedRun()
+    run.train("a", "b", "c")
+    for _ in range(2):
+        push = run.push("a")
+        run.wait(20.0)
+        run.outcome(push)
+    pull = PullId("c", run.inc("c"), 2)
+    assert [type(run.ask(ev.PullRequested(0, pull, 1))) for _ in range(2)] == [Pending, Grant]
+    run.held = {Commit}
+    run.push("a")
+    run.wait(20.0)
+    waiting = run.push("b")
+    assert run.machine.capture_state().flipping is not None
+    run.ask(ev.RollbackAsked(0, VersionId(2, 2)))
+    assert ClosePull(pull) in run.all_of(ClosePull)
+    assert run.ask(ev.RoundAwaited(0, waiting)).kind is OutcomeKind.SKIPPED
+    assert waiting in [order.push for order in run.all_of(DropPush)]
+    assert run.machine.capture_state().flipping is None, "nobody waits for a slave that is to register"
+
+
+def test_a_version_that_is_retired_meanwhile_is_not_gone_back_to() -> None:
+    """The operator's request waits until the slave has said what it offers; by then v1 may be about to go."""
+    run = StoredRun()
+    run.train("a")
+    for _ in range(2):
+        run.make_version("a")
+    v1, v2 = run.on_offer()
+    assert isinstance(run.ask(ev.RollbackAsked(0, v1)), Pending)
+    run.state.versions[v1] = replace(run.state.versions[v1], retired=True)
+    run.offer(v1, v2)
+    assert run.head == v2 and run.view.slaves["s"].state == "ready"
+
+
+def test_a_late_snapshot_of_what_is_undone_is_not_waited_for() -> None:
+    """Its answer comes when the head is an older version."""
+    run = ScriptedRun(replace(OPTIONS, durability=DurabilityMode.ASYNC))
+    run.train("a")
+    run.outcome(run.push("a"))
+    v1 = run.head
+    run.held = {Persist}
+    run.outcome(run.push("a"))
+    assert [order.body.version for order in run.orders] == [run.head] != [v1]
+    assert isinstance(run.ask(ev.RollbackAsked(0, v1)), Pending)
+    register = ev.SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 1, run.head, None, (v1,), 4, "")
+    run.ask(register)
+    assert run.head == v1
+    run.held = set()
+    run.answer()
+    assert run.head == v1 and not run.all_of(VersionDurable)[1:]
+
+
 def test_an_operator_goes_back_to_the_initial_model() -> None:
     """While no version that all slaves had is retired."""
     run = StoredRun()
     run.train("a")
     run.make_version("a")
+    run.report_mirror(run.head)
     run.offer(*run.on_offer())
     assert not isinstance(run.ask(ev.RollbackAsked(0, GENESIS)), Refused)
-    assert run.head == GENESIS
+    assert run.head == GENESIS and not run.state.mirrored, "nothing is kept for the mirror of what is undone"

@@ -77,8 +77,21 @@ def test_no_window_waits_for_a_push_whose_trainer_hangs(moving: bool) -> None:
     assert closes(run) == pytest.approx(20.0 if moving else WINDOW_S)
 
 
+@pytest.mark.parametrize(("due", "waits"), [(WINDOW_S, True), (WINDOW_S + 0.1, False)])
+def test_who_comes_at_the_very_end_of_a_window_is_in_it(due: float, waits: bool) -> None:
+    """A cluster that is about to push, and a push under way."""
+    run = windowed("fixed", due={"b": due, "c": 99.0, "d": 99.0})
+    run.push("a")
+    assert (run.committed == []) is waits
+    run = windowed("fixed", due={"c": 99.0, "d": 99.0})
+    run.step(ev.BandwidthMeasured("b", 1, 4000 / due))
+    run.open_push("b")
+    run.push("a")
+    assert (run.committed == []) is waits
+
+
 def test_a_trainer_changes_neither_its_push_nor_whom_a_window_awaits_for_long() -> None:
-    """A push goes on, whatever its trainer does; a trainer that goes on while its cluster asks for a slot is awaited."""
+    """A push goes on, whatever its trainer does; one that trains again while its cluster asks for a slot is awaited."""
     run = ScriptedRun(slots=1)
     run.train("a", "b")
     first = run.open_push("b")
