@@ -287,7 +287,7 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
     has no room.
     """
     advance_target(run)
-    complete = [v.version for v in run.versions.values() if v.version.version > 0 and v.durable and not v.retired]
+    complete = [v.version for v in run.versions.values() if v.durable and not v.retired]
     stay = {*mirrored_versions(run), run.mirror_target, *_archived_versions(run.options, complete)}
     keep = run.options.keep_snapshots
     oldest_kept = complete[-keep] if len(complete) >= keep else GENESIS

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dips.errors import FailedDisk
+from dips.errors import FailedDisk, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.durability import RETRY_S
-from dips.protocol.effects import Persist
+from dips.protocol.effects import Apply, Note, Persist
+from dips.protocol.enums import RoundState
+from dips.protocol.options import TimingOptions
+from dips.protocol.records import RoundReserved, VersionDurable
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 
 V1 = VersionId(1, 1)
@@ -104,7 +107,57 @@ def test_pushes_that_wait_behind_the_last_failure_are_skipped() -> None:
     run.push("a")
     run.wait(11.0)
     waiting, _ = run.push("b"), run.open_push("c")
-    (order,) = run.orders
+    (order,), reserved = run.orders, run.all_of(RoundReserved)
     run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
     assert run.view.durability.state == "stopped"
     assert run.outcome(waiting).kind == "skipped" and run.view.clusters["c"].state == "training"
+    assert run.all_of(RoundReserved) == reserved, "no round is begun for it"
+
+
+def test_a_late_snapshot_is_tried_again_between_rounds_and_in_windows() -> None:
+    """After RETRY_S, also while a window is open; not while a version is being made. A disk that fails is counted,
+    once; another refusal is not.
+    """
+    run = ScriptedRun(replace(OPTIONS, durability="async", timing=TimingOptions(window_s=100.0)))
+    run.train("a", "b")
+    run.held.add(Persist)
+    pushes = [run.push(name) for name in "ab"]
+    for error, failures in ((RemoteProtocolError, 0), (FailedDisk, 1)):
+        (order,) = run.orders
+        assert order.body == Persist(run.head)
+        run.orders.clear()
+        for _ in range(2):
+            run.step(ev.OrderFailed(order.slave, order.sinc, order.number, error, "broken"))
+        said = [e.kind for e in run.effects if isinstance(e, Note)]
+        assert (said.count("order_refused"), said.count("persist_failed")) == (1, failures)
+        assert run.machine.next_deadline() == run.now + RETRY_S
+        run.wait(RETRY_S - 1.0)
+        assert not run.orders
+        if failures:
+            for push in pushes:
+                run.outcome(push)
+            run.push("a")
+            assert run.machine.capture_state().round.state is RoundState.COLLECTING  # type: ignore[attr-defined]
+        run.wait(1.0)
+    (order,) = run.orders
+    run.held.clear()
+    run.answer()
+    assert [row.version for row in run.all_of(VersionDurable)] == [run.head]
+    assert run.machine.next_deadline() > run.now
+
+
+def test_no_snapshot_is_ordered_while_a_version_is_made() -> None:
+    """Slaves would write what they are about to overwrite."""
+    run = ScriptedRun(replace(OPTIONS, durability="async"))
+    run.train("a")
+    run.held.add(Persist)
+    run.outcome(run.push("a"))
+    order = run.orders.popleft()
+    run.held = {Apply}
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    run.push("a")
+    run.wait(RETRY_S)
+    assert [type(order.body) for order in run.orders] == [Apply]
+    run.held.clear()
+    run.answer()
+    assert [row.version for row in run.all_of(VersionDurable)] == [run.head]

@@ -13,11 +13,11 @@ from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.data import Intervals
-from dips.protocol.effects import Hold, LoadVersion, Order, RegisterLater, Reply, Retire
+from dips.protocol.effects import Hold, LoadVersion, Note, Order, RegisterLater, Reply, Retire
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import MOST_ROLLBACK, Options
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
-from dips.protocol.view import RollbackView
+from dips.protocol.view import MirrorView, RollbackView
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
 AWAY = "No route to host"
@@ -80,6 +80,36 @@ def test_a_process_that_cannot_list_its_mirror_keeps_what_may_be_there() -> None
     told(run)
     make_version(run)
     assert {held, head} <= retired(run), "it was listed: nothing lies there"
+
+
+def test_mirrors_copy_one_version_after_another() -> None:
+    """The newest durable one; then the next when all have it. What a mirror holds stays until it has a newer one."""
+    run = ScriptedRun()
+    run.train("a", "b")
+    told(run)
+    assert run.machine.mirror_wanted() == (), "the initial model needs no mirror"
+    v1 = make_version(run)
+    v2 = make_version(run)
+    assert run.machine.mirror_wanted() == (v1,)
+    v2_at = run.now
+    told(run, v1)
+    assert run.machine.mirror_wanted() == (v1, v2)
+    run.now += 5.0
+    seen = run.view.slaves["s"].mirror
+    assert (seen.version, seen.behind_versions) == (str(v1), 1)
+    assert 5.0 <= seen.behind_s <= run.now - v2_at + 20.0
+    told(run, v1, v2)
+    assert run.machine.mirror_wanted() == (v2,)
+    assert run.view.slaves["s"].mirror == MirrorView(str(v2))
+
+
+def test_a_mirror_that_fails_is_told_once() -> None:
+    """And that it works again, once."""
+    run, held = two_versions()
+    for reason in ("", AWAY, AWAY, "", ""):
+        told(run, held, reason=reason)
+    said = [e.kind for e in run.effects if isinstance(e, Note) and e.kind.startswith("mirror_")]
+    assert said == ["mirror_fails", "mirror_works_again"]
 
 
 def lagging(reason: str = "", options: Options = OPTIONS) -> tuple[ScriptedRun, VersionId]:
