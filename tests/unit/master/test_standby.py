@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 import structlog
 import yaml
 from fsspec.implementations.memory import MemoryFileSystem
+from structlog.testing import capture_logs
 
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, FailedMirror, StaleTerm
@@ -176,6 +178,15 @@ def test_of_those_who_claim_a_term_at_once_one_has_it(tmp_path: Path, url: str) 
             claims = [lease for lease in threads.map(claim, range(8)) if lease is not None]
             assert len(claims) == 1
             assert restore.look_at_lease(mirror(config), "r").lease == claims[0]
+
+
+def test_a_claim_whose_answer_was_lost_is_its_writer_s(tmp_path: Path, url: str) -> None:
+    """Tried again it is there already, byte for byte; what another wrote is another's."""
+    (config,) = begun(tmp_path, url, "a")
+    store, lease = mirror(config), TermLease(7, 0, "a", True, "once")
+    for ours, theirs in ((lease, True), (lease, True), (replace(lease, nonce="twice"), False)):
+        assert persist(lambda ours=ours: restore.write_lease(store, "r", ours)) is theirs
+    assert restore.look_at_lease(store, "r").lease == lease
 
 
 def test_a_term_is_claimed_as_long_as_its_lease_is_renewed(tmp_path: Path, url: str) -> None:
@@ -596,6 +607,38 @@ def test_a_standby_answers_scrapes(tmp_path: Path) -> None:
         assert re.search(rf'^{name}\{{run="r"\}} ', text, re.MULTILINE), text
 
 
+def test_a_standby_whose_store_is_away_says_so_and_looks_on(tmp_path: Path) -> None:
+    """It takes nothing over meanwhile, however long that lasts, and is ready again when the store is back."""
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master, waiting = stood_by(a, b)
+    counts = waiting.standby.counts
+    master.die()
+    waiting.until(StandbyState.READY)
+    assert counts.ready and counts.failed == 0
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    with capture_logs() as logs:
+        waiting.standby._log = structlog.get_logger()
+        for failed in (1, 2):
+            assert waiting.look(CLAIM_S) is StandbyState.LOOKING
+            assert not counts.ready and counts.failed == failed
+        assert "is not there: mount it" in waiting.standby.watch.reason
+        (tmp_path / "away").rename(tmp_path / "mirror")
+        assert waiting.look(0.0) is StandbyState.CLAIMS
+    said = [(line["state"], line["log_level"]) for line in logs if line["event"] == "stands_by"]
+    assert said == [("looking", "warning"), ("claims", "info")], "once for each change"
+
+
+async def test_an_error_of_a_look_is_raised_where_it_is_awaited() -> None:
+    """The standby ends with it, and does not wait for ever."""
+
+    def fail() -> None:
+        raise PermissionError("ledger.sqlite")
+
+    with pytest.raises(PermissionError, match=r"ledger\.sqlite"):
+        await asyncio.wait_for(standby._start_apart(fail), 10.0)
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -671,7 +714,7 @@ def test_a_standby_that_could_not_serve_is_refused_at_once(tmp_path: Path, keys:
     if "mirror" in keys:
         del file["master"]["mirror"]
     else:
-        file["slaves"][0]["supervisor"] = "exec"
+        file["slaves"].append({**file["slaves"][0], "name": "s1", "directory": "s1", "supervisor": "exec"})
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(file))
 
     async def stand_by() -> None:
