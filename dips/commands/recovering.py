@@ -44,8 +44,7 @@ def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], b
         ledger = held.enter_context(counters.open_ledger(config) if there else _ledger_anew(config, model))
         state = ledger.read_state()
         genesis.check_is_of_run(config, state.row)
-        rebuild = Rebuild(config, state.row, ledger.read_digests(), model, log)
-        held.callback(rebuild.close)
+        rebuild = Rebuild(config, state.row, ledger.read_digests(), model, log, held)
         head = state.versions[-1].version
         if head in rebuild.finished and ledger.read_history(1)[-1].recovered is not None:
             print(f"note: {head} had its row; its snapshots have their names now")

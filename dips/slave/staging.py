@@ -18,7 +18,7 @@ import numpy as np
 
 from dips.config import RunFile, SlaveSection
 from dips.dataclass import dataclass
-from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk, FailedMirror
+from dips.errors import CorruptSnapshot, DipsError, FailedDisk, FailedMirror
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
@@ -137,19 +137,17 @@ def _is_staged(part: VersionPart) -> bool:
         return False
 
 
-def finish_staged(
-    directory: Path, slave: str, digests: Digests, on_damaged: Callable[[CorruptSnapshot], None]
-) -> tuple[list[VersionId], list[VersionId]]:
+def finish_staged(directory: Path, slave: str, digests: Digests, log: Log) -> tuple[list[VersionId], list[VersionId]]:
     """Promote the staged snapshots that have a row; return (promoted, staged without a row).
 
-    A damaged one is passed to `on_damaged` and left for a person.
+    A damaged one is logged and left for a person.
     """
     finished, without_row = list[VersionId](), list[VersionId]()
     for version in staged_versions(directory):
         try:
             digest = read_manifest(staged_path(directory, version)).digest
         except CorruptSnapshot as error:
-            on_damaged(error)
+            log.warning("snapshot_passed_over", reason=str(error))
             continue
         if digest == digests.get((version.round, slave)):
             promote_version(directory, version)
@@ -270,36 +268,27 @@ class SlaveFinding:
 
 
 class Rebuild:
-    """The directories of all slaves, locked until `close`."""
+    """The directories of all slaves, locked until the caller's stack is closed."""
 
-    def __init__(self, config: RunFile, row: RunRow, digests: Digests, model: Path, log: Log) -> None:
+    def __init__(self, config: RunFile, row: RunRow, digests: Digests, model: Path, log: Log, locks: ExitStack) -> None:
         """Lock the directories; promote snapshots staged by an earlier try whose row is in `digests`, delete other
-        staged ones.
+        staged ones. Raise ConfigError if a slave runs.
 
-        Raise ConfigError if a slave runs, or the file does not hold this run's model.
+        model  file with all parameters of `row`, in fp32 and finite
+        locks  unlocks the directories when it is closed
         """
         self._manifest, self._row, self._model, self._log = Manifest.from_json(row.manifest), row, model, log
-        self._stack, self._disks = ExitStack(), dict[str, Snapshots]()
+        self._disks = dict[str, Snapshots]()
         self._sections = {name: config.slave_section(name) for name, _ in row.placement}
         self.finished: set[VersionId] = set()  # versions that this try promoted for an earlier one
-        try:
-            self._check_model()
-            for name, section in self._sections.items():
-                disk = Snapshots(section.directory, row.run, name, section.initial_model, log)
-                self._disks[name] = disk
-                self._stack.callback(disk.close)
-            for name, section in self._sections.items():
-                finished, without_row = finish_staged(section.directory, name, digests, self._tell_damaged)
-                self.finished.update(finished)
-                for version in without_row:
-                    shutil.rmtree(staged_path(section.directory, version))
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def close(self) -> None:
-        """Unlock the directories."""
-        self._stack.close()
+        for name, section in self._sections.items():
+            disk = self._disks[name] = Snapshots(section.directory, row.run, name, section.initial_model, log)
+            locks.callback(disk.close)
+        for name, section in self._sections.items():
+            finished, without_row = finish_staged(section.directory, name, digests, log)
+            self.finished.update(finished)
+            for version in without_row:
+                shutil.rmtree(staged_path(section.directory, version))
 
     def look_at_disks(self) -> list[SlaveFinding]:
         """Read every directory, restore what is newer in its mirror, and return which slaves still have momentum."""
@@ -334,9 +323,6 @@ class Rebuild:
     def layer_names(self, layers: Sequence[int]) -> tuple[str, ...]:
         return tuple(self._manifest.layers[layer].name for layer in layers)
 
-    def _tell_damaged(self, error: CorruptSnapshot) -> None:
-        self._log.warning("snapshot_passed_over", reason=str(error))
-
     def _bring_back(self, name: str, layers: tuple[int, ...]) -> str:
         """Restore from the slave's mirror as at its start; return why nothing was restored, "" if all is there."""
         section, disk = self._sections[name], self._disks[name]
@@ -362,16 +348,6 @@ class Rebuild:
         flat = self._disks[found.slave].merge_momentum(self._read_model(found.layers), found.momentum_of)
         owner = (self._row.run, found.slave, sinc)
         return write_version(aside, owner, version, self._manifest, found.layers, flat, report)
-
-    def _check_model(self) -> None:
-        """Check, before anything is written, that the file has every parameter, in fp32 and finite."""
-        try:
-            for layer, array in self._read_model(range(len(self._manifest.layers))):
-                if not np.isfinite(array).all():
-                    name = self._manifest.layers[layer].name
-                    raise ConfigError(f"--model {self._model}: layer {name} is not finite; take another file")
-        except (CorruptSnapshot, OSError) as error:
-            raise ConfigError(f"--model: this is not the run's model: {error}") from error
 
     def _read_model(self, layers: Sequence[int]) -> Iterator[tuple[int, F32]]:
         with Reader(self._model) as reader:

@@ -5,6 +5,7 @@ Failures are placed by bytes (a proxy that cuts, a peer that speaks the frames i
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -990,6 +991,47 @@ def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
         assert len(heard.of("released", pull_id)) == 1
     finally:
         flow.close()
+
+
+def test_an_event_that_its_receiver_fails_on_ends_no_lane():
+    """A bug of ours is counted, and the next pull is served and released."""
+    flow, released = ZmqFlow(RUN, "s0", ("127.0.0.1:0",), CHUNK_BYTES, 4 << 20, 2, 10.0), queue.SimpleQueue[PullId]()
+
+    def on_event(event: FlowEvent) -> None:
+        assert isinstance(event, Released)
+        released.put(event.pull)
+        assert event.pull.seq > 1, "a bug"
+
+    try:
+        flow.set_layers(MANIFEST, LAYERS)
+        flow.start(SINC, on_event)
+        for pull in (PullId("fast", 1, 1), PullId("fast", 1, 2)):
+            flow.open_pull(pull, V, model(1))
+            flow.close_pull(pull)
+            assert released.get(timeout=20) == pull
+        assert flow.refused_frames["failed"] == 1
+    finally:
+        flow.close()
+
+
+def test_chunks_beyond_the_queue_hold_no_source(monkeypatch):
+    """Their stream is over, as if its rank were gone; it may ask again with its next epoch."""
+    monkeypatch.setattr("dips.slave.flow.OUTGO_DEPTH", 0)
+    monkeypatch.setattr("dips.slave.flow.spare_threads", lambda cores: 1)
+    with running_flow() as slave:
+        pull_id = PullId("fast", 1, 1)
+        slave.flow.open_pull(pull_id, V, model(1))
+        with raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
+            peer.hello([])
+            peer.read_message(Kind.WELCOME)
+            peer.send_message(Kind.WANT, encode_want([Range(0, 0, 0, 8)]))
+            peer.send_message(Kind.WANT, encode_want([Range(0, 0, 8, 8)]))
+            until = time.monotonic() + 20
+            while not slave.flow.refused_frames["stream"]:
+                assert time.monotonic() < until
+                time.sleep(0.005)
+        slave.flow.close_pull(pull_id)
+        assert slave.heard.wait("released", pull_id) == "closed"
 
 
 def test_ranks_in_the_middle_of_a_long_step_find_their_push_and_pull():

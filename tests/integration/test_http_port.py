@@ -102,6 +102,15 @@ async def test_a_loop_that_hangs_is_not_healthy(monkeypatch: pytest.MonkeyPatch)
         assert (await ask(port, "/healthz"))[0] == 200
 
 
+async def test_a_view_that_fails_is_logged() -> None:
+    """Prometheus hears that it failed; why is in the daemon's log, with a traceback."""
+    with capture_logs() as told:
+        async with serving(subject(read=lambda: {}["slaves"])) as port:
+            assert (await ask(port, "/metrics"))[0] == 500
+            assert (await ask(port, "/healthz"))[0] == 200
+    assert [row["event"] for row in told if row["log_level"] == "error"] == ["http_failed"]
+
+
 async def test_scrapes_read_one_view() -> None:
     """Twenty scrapes at once cost the daemon's loop one look."""
     looks = list[int]()

@@ -17,6 +17,7 @@ import pytest
 import structlog
 import yaml
 from safetensors.numpy import save_file
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from dips.cli import cli
@@ -337,6 +338,14 @@ def test_what_was_killed_behind_its_row_is_finished(config: RunFile, tmp_path: P
         with pytest.raises(Killed):
             recover(tmp_path)
     head = head_of(config)
+    staged = config.slaves[1].directory / f".rebalanced-{head}" / "manifest.json"
+    whole = staged.read_bytes()
+    staged.write_bytes(whole[:-1])
+    with capture_logs() as logs:
+        recovering.recover_run(config, tmp_path / "saved.safetensors", structlog.get_logger(), lambda _: False)
+    assert [line["event"] for line in logs] == ["snapshot_passed_over"] and staged.exists()
+    staged.write_bytes(whole)
+    opened(config, "s1").close()  # its directory is locked no more
     done = recover(tmp_path)
     assert done.exit_code == 0 and f"note: {head} had its row; its snapshots have their names now" in done.output
     assert head_of(config) == head

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import yaml
 
 from dips.config import RunFile, load_run, watching
 from dips.config.watching import ConfigWatch, explain_key, find_changes, keep_watching
+from dips.daemon import watch_file
 from dips.slave.app import list_foreign_keys
+from dips.telemetry import logs
 
 
 class EditedRunFile:
@@ -155,6 +161,29 @@ def test_a_signal_hurries_the_look(story: EditedRunFile) -> None:
         return taken
 
     assert asyncio.run(play()) == ["log_level"]
+
+
+@pytest.mark.parametrize(("fixed", "level"), [(False, logging.DEBUG), (True, logging.INFO)])
+def test_the_level_of_a_command_line_stays(story: EditedRunFile, fixed: bool, level: int) -> None:
+    """Whatever the file says; its other keys are taken over all the same."""
+
+    async def play() -> list[str]:
+        loop = asyncio.get_running_loop()
+        applied: asyncio.Future[list[str]] = loop.create_future()
+        task = watch_file(
+            "run file", story.path, load_run(story.path), load_run, structlog.get_logger(), applied.set_exception,
+            fixed_level=fixed, changeable=("clusters",), apply=lambda new, keys, told: applied.set_result(keys),
+        )  # fmt: skip
+        await asyncio.sleep(0)
+        story.write(clusters=["west"], log_level="debug")
+        os.kill(os.getpid(), signal.SIGHUP)
+        try:
+            return await asyncio.wait_for(applied, 10)
+        finally:
+            task.cancel()
+
+    assert asyncio.run(play()) == ["clusters", "log_level"]
+    assert logs._LevelledLogger.level == level
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import socket
 import time
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from dips.http.daemon import WAKE_S, LoopWatch, call_on_loop
-from dips.http.server import bind_socket
+from dips.http.server import HttpServer, bind_socket
 
 
 def test_a_daemon_that_starts_again_has_its_port_at_once() -> None:
@@ -39,3 +42,27 @@ async def test_what_a_request_asks_of_the_loop_is_answered_or_raised() -> None:
     assert await asyncio.wait_for(asyncio.wrap_future(call_on_loop(loop, lambda: 7)), 10) == 7
     with pytest.raises(KeyError, match="slaves"):
         await asyncio.wait_for(asyncio.wrap_future(call_on_loop(loop, lambda: {}["slaves"])), 10)
+    ended = asyncio.new_event_loop()
+    ended.close()
+    answer = call_on_loop(ended, lambda: 7)
+    assert answer.done() and isinstance(answer.exception(), TimeoutError), "nobody is left to answer"
+
+
+async def _answer_shortly(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body"})
+
+
+def test_a_listener_that_fails_holds_up_no_connection() -> None:
+    """As when the process may open no more files: who is connected is answered, and the port ends when it is told."""
+    server = HttpServer(_answer_shortly, listener := bind_socket("127.0.0.1", 0), None)
+    server.start()
+    scraper = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    for _ in range(3):
+        scraper.request("GET", "/")
+        assert scraper.getresponse().read() == b""
+        with suppress(OSError):  # it is not connected any more, the second time
+            listener.shutdown(socket.SHUT_RDWR)
+    scraper.close()
+    server.close()
+    assert not server._thread.is_alive()
