@@ -389,7 +389,6 @@ class Versions:
                 measures = self._kernel_pool.measure(head.bank.arrays, theta_next.arrays)
         except BaseException:
             self._pool.give_back(theta_next)
-            self._updates.drop_update()
             raise
         acc.holder = f"m′ {version}"
         self._next, self._acc = Next(version, theta_next, acc), None

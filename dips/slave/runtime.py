@@ -87,8 +87,6 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
 
     def _stop_tasks(self) -> None:
         self._thread.on_reports = lambda reports: None  # the loop may end before the shard's thread
-        if not self._ended.done():
-            self._ended.cancel()
         for task in self._tasks:
             task.cancel()
 

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dips.store.tensorfile import reserve_file
+from dips.errors import CorruptSnapshot
+from dips.store.tensorfile import Reader, make_header, reserve_file, write_behind
+from tests.unit.slave.test_snapshots import open_files
 
 SIZE = 1 << 22  # bytes
 
@@ -36,3 +39,24 @@ def test_where_nothing_can_be_reserved_nothing_is_written(tmp_path: Path) -> Non
         pytest.skip("this machine allows no mounts in a user namespace")
     done = subprocess.run([*words, code], capture_output=True, text=True, check=False)
     assert done.stdout == "0 0\n", done.stdout + done.stderr
+
+
+def test_room_that_is_not_used_is_released(tmp_path: Path) -> None:
+    """What is written ends where its tensors do, however much was reserved, and is a whole file to its reader."""
+    reserve_file(tmp_path / "f", SIZE)
+    shapes = [("w", (3,))]
+    header = make_header({}, shapes)
+    size = write_behind(tmp_path / "f", header, 3, [np.ones(3, np.float32)], lambda _: None)
+    assert (tmp_path / "f").stat().st_size == size == len(header) + 12
+    with Reader(tmp_path / "f") as reader:
+        reader.read_into("w", (3,), read := np.zeros(3, np.float32))
+    assert read.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_file_that_is_refused_is_closed(tmp_path: Path) -> None:
+    """Not when its error is forgotten: who looks through many may have few files open."""
+    (tmp_path / "f").write_bytes(b"no tensors")
+    with pytest.raises(CorruptSnapshot) as refused:
+        Reader(tmp_path / "f")
+    assert refused.value.__traceback__ is not None
+    assert str(tmp_path / "f") not in open_files()

@@ -338,6 +338,14 @@ async def test_a_refusal_for_good_ends_the_session(error: Exception) -> None:
             await asyncio.wait_for(incarnation.task, 10)
 
 
+async def test_a_bug_of_the_core_ends_the_session() -> None:
+    """A slave that went on without what was to be done would look as if it worked."""
+    async with living(ScriptedMaster(Hold())) as incarnation:
+        incarnation.mirror = MirrorReport((), "")  # which it does not have
+        with pytest.raises(AssertionError, match="a slave without a mirror"):
+            await asyncio.wait_for(incarnation.task, 10)
+
+
 async def test_a_machine_without_the_memory_ends_the_session() -> None:
     """The sum is checked before memory is taken: too little ends the process with the numbers."""
 

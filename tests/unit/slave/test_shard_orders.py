@@ -188,6 +188,9 @@ def test_an_order_that_is_busy_for_long_is_not_taken_for_an_old_one(monkeypatch:
     assert fences.admit_order(apply) is None
     fences.remember_answer(apply, Done())
     assert fences.admit_order(apply) == Done()
+    for number in range(20, 30):
+        assert fences.admit_order(Order("s", 0, 1, number, Ping(), 10.0)) is None
+    assert list(fences._begun) == [27, 28, 29], "a master that never asks again fills no memory"
 
 
 def test_orders_of_a_round_that_is_over_are_stale() -> None:

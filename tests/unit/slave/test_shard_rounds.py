@@ -18,12 +18,14 @@ from dips.protocol.effects import (
     Abort,
     Apply,
     Commit,
+    DropPush,
     Fold,
     Hold,
     LoadVersion,
     Measure,
     OpenPull,
     OpenPush,
+    OrderBody,
     Persist,
     Ping,
     Reorder,
@@ -38,18 +40,23 @@ from tests.loading import follow_load
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, read_prepared
 
 
-def test_failure_4_a_swallowed_error() -> None:
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [(Fold(1, P2, 1.0), "Fold of x/1#2"), (Apply(1, V1, nesterov_step(1.0, 1.0, 0.0)), "Apply of v1@r1")],
+)
+def test_failure_4_a_swallowed_error(body: OrderBody, what: str) -> None:
     """After a kernel failed, every order of the round is refused but Abort; then the next round works."""
     slave = ShardRig().ready()
     slave.fold(P1, 0.5)
     slave.stage(P2, 0.25)
     slave.order(Measure(1, P2, GENESIS))
-    del slave.shard.versions._acc.arrays[2]  # type: ignore[union-attr]  # the second layer fails, the first is folded
-    with pytest.raises(LocalProtocolError, match="Fold of x/1#2 failed"):
-        slave.order(Fold(1, P2, 1.0))
+    del slave.shard.versions._acc.arrays[2]  # type: ignore[union-attr]  # the second layer fails, after the first
+    with pytest.raises(LocalProtocolError, match=f"{what} failed"):
+        slave.order(body)
     for body in (Fold(1, P2, 1.0), Apply(1, V1, nesterov_step(1.0, 1.0, 0.0)), Measure(1, P1, GENESIS)):
         with pytest.raises(LocalProtocolError, match="only Abort is legal"):
             slave.order(body)
+    slave.order(DropPush(P2, ""))
     assert slave.shard.versions.open_pushes == ()
     assert slave.order(Abort(1, "poisoned")) == Done()
     assert slave.shard.rounds.poison is None

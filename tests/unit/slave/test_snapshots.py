@@ -311,8 +311,14 @@ def test_a_full_disk_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tensorfile, "_reserve_space", full)
     with pytest.raises(OSError, match="No space left"):
         snapshots.write_snapshot(V2, arrays((0, 1, 2, 3), 3), arrays((0, 1, 2, 3), 4))
+    with pytest.raises(OSError, match="No space left"):
+        snapshots.reserve_room(V2, 2 * sum(layer.nbytes for layer in MANIFEST.layers))
     assert snapshots.complete_versions() == (V1,)
     assert sorted(p.name for p in path.iterdir()) == [".lock", "v1@r1"]
+    (path / "v1@r1" / "manifest.json").write_text("{")
+    with pytest.raises(OSError, match="No space left"):
+        snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    assert snapshots.complete_versions() == (), "it was to be replaced because it is damaged, and could not be"
     snapshots.close()
 
 
@@ -421,8 +427,9 @@ def test_a_mapped_snapshot_outlives_its_deletion(tmp_path: Path) -> None:
     assert not any(a.flags.writeable for a in mapped.values() if a.size)
     snapshots.write_snapshot(V1, momentum, theta)
     replaced = snapshots.map_theta(V1)
+    shutil.copytree(tmp_path / "s" / "v1@r1", tmp_path / "s" / ".rebalanced-v1@r1")  # by a rebalance that failed
     snapshots.delete_snapshots((V1,))
-    assert list(tmp_path.glob("s/v1*")) == []
+    assert list(tmp_path.glob("s/*v1*")) == []
     assert same(mapped, theta)
     assert replaced is not None
     assert same(replaced, momentum)

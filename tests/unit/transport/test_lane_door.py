@@ -12,7 +12,9 @@ import zmq
 
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport import lane
-from dips.transport.lane import LaneDoor, most_connections
+from dips.transport.lane import Lane, LaneDoor, Outgoing, most_connections
+from dips.transport.seal import new_keys
+from dips.wire.frame import Header, Kind
 
 MOST = 4
 
@@ -80,3 +82,33 @@ def test_lanes_share_half_of_the_files_that_may_be_open() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found == [lane.FEWEST_CONNECTIONS, 100]
     assert most_connections(1) <= lane.MOST_CONNECTIONS
+
+
+class Watch:
+    """Counts the frames that did not leave."""
+
+    lost = 0
+
+    def still_wanted(self) -> bool:
+        return True
+
+    def on_sent(self, tracker: zmq.MessageTracker) -> None:
+        pytest.fail("nobody is there")
+
+    def on_not_sent(self) -> None:
+        self.lost += 1
+
+
+def test_what_cannot_leave_is_told() -> None:
+    """A frame for nobody, an answer to who has no session, and what is posted when the lane is closing: a source of a
+    pull, or a probe's place, is free only then."""
+    watch, key = Watch(), new_keys()
+    open_, sealed = Lane(0, "127.0.0.1", 0, 10.0), Lane(1, "127.0.0.1", 0, 10.0, key)
+    open_._send_frame(Outgoing(b"nobody", b"", b"", watch))
+    assert watch.lost == 1
+    sealed._send_frame(Outgoing(key.public.encode() + b"nobody", Header(Kind.PROBE, 7, 1, 0, 0), b"", watch))
+    assert watch.lost == 2
+    for lane_ in (open_, sealed):
+        lane_.post_frame(Outgoing(b"nobody", b"", b"", watch))
+        lane_.close()
+    assert watch.lost == 4

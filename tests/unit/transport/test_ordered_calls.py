@@ -110,6 +110,16 @@ async def test_a_stream_that_is_refused_fails_who_waits() -> None:
     await calls.close()
 
 
+async def test_a_bug_fails_who_waits() -> None:
+    """And the next call begins anew: nobody waits for a stream that is carried no more."""
+    calls = calls_on()
+    async with asyncio.timeout(20):
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                await calls.ask(Order())
+    await calls.close()
+
+
 async def test_a_server_begins_no_more_calls_than_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next is read when one is answered: a peer that asks without end fills no memory."""
     monkeypatch.setattr(ordered_calls, "MOST_UNANSWERED", 2)
