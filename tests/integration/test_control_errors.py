@@ -10,9 +10,10 @@ import pytest
 
 from dips import errors
 from dips.errors import Busy, ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, UnavailableMaster
+from dips.master.runtime import dial_slave
 from dips.transport import control
 from dips.transport.endpoints import master_peer
-from dips.wire.generated import status_pb2, status_pb2_grpc
+from dips.wire.generated import slave_pb2, slave_pb2_grpc, status_pb2, status_pb2_grpc
 
 Handler = Callable[[], Awaitable[str]]
 
@@ -75,6 +76,27 @@ def test_a_bug_of_the_server_is_reported_and_named() -> None:
     with pytest.raises(LocalProtocolError, match="Status: KeyError"):
         asyncio.run(ask(raising(KeyError("x")), reports=reports))
     assert reports == ["/dips.v1.StatusService/Status: KeyError('x')"]
+
+
+async def test_a_bug_of_one_call_of_a_stream_is_reported_and_named() -> None:
+    """The next call of the stream is answered."""
+
+    class Orders(slave_pb2_grpc.OrderServiceServicer):
+        async def Execute(self, request: Any, context: Any) -> slave_pb2.Answer:  # type: ignore[override]
+            return {7: slave_pb2.Answer(done=slave_pb2.Done())}[request.number]
+
+    reports = list[str]()
+    server = control.make_server(lambda method, error: reports.append(f"{method}: {error!r}"))
+    slave_pb2_grpc.add_OrderServiceServicer_to_server(Orders(), server)
+    port = control.bind_server(server, "127.0.0.1:0", "slaves.s0.listen")
+    await server.start()
+    calls = dial_slave("s0", f"127.0.0.1:{port}")
+    with pytest.raises(LocalProtocolError, match="KeyError: 6"):
+        await asyncio.wait_for(calls.ask(slave_pb2.Order(number=6)), 20)
+    assert (await asyncio.wait_for(calls.ask(slave_pb2.Order(number=7)), 20)).HasField("done")
+    await calls.close()
+    await server.stop(None)
+    assert reports == ["/dips.v1.OrderService/Execute: KeyError(6)"]
 
 
 def test_a_long_message_is_cut_not_lost() -> None:

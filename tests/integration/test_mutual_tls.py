@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from dips.errors import ConfigError, Denied, UnavailableMaster
 from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.paths import TlsFiles
+from dips.master.runtime import dial_slave
 from dips.protocol.events import ClusterLeft
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport import control
@@ -28,6 +30,9 @@ from dips.wire.generated import cluster_pb2, operator_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer, ClusterServiceStub
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server as add_clusters
 from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
+from dips.wire.generated.slave_pb2 import Order
+from dips.wire.generated.slave_pb2_grpc import OrderServiceServicer
+from dips.wire.generated.slave_pb2_grpc import add_OrderServiceServicer_to_server as add_orders
 from tests.enrolled import Enrolled
 
 RUN = "july"
@@ -126,6 +131,21 @@ async def test_a_service_that_is_not_served_is_not_reached(enrolled: Enrolled) -
                 unavailable=UnavailableMaster,
             )  # fmt: skip
         await channel.close()
+
+
+async def test_orders_of_another_than_the_master(enrolled: Enrolled) -> None:
+    """A stream of calls ends with the first that its peer may not make; who waits is told why."""
+    guard = Guard(source_of(enrolled.enroll("s0", PeerRole.SLAVE), "s0", PeerRole.SLAVE))
+    server = control.make_server(lambda method, error: pytest.fail(f"{method}: {error!r}"), guard)
+    add_orders(OrderServiceServicer(), server)
+    address = f"127.0.0.1:{control.bind_server(server, '127.0.0.1:0', 'slaves.s0.listen', guard)}"
+    await server.start()
+    calls = dial_slave("s0", address, source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER))
+    with pytest.raises(Denied, match="expected a certificate of master, got that of cluster 'west'"):
+        await asyncio.wait_for(calls.ask(Order(slave="s0")), 20)
+    await calls.close()
+    await server.stop(0)
+    assert sum(guard.refused.values()) == 1
 
 
 class TestStrangers:
@@ -269,12 +289,13 @@ class TestWithoutRestart:
         ours = source_of(replace(files, crl=NO_LIST), MASTER_NAME, PeerRole.MASTER, clock)
         (tmp_path / "new").mkdir()
         later = Enrolled(tmp_path / "new", RUN).enroll("west", PeerRole.CLUSTER)
-        async with master(ours) as (address, _):
+        async with master(ours) as (address, guard):
             both = files.ca.read_bytes() + later.ca.read_bytes()
             later.ca.write_bytes(both)
             west = source_of(replace(later, crl=NO_LIST), "west", PeerRole.CLUSTER)
             with pytest.raises(UnavailableMaster):
                 await join(master_peer(address, west), "west")
+            assert guard.handshakes._begun, "it is counted when no call has followed"
             files.ca.write_bytes(both)
             clock.now += LOOK_S
             assert await join(master_peer(address, west), "west") == "west"
