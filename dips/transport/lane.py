@@ -276,7 +276,6 @@ class Waker:
     def __init__(self) -> None:
         self._awake = False  # a byte is on its way: no other is needed
         self._ours, self.theirs = socket.socketpair()
-        self._ours.setblocking(False)
         self.theirs.setblocking(False)
 
     def wake(self) -> None:
@@ -284,9 +283,7 @@ class Waker:
             return
         self._awake = True
         try:
-            self._ours.send(b"\0")
-        except BlockingIOError:
-            return  # it is full of wakes already
+            self._ours.send(b"\0")  # at most one of each calling thread has yet to be drained
         except OSError as error:
             if error.errno != errno.EBADF:  # closed under a late caller: there is no thread to wake
                 raise

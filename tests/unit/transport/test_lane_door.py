@@ -12,7 +12,7 @@ import zmq
 
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport import lane
-from dips.transport.lane import Lane, LaneDoor, Outgoing, most_connections
+from dips.transport.lane import Lane, LaneDoor, Outgoing, _listen, most_connections
 from dips.transport.seal import new_keys
 from dips.wire.frame import Header, Kind
 
@@ -59,6 +59,22 @@ def test_a_full_house_lets_nobody_in_until_there_is_room(door: LaneDoor) -> None
     for connection in (late, *inside):
         connection.close()
     wait_for(door, 0)
+
+
+@pytest.mark.parametrize(("host", "bound"), [("127.0.0.1", "127.0.0.1"), ("*", "::")])
+def test_a_lane_listens_where_it_is_said(host: str, bound: str) -> None:
+    """On that address and no other; on all of them both protocols' callers are let in. A slave that starts again has
+    its port at once, though connections of the former process hold it for a minute (TIME_WAIT), and a caller that is
+    gone before it is accepted holds nobody up."""
+    port = 0
+    for _ in range(2):
+        with _listen(host, port) as listener:
+            assert listener.getsockname()[0] == bound and not listener.getblocking()
+            port = listener.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), 5.0) as caller:
+                listener.setblocking(True)
+                listener.accept()[0].close()  # first to close is who waits
+                assert caller.recv(1) == b""
 
 
 def test_a_port_that_is_taken_is_an_error(door: LaneDoor) -> None:

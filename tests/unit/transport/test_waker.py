@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
+import pytest
 import zmq
 
 from dips.transport.lane import Waker
@@ -16,8 +18,11 @@ def test_waking_twice_is_waking_once():
         for _ in range(2):
             for _ in range(5):
                 waker.wake()
-            assert waker.theirs.recv(4096) == b"\0"
-            waker.drain()  # nothing more is there
+            assert waker.theirs.recv(4096, socket.MSG_PEEK) == b"\0"
+            waker.drain()
+            with pytest.raises(BlockingIOError):  # else the poll would never sleep again
+                waker.theirs.recv(4096)
+            waker.drain()  # woken by something else
     finally:
         waker.close()
 
