@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,11 +18,13 @@ import structlog
 from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
+from dips.config import MasterSection, RunFile, Shared, SlaveSection
 from dips.errors import ConfigError, CorruptSnapshot, FailedMirror
-from dips.ids import VersionId
+from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
+from dips.protocol.effects import Hold, Registered
 from dips.protocol.events import MirrorReport
-from dips.slave import snapshot_mirror
+from dips.slave import app, snapshot_mirror
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store import mirror as mirror_store
@@ -30,7 +32,7 @@ from dips.store.mirror import MirrorStore, bring_back, copy_out, read_copy
 from dips.transport.backoff import Backoff
 from tests.busy_store import BusyFileSystem, persist
 from tests.damage import flip_bit
-from tests.unit.slave.test_snapshots import arrays, opened, read, same
+from tests.unit.slave.test_snapshots import MANIFEST, arrays, opened, read, same
 
 V1, V2, V3 = VersionId(1, 1), VersionId(2, 5), VersionId(3, 6)
 LAYERS = (0, 1, 2, 3)
@@ -636,3 +638,20 @@ def test_what_was_listed_stands_until_it_is_listed_anew() -> None:
     assert plan.next_job(1.0) == MirrorJob(MirrorJobKind.DELETE, (V1,))
     plan.on_done(MirrorJob(MirrorJobKind.DELETE, (V1,)))
     assert plan.next_job(2.0) is None
+
+
+async def test_a_slave_s_mirror_learns_which_layers_are_its_own(tmp_path: Path) -> None:
+    """A copy from before a rebalance has a version's name and other layers: a slave that took it for whole would leave
+    the version without a copy."""
+    written(tmp_path / "r", V1)
+    (tmp_path / "mirror").mkdir()
+    section = SlaveSection(
+        name="s", master="127.0.0.1:1", directory=tmp_path / "s", mirror=(tmp_path / "mirror").as_uri()
+    )
+    copy_out(MirrorStore(str(section.mirror), "r", "s"), tmp_path / "r", V1, lambda _: None)
+    config = RunFile(shared=Shared(run="r"), master=MasterSection(directory=tmp_path), slaves=(section,), tls=False)
+    async with AsyncExitStack() as stack:
+        parts = app._build_parts(config, section, LOG, stack)
+        parts.prepare_memory(Registered(1, 7, Hold(), GENESIS, (0, 1), ("", ""), MANIFEST.to_json()))
+        assert parts.mirror is not None
+        assert "this slave [0, 1] since a rebalance" in parts.mirror.restore(()).reason
