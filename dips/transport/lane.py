@@ -131,15 +131,10 @@ class LaneDoor:
         """Bind `router`; raise OSError or ZMQError if the address is not available."""
         self._most, self._open, self._shut = most, set[int](), False
         self._listener = _listen(host, port)
-        try:
-            self.monitor = router.get_monitor_socket(_EVENTS)
-            router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))  # libzmq closes its own
-            name = f"[{host}]" if ":" in host else host
-            self.port = int(self._listener.getsockname()[1])
-            router.bind(f"tcp://{name}:{self.port}")
-        except BaseException:
-            self._listener.close()
-            raise
+        self.port = int(self._listener.getsockname()[1])
+        self.monitor = router.get_monitor_socket(_EVENTS)
+        router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))  # libzmq closes its own
+        router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{self.port}")
 
     @property
     def connections(self) -> int:
@@ -354,7 +349,7 @@ class Lane:
             zmq.IMMEDIATE: 1,
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.IPV6: 1,
-            zmq.TCP_MAXRT: max(1, int(stall_s * 1000)),  # a peer that reads nothing for this long loses its connection
+            zmq.TCP_MAXRT: int(stall_s * 1000),  # a peer that reads nothing for this long loses its connection
         }
         try:
             for option, value in options.items():
