@@ -34,7 +34,7 @@ def test_the_soft_limit_becomes_the_hard_one() -> None:
     assert raised(64, 2000, 1024) == ["(2000, 2000)"]
 
 
-@pytest.mark.parametrize(("hard", "begins"), [(600, "expected a limit"), (100, "ConfigError open files: expected")])
+@pytest.mark.parametrize(("hard", "begins"), [(128, "expected a limit"), (100, "ConfigError open files: expected")])
 def test_a_hard_limit_that_is_too_low_is_named(hard: int, begins: str) -> None:
     """A warning as long as it serves some; an error if it serves nobody. Both say how many and where."""
     text, limits = raised(64, hard, 1024)
