@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -128,3 +130,71 @@ def test_what_cannot_leave_is_told() -> None:
         lane_.post_frame(Outgoing(b"nobody", b"", b"", watch))
         lane_.close()
     assert watch.lost == 4
+
+
+class Leaving:
+    """On which thread a frame was handed to libzmq; empty before."""
+
+    thread = ""
+
+    def still_wanted(self) -> bool:
+        return True
+
+    def on_sent(self, tracker: zmq.MessageTracker) -> None:
+        self.thread = threading.current_thread().name
+
+    def on_not_sent(self) -> None:
+        pytest.fail("its peer is there")
+
+
+class Answering:
+    """Answers each message, and notes whether the answer had left when `post_frame` returned."""
+
+    def __init__(self, served: Lane) -> None:
+        self.served, self.heard, self.turns = served, queue.SimpleQueue[tuple[bytes, str]](), queue.SimpleQueue[int]()
+
+    def on_message(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None:
+        leaving = Leaving()
+        self.served.post_frame(Outgoing(peer, b"answer", parts[0].bytes, leaving))
+        self.heard.put((peer, leaving.thread))
+
+    def on_turn(self, lane: int) -> None:
+        self.turns.put(lane)
+
+    def until_asleep(self) -> None:
+        """Return when no turn follows for a moment."""
+        for _ in range(1000):
+            try:
+                self.turns.get(timeout=0.05)
+            except queue.Empty:
+                return
+        pytest.fail("the lane never sleeps")
+
+
+def test_a_lane_sleeps_until_there_is_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long its poll may last: a frame that comes or is to leave, a wake and its end are seen at once. Only its
+    own thread touches the socket; what that posts leaves before it reads on."""
+    monkeypatch.setattr(lane, "_POLL_MS", 60_000)
+    served = Lane(3, "127.0.0.1", 0, 10.0)
+    served.start(handler := Answering(served))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.RCVTIMEO, 10_000)
+        peer.connect(f"tcp://{served.address}")
+        for number in (b"1", b"2"):
+            peer.send_multipart([number, b"body"])
+            assert peer.recv_multipart() == [b"answer", number]
+            name, thread = handler.heard.get(timeout=10)
+            assert thread == "lane-3"
+            handler.until_asleep()
+        for _ in range(2):
+            served.post_frame(Outgoing(name, b"posted", b"body", leaving := Leaving()))
+            assert peer.recv_multipart() == [b"posted", b"body"]
+            handler.until_asleep()
+        served.wake()
+        handler.turns.get(timeout=10)
+        assert leaving.thread == "lane-3"
+    begun = time.monotonic()
+    served.close()
+    assert time.monotonic() - begun < 30
+    Lane(3, "127.0.0.1", int(served.address.rpartition(":")[2]), 10.0).close()  # the port is free
+    assert served._waker.theirs.fileno() == -1
