@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-import zmq
-
 from dips.transport.backoff import Backoff
-from dips.transport.stream import FIRST_PAUSE_S, LONGEST_PAUSE_S, Stream
-from dips.wire.frame import StreamName
 
 
 class LongestPauses(Random):
@@ -37,21 +33,3 @@ def test_equal_generators_give_equal_pauses() -> None:
     """Chance comes from the generator alone, so a simulation can repeat itself."""
     one, other = Backoff(0.1, 5.0, Random(7)), Backoff(0.1, 5.0, Random(7))
     assert [one.next_pause_s() for _ in range(10)] == [other.next_pause_s() for _ in range(10)]
-
-
-def test_a_stream_connects_as_soon_as_its_pause_is_over() -> None:
-    """The first time at once, then when the pause that was drawn has passed, not a look later."""
-
-    def connected(now: float) -> bool:
-        stream.advance_connection(now)
-        stream.register_poll(poller := zmq.Poller())
-        return bool(poller.sockets)
-
-    name = StreamName("r", "push", "a", 1, 1, 0, "s", 0, 1, "v1@r1")
-    with zmq.Context() as context:
-        stream = Stream(context, "127.0.0.1:1", name, (), 10.0, Random(1))
-        assert connected(0.0)
-        stream.reconnect_later("a test", 5.0)
-        over = 5.0 + Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, Random(1)).next_pause_s()
-        assert not connected(over - 1e-6) and connected(over)
-        stream.close()
