@@ -128,7 +128,8 @@ class Stream:
 
     def register_poll(self, poller: zmq.Poller) -> None:
         """Register the stream's sockets with the owner's poll."""
-        if self._socket is not None and self._monitor is not None:
+        if self._socket is not None:
+            assert self._monitor is not None, "each socket has its monitor"
             poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0))
             poller.register(self._monitor, zmq.POLLIN)
 
@@ -207,7 +208,8 @@ class Stream:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the connection; libzmq may read posted bodies until the context has ended."""
-        if self._socket is not None and self._monitor is not None:
+        if self._socket is not None:
+            assert self._monitor is not None, "each socket has its monitor"
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=linger_ms)
