@@ -154,8 +154,9 @@ class OuterCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Push the last steps if the run goes on, then leave the run."""
-        if self.outer is None or self._rate is None:
+        if self.outer is None:
             return
+        assert self._rate is not None, "the Trainer begins before it ends"
         if self._rate.pending and not self.outer.finished and not args.load_best_model_at_end:
             self.outer.push()  # the best model would be an older one
         self.outer.close()
@@ -163,8 +164,7 @@ class OuterCallback(TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop training if the run ended when it leased its last data range, after the last step."""
-        if self.outer is not None:
-            self._end_with_run(args, control)
+        self._end_with_run(args, control)
 
     def _resume(self, outer: OuterLoop, held: HeldParameters, args: TrainingArguments, state: TrainerState) -> None:
         """Resume from the checkpoint that the Trainer has loaded and that OuterLoop's pull has overwritten."""
@@ -203,7 +203,7 @@ class OuterCallback(TrainerCallback):
             outer.remark("; ".join([*found, *filter(None, [warned])]))
 
     def _end_with_run(self, args: TrainingArguments, control: TrainerControl) -> None:
-        assert self.outer is not None
+        assert self.outer is not None, "the Trainer begins before it steps"
         if self.outer.finished and not self._over:
             # As the Trainer itself does at its max_steps.
             self._over = True

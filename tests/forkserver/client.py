@@ -97,6 +97,7 @@ def start(python: str = sys.executable, root: Path = ROOT) -> tuple[ForkServer, 
     # Threads would not be forked: no OpenMP's, and not that of pyarrow's allocator, which transformers imports.
     single = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     environment = {**os.environ, **single, "PYTHONPATH": str(root)}
+    environment.pop("PYTEST_CURRENT_TEST", None)  # it serves others, too, and `make coverage` names them by it
     process = subprocess.Popen(
         [python, "-m", "tests.forkserver.server", str(its.fileno()), str(door.fileno()), space],
         cwd=root, env=environment, stdin=subprocess.DEVNULL, pass_fds=[its.fileno(), door.fileno()],

@@ -38,6 +38,7 @@ from tests.forkserver.program import Become, end, run
 
 STARTS_OTHERS = {"dips.cli", "dips.client.app", "dips.master.app", "torch.distributed.run"}
 IMPORT_ONLY = ("dips.", "torch.")  # entry points that do nothing when they are imported
+TEST = "PYTEST_CURRENT_TEST"
 FREE_FROM = 256  # numbers of descriptors from here on are nobody's wish
 _environment = dict(os.environ)  # of the first server: what libraries read when they were imported
 _imported = set[Any]()
@@ -204,8 +205,11 @@ def enter(request: dict[str, Any]) -> None:
         process.enter_namespace(program.namespace)
     os.umask(request["umask"])
     os.chdir(request["cwd"])
+    before = os.environ.get(TEST)
     os.environ.clear()
     os.environ.update(request["environment"])
+    if os.environ.get(TEST) != before and "coverage" in sys.modules:  # under `make coverage`: it has started itself
+        sys.modules["coverage"].Coverage.current().switch_context(os.environ[TEST])
     set_descriptors(request["fds"], request["kept"])
 
 

@@ -36,8 +36,10 @@ RAISED = re.compile(
     re.MULTILINE,
 )
 OF_TORCHRUN = "torch.distributed.elastic"
-# torchrun's report: the rank whose end it saw first, and its exit code; negative: the signal that killed it.
-ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank +: (\d+) .*?exitcode +: (-?\d+)", re.DOTALL)
+# torchrun's report: the rank whose end it saw first, and the signal that killed it (a negative exit code), if one did.
+ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?rank +: (\d+) .*?exitcode +: (?:-(\d+)|\d)", re.DOTALL
+)
 OF_OTHERS = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|DistNetworkError|gloo|Gloo|NCCL|ncclRemoteError|DistBackendError"
     r"|not all \d+ ranks reached",
@@ -97,8 +99,8 @@ def find_cause(text: str) -> str:
     """
     raised = [found for found in RAISED.findall(text) if not found[1].startswith(OF_TORCHRUN)]
     first = ROOT_CAUSE.search(text)
-    if first is not None and int(first[2]) < 0:
-        return f"rank {first[1]} was {describe_signal(-int(first[2]))}"
+    if first is not None and first[2]:
+        return f"rank {first[1]} was {describe_signal(int(first[2]))}"
     lines = [line for rank, line in raised if first is not None and rank == first[1]]
     if not lines or OF_OTHERS.search(lines[-1]):
         lines = [line for _, line in raised if not OF_OTHERS.search(line)] or lines or [line for _, line in raised]

@@ -19,16 +19,19 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from dips.client.transformers import (
     NO_LIMIT,
     CollateStep,
+    HeldParameters,
     OuterCallback,
     RunRate,
     checkpoint_path,
     find_coarse,
     lease_ranges,
     read_outer_state,
+    write_outer_state,
 )
 from dips.errors import ConfigError
 from dips.ids import VersionId
 from dips.protocol.options import StopOptions
+from tests.disk_calls import DiskCalls
 
 TARGET = 1000  # tokens of the run
 
@@ -90,6 +93,8 @@ def test_a_warm_up_is_of_own_steps_or_a_share_of_the_run() -> None:
     rate, scheduler, optimizer, _ = taken_over(outer_at(0.0), lr_scheduler_type="constant", warmup_steps=0.2)
     rate.record_step(50)
     assert step(scheduler, optimizer) == pytest.approx(2.0 * 50 / 200)
+    _, scheduler, optimizer, _ = taken_over(outer_at(0.0), lr_scheduler_type="constant", warmup_steps=1)
+    assert step(scheduler, optimizer) == 2.0, "one step, not all of the run"
 
 
 def test_a_rate_that_cannot_follow_is_told() -> None:
@@ -110,14 +115,15 @@ def test_a_rate_that_cannot_follow_is_told() -> None:
 def test_the_run_ends_the_training(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without max_steps, or with the script's own; alone the Trainer's epochs stay."""
     control, state = TrainerControl(), TrainerState()
-    for given, expected in ((-1, NO_LIMIT), (7, 7)):
+    for given, expected in ((-1, NO_LIMIT), (0, NO_LIMIT), (7, 7)):
         args = training(max_steps=given)
         OuterCallback(cluster_file).on_init_end(args, state, control)
         assert args.max_steps == expected
     with pytest.raises(ConfigError, match="save_steps: a share of max_steps"):
         OuterCallback(cluster_file).on_init_end(training(save_steps=0.1), state, control)
-    with pytest.raises(ConfigError, match=r"Trainer\(callbacks="):
-        OuterCallback(cluster_file).on_train_begin(training(), state, control)
+    for given in (-1, 0):
+        with pytest.raises(ConfigError, match=r"Trainer\(callbacks="):
+            OuterCallback(cluster_file).on_train_begin(training(max_steps=given), state, control)
     monkeypatch.setenv("DIPS_ALONE", "1")
     args = training()
     OuterCallback(cluster_file).on_init_end(args, state, control)
@@ -125,14 +131,115 @@ def test_the_run_ends_the_training(cluster_file: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_the_outer_state_lies_in_each_checkpoint(tmp_path: Path, finished: bool) -> None:
-    """In the last one, too: `dips set` has the run go on, and the Trainer from there."""
+def test_the_outer_state_lies_in_each_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    """In the last one, too: `dips set` has the run go on, and the Trainer from there. It is durable."""
     args, state = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), TrainerState(global_step=7)
     (tmp_path / "checkpoint-7").mkdir()
     callback = OuterCallback()
-    callback.outer = cast(Any, SimpleNamespace(finished=finished, state_dict=lambda: {"format": 3}))
     callback.on_save(args, state, TrainerControl())
+    assert list((tmp_path / "checkpoint-7").iterdir()) == [], "it has not joined: the script only evaluates"
+    callback.outer = cast(Any, SimpleNamespace(finished=finished, state_dict=lambda: {"format": 3}))
+    disk = DiskCalls(tmp_path / "checkpoint-7", monkeypatch)
+    callback.on_save(args, state, TrainerControl())
+    aside, file = ".unfinished-outer_state_0.pt", "outer_state_0.pt"
+    assert disk.calls == [f"fsync {aside}", f"rename {aside} {file}", "fsync ."]
     assert read_outer_state(checkpoint_path(args, state)) == ({"format": 3}, {})
+
+
+class FakeOuter(SimpleNamespace):
+    """An outer loop that has pulled a version, and whose lazy install writes it over the model when it is completed."""
+
+    def __init__(self, model: torch.nn.Linear, *_: Any) -> None:
+        super().__init__(**vars(outer_at(0.5)), finished=False, resumed=True)
+        self.model, self.remarks, self.did = model, list[str](), list[Any]()
+        self.install()
+
+    @torch.no_grad()
+    def install(self) -> None:
+        self.model.weight.fill_(2.0)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.did.append((state, self.model.weight.unique().item()))
+
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_checkpoint_is_put_over_the_version_that_was_pulled(tmp_path: Path, resumed: bool) -> None:
+    """Which is complete before, or it would come over the checkpoint. Without the outer state the version stays."""
+    args, state = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), TrainerState(global_step=7)
+    model, callback = torch.nn.Linear(2, 2).requires_grad_(True), OuterCallback()
+    torch.nn.init.ones_(model.weight)
+    held = HeldParameters(model)
+    outer = FakeOuter(model)
+    outer.resumed = resumed
+    with pytest.warns(UserWarning, match="the checkpoint was saved without the outer loop"):
+        callback._resume(cast(Any, outer), held, args, state)
+    assert len(outer.remarks) == 1 and not outer.did and bool((model.weight == 2.0).all())
+    (tmp_path / "checkpoint-7").mkdir()
+    write_outer_state(checkpoint_path(args, state), {"format": 3}, {"range": 4})
+    callback._resume(cast(Any, outer), held, args, state)
+    assert outer.did == [({"format": 3}, 1.0)] and len(outer.remarks) == 1
+    assert callback.resumed_feed == ({"range": 4} if resumed else {}), "a version that was pulled begins anew"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_trainer_joins_and_says_what_is_wrong(
+    cluster_file: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, rank: int
+) -> None:
+    """Rank 0 as warnings, and in one remark; it counts tokens from where the Trainer is, and resumes what it loaded."""
+    outers, resumed = list[FakeOuter](), list[int]()
+    monkeypatch.setattr("dips.client.transformers.OuterLoop", lambda *a: outers.append(FakeOuter(*a)) or outers[-1])
+    monkeypatch.setattr(OuterCallback, "_resume", lambda self, outer, held, args, state: resumed.append(1))
+    monkeypatch.setenv("RANK", str(rank))
+    model = torch.nn.Linear(2, 2).bfloat16()
+    for step in (0, 7):
+        args, state = training(max_steps=9, learning_rate=2.0), TrainerState(global_step=step)
+        args.include_num_input_tokens_seen = "no"
+        state.num_input_tokens_seen = 100
+        optimizer, callback = torch.optim.SGD(model.parameters(), lr=2.0), OuterCallback(cluster_file)
+        scheduler = StepLR(optimizer, 3)
+        callback.on_train_begin(args, state, TrainerControl(), model, optimizer, scheduler)
+        assert args.include_num_input_tokens_seen == "all" and callback._tokens == 100
+        assert resumed == [1] * (step > 0)
+    told = [str(warned.message) for warned in recwarn if issubclass(warned.category, UserWarning)]
+    assert [text.partition(",")[0] for text in told] == (
+        ["the learning rate follows the Trainer's own steps", "the run has data ranges"] * 2 if rank == 0 else []
+    )
+    (remark,) = outers[0].remarks
+    parts = ("StepLR has no curve", "the run has data ranges", "weight has 16 bits")
+    assert all(remark.count(part) == 1 for part in parts)
+
+
+@pytest.mark.parametrize(("texts", "warned", "remarks"), [([""], "", []), ([""], "b", ["b"]), (["a"], "", ["a"])])
+def test_a_remark_is_of_what_there_is(texts: list[str], warned: str, remarks: list[str]) -> None:
+    """An empty one would be a line of `dips status`."""
+    outer = FakeOuter(torch.nn.Linear(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        OuterCallback()._tell(cast(Any, outer), texts, warned)
+    assert outer.remarks == remarks
+
+
+@pytest.mark.parametrize(("strategy", "saves"), [("steps", True), ("no", False)])
+def test_the_end_of_the_run_ends_the_training_once(strategy: str, saves: bool) -> None:
+    """With a checkpoint, as the Trainer has one at its max_steps: `dips set` may have the run go on."""
+    args, callback, control = training(save_strategy=strategy), OuterCallback(), TrainerControl()
+    callback.outer = cast(Any, FakeOuter(torch.nn.Linear(2, 2)))
+    callback.on_epoch_end(args, TrainerState(), control)
+    assert not control.should_training_stop and not control.should_save
+    callback.outer.finished = True  # type: ignore[union-attr,misc]
+    callback.on_epoch_end(args, TrainerState(), control)
+    assert control.should_training_stop and control.should_save == saves
+    control = TrainerControl(should_save=True)
+    callback.on_epoch_end(args, TrainerState(), control)
+    assert not control.should_training_stop, "it was told"
+    callback._over = False
+    callback.on_epoch_end(args, TrainerState(), control)
+    assert control.should_save, "the Trainer saves at this step anyway"
 
 
 def test_without_an_optimizer_no_outer_state_is_saved(tmp_path: Path) -> None:

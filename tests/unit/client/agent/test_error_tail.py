@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from dips.client.agent.trainer import LINE_CHARS, TAIL_BYTES, ErrorTail, find_cause
+from dips.client.agent.trainer import LINE_CHARS, TAIL_BYTES, ErrorTail, _pass_on, find_cause
 
 TORCHRUN = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -102,7 +106,8 @@ def test_the_last_lines_are_few_short_and_printable() -> None:
 
 
 def test_output_is_passed_on_and_its_end_kept(capfd: pytest.CaptureFixture[str]) -> None:
-    """Byte for byte, however much there is; what is kept is bounded."""
+    """Byte for byte, however much there is; what is kept is bounded, and the pipe is closed."""
+    before = os.listdir("/proc/self/fd")
     tail = ErrorTail()
     code = f"import sys; sys.stderr.write('y' * {3 * TAIL_BYTES} + '\\nlast\\n')"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=tail.writer)
@@ -110,5 +115,50 @@ def test_output_is_passed_on_and_its_end_kept(capfd: pytest.CaptureFixture[str])
     process.wait()
     assert tail.finish() == "last"
     assert capfd.readouterr().err == "y" * 3 * TAIL_BYTES + "\nlast\n"
-    with pytest.raises(OSError, match="Bad file"):
-        os.fstat(tail.writer)
+    tail._thread.join()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_the_cause_may_come_after_the_end_of_the_process() -> None:
+    """Its last words are still in the pipe when it has ended."""
+    tail = ErrorTail()
+    late = os.dup(tail.writer)
+    tail.close_writer()
+    with ThreadPoolExecutor(1) as pool:
+        cause = pool.submit(tail.finish)
+        os.write(late, b"ValueError: x\n")
+        os.close(late)
+        assert cause.result() == "ValueError: x"
+
+
+def test_a_terminal_that_is_full_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that another program has made non-blocking: nothing is lost, and no processor is burned."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x" * 4096)
+    stderr, tries, seen = os.dup(2), list[bytes](), bytearray()
+    write_really = os.write
+
+    def try_write(fd: int, piece: bytes) -> int:
+        assert len(tries) < 9, "it waits for room"
+        tries.append(piece)
+        return write_really(fd, piece)
+
+    def make_room(*lists: Any) -> Any:
+        seen.extend(os.read(read, 1 << 20))
+        return lists
+
+    monkeypatch.setattr(os, "write", try_write)
+    monkeypatch.setattr(select, "select", make_room)
+    os.dup2(write, 2)
+    try:
+        _pass_on(b"last words")
+    finally:
+        os.dup2(stderr, 2)
+        for fd in (write, stderr):
+            os.close(fd)
+    seen.extend(os.read(read, 1 << 20))
+    os.close(read)
+    assert seen.strip(b"x") == b"last words"
