@@ -89,7 +89,6 @@ class VersionPuller:
         self._rate = TransferRate(0, 0, 0.0)
         self._inc = self._seq = 0
         self._told = asyncio.Event()  # set by each heartbeat's answer, and by the end of the lease
-        self._cancel = threading.Event()  # of the present transfer
 
     async def __aenter__(self) -> VersionPuller:
         described = await _describe_run(self._master)
@@ -209,26 +208,24 @@ class VersionPuller:
         self, grant: Grant, identity: TransferIdentity, pieces: list[Piece], held: VersionId | None
     ) -> TransferStats:
         """Transfer the bytes in a thread; it has ended when this returns, also after a cancellation or a lost lease."""
-        self._cancel.clear()
+        cancel = threading.Event()
 
         def report_rate(rate: TransferRate) -> None:
             self._rate = rate
 
         def move() -> TransferStats:
-            return pull_pieces(
-                grant, identity, pieces, stall_s=STALL_S, cancel=self._cancel, progress=report_rate, held=held
-            )
+            return pull_pieces(grant, identity, pieces, stall_s=STALL_S, cancel=cancel, progress=report_rate, held=held)
 
         moving = asyncio.create_task(asyncio.to_thread(move))
         try:
             await asyncio.wait((moving, self._lease), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            self._cancel.set()
+            cancel.set()
             await asyncio.gather(moving, return_exceptions=True)
             raise
         if moving.done():
             return moving.result()
-        self._cancel.set()
+        cancel.set()
         await asyncio.gather(moving, return_exceptions=True)
         self._lease.result()
         raise AssertionError("a lease ends by an error")

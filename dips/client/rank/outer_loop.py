@@ -64,7 +64,7 @@ NOT_SYNCED_BESIDE = (
 )
 LOAD_ORDER = "load model and optimizer after OuterLoop is made, which pulls, then call load_state_dict"
 
-_open: WeakSet[OuterLoop] = WeakSet()  # loops of this process that are not closed: one for each agent
+_loops: WeakSet[OuterLoop] = WeakSet()  # of this process; one that is not closed for each agent
 
 
 class OuterLoop:
@@ -98,7 +98,7 @@ class OuterLoop:
         """
         self._config, alone = joining.find_config(config), joining.is_alone(config)
         self._agent = None if alone else find_address(self._config)
-        for former in [loop for loop in _open if loop._agent == self._agent is not None]:
+        for former in [loop for loop in _loops if loop._agent == self._agent is not None]:
             former._give_way()
         self._unwatch = joining.watch_run(self._config, alone)
         self.resumed = False  # whether training goes on from what `load_state_dict` was given, not from a pull instead
@@ -146,7 +146,7 @@ class OuterLoop:
         )
         self._step_tokens = StepTokens(self._state, self._collectives, self._agent_client)
         self._pid, self._closed = os.getpid(), ""
-        _open.add(self)
+        _loops.add(self)
         self._state.version = GENESIS if alone else None
         self._outer_steps.pull_newest()
         if self.version.version > 0:
@@ -483,7 +483,6 @@ class OuterLoop:
         self._outer_steps.cancel_transfers()
         self._agent_client.ask_agent(messages.Detach(self._state.attempt))
         self._closed = CLOSED
-        _open.discard(self)
         self._optimizers.close()
         self._agent_client.disconnect()
         self._collectives.close()
@@ -502,9 +501,8 @@ class OuterLoop:
 
     def _give_way(self) -> None:
         """Close without collectives or messages, because a newer OuterLoop of this process takes over."""
-        _open.discard(self)
-        if self._pid != os.getpid():
-            return  # this process was forked from the one that created the loop and still uses it
+        if self._closed or self._pid != os.getpid():
+            return  # in a process forked from the one that created the loop, which still uses it
         self._closed = REPLACED
         self._unwatch()
         self._optimizers.close()

@@ -99,6 +99,7 @@ def test_every_collective_call_waits_for_all_ranks_first(tmp_path: Path, monkeyp
         waited.clear()
         run()
         assert f"OuterLoop.{call}" in waited
+        assert waited.count("OuterLoop.step") == (call == "push"), "as a step does that asks for an outer step"
 
 
 def test_replicas_that_differ_meanwhile_move_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,12 +29,13 @@ from dips.client.ipc.messages import (
     Stepped,
     TrainOn,
 )
-from dips.client.rank import agent_client, steps, transfer
+from dips.client.rank import agent_client, joining, steps, transfer
+from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.shard_transfer import BackgroundTransfer, ShardTransfer, TransferRequest, TransferResult
 from dips.client.rank.steps import OuterSteps
 from dips.client.rank.transfer import TransferStats
 from dips.dataclass import replace
-from dips.errors import ConfigError, Diverged, LocalProtocolError
+from dips.errors import ConfigError, Diverged, LocalProtocolError, UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 
@@ -71,7 +72,9 @@ class ScriptedAgent:
                     rank.sendall(messages.encode_message(self._answers.pop(0)))
 
     def join(self) -> None:
+        """Wait for the end of the connections, which the loops have closed."""
         self._thread.join(10)
+        assert not self._thread.is_alive(), "a connection is open"
         self._server.close()
 
 
@@ -155,11 +158,12 @@ def test_replicas_that_synchronise_by_themselves_need_training_to_pause(director
 
 
 def test_no_message_overtakes_a_step(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast steps are held back, and go out before a remark, a checkpoint and the end, each in its place."""
+    """Fast steps are held back, and go out before a remark, a checkpoint, a push and the end, each in its place."""
     monkeypatch.setattr(agent_client, "FLUSH_S", 1e6)
     monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
     saved = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0)
-    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1000, 0.25), saved, Noted())
+    train_on = TrainOn("", 1000, 0.25)
+    script = (Attached(1, 0.0), pull_now(V1, 1), train_on, saved, train_on, Noted())
     agent = ScriptedAgent(directory / "agent.sock", *script)
     with OuterLoop(nn.Linear(3, 2), directory / "cluster.yaml") as outer:
         outer.step(tokens=1)  # the first of all is no fast one
@@ -169,14 +173,18 @@ def test_no_message_overtakes_a_step(directory: Path, monkeypatch: pytest.Monkey
         outer.step(tokens=4)
         outer.state_dict()
         outer.step(tokens=5)
+        outer.push()
+        outer.step(tokens=6)
     agent.join()
     told = [
         (m.tokens, m.steps, m.loss, m.losses) if isinstance(m, Stepped) else type(m).__name__ for m in agent.messages
     ]
     told = told[told.index("PullMoved") + 1 :]
     assert told == [
-        (1, 1, None, 0), (5, 2, 1.5, 2), "Remarked", (4, 1, None, 0), "SaveWanted", (5, 1, None, 0), "Detach",
+        (1, 1, None, 0), (5, 2, 1.5, 2), "Remarked", (4, 1, None, 0), "SaveWanted", (5, 1, None, 0), "PushWanted",
+        (6, 1, None, 0), "Detach",
     ]  # fmt: skip
+    assert [m.demanded for m in agent.messages if isinstance(m, PushWanted)] == [True]
 
 
 class UnreadLoss:
@@ -208,7 +216,7 @@ def test_a_pull_ends_what_was_before_it(directory: Path, monkeypatch: pytest.Mon
     with OuterLoop(nn.Linear(3, 2), file) as outer:
         outer.on_version(versions.append)
         outer.log_to(lambda numbers, steps: written.append((numbers["dips/tokens"], steps)))
-        outer.step(tokens=8)
+        outer.step(tokens=8, loss=UnreadLoss())
         assert outer.moving
         outer.step(tokens=16, loss=UnreadLoss())
         outer.pull()
@@ -221,6 +229,19 @@ def test_a_pull_ends_what_was_before_it(directory: Path, monkeypatch: pytest.Mon
     assert told[3:] == [8, PushWanted, 16, PushWanted, PullWanted, PullMoved, messages.Detach], (
         "in a finished run nothing is asked"
     )
+
+
+def test_a_pipelines_losses_are_told_before_a_push(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has them; what the push carries is the loss of its steps."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    monkeypatch.setattr(steps.LossChannel, "gather_losses", lambda _: (6.0, 2, True))
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), TrainOn("", 1000, 0.25), Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    with OuterLoop([nn.Linear(3, 2)], directory / "cluster.yaml") as outer:
+        outer.step(tokens=8)
+    agent.join()
+    told = [type(message).__name__ for message in agent.messages][3:]
+    assert told == ["Stepped", "LossReported", "PushWanted", "Detach"]
 
 
 @pytest.mark.parametrize(("version", "begins"), [(GENESIS, 1.0), (V1, 0.01)])
@@ -311,6 +332,95 @@ def replaced_loop(model: nn.Module, file: Path, former: OuterLoop) -> tuple[Oute
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OuterSteps, "pull_newest", lambda self: setattr(self._state, "version", V2))
         return OuterLoop(model, file), former
+
+
+@pytest.mark.parametrize("how", ["close", "another loop"])
+def test_a_loop_that_ends_leaves_nothing_behind(directory: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A push in flight, which reads the host memory, the ranks' own process group, and the watch of the agent."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    began, ended = threading.Event(), list[str]()
+    close = JobCollectives.close
+
+    def push(*_: Any, cancel: threading.Event, **__: Any) -> TransferStats:
+        began.set()
+        assert cancel.wait(20)
+        ended.append("push")
+        raise UnavailableSlave("cancelled")
+
+    def close_group(self: JobCollectives) -> None:
+        ended.append("group")
+        close(self)
+
+    monkeypatch.setattr(transfer, "push_pieces", push)
+    monkeypatch.setattr(JobCollectives, "close", close_group)
+    monkeypatch.setattr(joining, "watch_run", lambda *_: lambda: ended.append("watch"))
+    file, push_now = change_file(directory, install="whole", overlap="full"), PushNow(1, 2, Grant(V1, (), 60.0))
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), push_now)
+    ends = (Noted(),) if how == "close" else (Attached(2, 0.0), Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script, *ends, connections=1 + (how == "another loop"))
+    model = nn.Linear(3, 2)
+    outer = OuterLoop(model, file)
+    outer.step(tokens=8)
+    assert outer.moving and began.wait(10)
+    if how == "another loop":
+        outer, _ = replaced_loop(model, file, outer)
+    else:
+        outer.close()
+    assert ended == ["watch", "push", "group"]
+    outer.close()
+    agent.join()
+
+
+def test_ranges_end_with_what_is_settled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that waits for its loss is told before the next range is asked for; the version that comes at the end of
+    the data is told, too. A loop that is closed has no more ranges."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    monkeypatch.setattr(steps, "is_deferred", lambda loss: isinstance(loss, UnreadLoss))
+    monkeypatch.setattr(steps, "DeferredScalar", lambda loss: loss)
+    file = change_file(directory, shared={"run": "r", "data": {"ranges": 3}})
+    train_on, given = TrainOn("", 1000, 0.25), messages.RangeGiven
+    ended = (
+        messages.RangesEnded("", False, unsettled=True),
+        pull_now(V2, 2),
+        train_on,
+        messages.RangesEnded("", False),
+    )
+    script = (Attached(1, 0.0), pull_now(V1, 1), train_on, given(0), *ended, given(1), Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    versions = list[VersionId]()
+    outer = OuterLoop(nn.Linear(3, 2), file)
+    outer.on_version(versions.append)
+    for number in outer.ranges():
+        assert number == 0
+        outer.step(tokens=16, loss=UnreadLoss())
+    assert versions == [V2]
+    ranges = outer.ranges()
+    assert next(ranges) == 1
+    outer.close()
+    assert list(ranges) == []
+    agent.join()
+    told = [type(message).__name__ for message in agent.messages][3:]
+    assert told == ["RangeWanted", "Stepped", "RangeWanted", "PushWanted", "PullMoved", *["RangeWanted"] * 2, "Detach"]
+
+
+@pytest.mark.parametrize("policy", ["stop", "reset"])
+def test_a_model_that_diverged_is_saved_only_where_a_reset_mends_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Elsewhere it would come over the last good checkpoint."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    saved = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0)
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1000, 0.25), *[saved] * (policy == "reset"), Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    model = nn.Linear(3, 2)
+    with OuterLoop(model, change_file(directory, install="whole", on_divergence=policy)) as outer:
+        torch.nn.init.constant_(model.weight, float("inf"))
+        if policy == "reset":
+            assert outer.state_dict()["base"] == str(V1)
+        else:
+            with pytest.raises(Diverged, match="it is not saved over the last good checkpoint"):
+                outer.state_dict()
+    agent.join()
 
 
 @pytest.mark.parametrize("known", [True, False])
