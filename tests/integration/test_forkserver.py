@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coverage import CoverageData
 
 from dips import files
 from dips.client.agent.trainer import TrainerProcess
@@ -121,3 +122,27 @@ def test_another_environment_of_libraries_is_started_as_it_stands() -> None:
 
 def test_the_line_of_a_console_script_is_known() -> None:
     assert CONSOLE_SCRIPT.fullmatch("from dips.master.app import main; main()")
+
+
+def test_the_lines_of_a_forked_program_are_its_own_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `make coverage`: a server serves many tests, of which one has started it."""
+    monkeypatch.setenv("COVERAGE_PROCESS_START", str(client.ROOT / "pyproject.toml"))
+    monkeypatch.setenv("COVERAGE_DATA", str(tmp_path / "data"))
+    names = ["test_a.py::test_starts (call)", "test_b.py::test_asks (call)", "test_c.py::test_asks (call)"]
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", names[0])
+    server, process = client.start()
+    try:
+        with client.forking(server):
+            for name in names[1:]:
+                command = [sys.executable, "-m", "dips.cli", "--version"]
+                subprocess.run(command, env={**os.environ, "PYTEST_CURRENT_TEST": name}, check=True)
+        assert server.served == 2
+    finally:
+        server.close()
+        process.wait()
+    found = set[str]()
+    for file in tmp_path.glob("data*"):
+        measured = CoverageData(str(file))
+        measured.read()
+        found |= measured.measured_contexts()
+    assert found - {""} == set(names[1:])

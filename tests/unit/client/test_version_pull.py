@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import json
 import threading
@@ -12,12 +13,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 from grpc import aio
 
+import dips
 from dips.client import version_pull
 from dips.client.rank.transfer import TransferStats
 from dips.client.version_pull import VersionPuller, follow_versions, list_pieces, pull_version, pulling_name
-from dips.errors import Denied, StaleIncarnation, UnavailableMaster, UnavailableSlave
+from dips.errors import ConfigError, Denied, StaleIncarnation, UnavailableMaster, UnavailableSlave
 from dips.ids import VersionId
 from dips.protocol.effects import Acknowledged, Finished, Grant, Joined, Pending, Progress, Refused, SlaveAddress
 from dips.protocol.enums import ClusterStanding
@@ -30,11 +33,11 @@ from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer, add_Clu
 from dips.wire.generated.status_pb2_grpc import StatusServiceServicer, add_StatusServiceServicer_to_server
 from dips.wire.messages import to_proto, wrap_oneof
 
-V1, V2 = VersionId(1, 1), VersionId(2, 2)
+V1, V2, V3, V4 = (VersionId(number, number) for number in (1, 2, 3, 4))
 MANIFEST = Manifest.from_shapes([("a.w", (2, 3)), ("b.w", (4,)), ("c.w", (5,))])
 
 
-class ScriptedMaster(ClusterServiceServicer, StatusServiceServicer):
+class MasterOfPullers(ClusterServiceServicer, StatusServiceServicer):
     """Answers each kind of question in the order of a script, its last one again and again; and every heartbeat."""
 
     def __init__(self) -> None:
@@ -79,9 +82,9 @@ class ScriptedMaster(ClusterServiceServicer, StatusServiceServicer):
 
 
 @pytest.fixture
-async def master(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedMaster]:
+async def master(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MasterOfPullers]:
     """A master; at the end no channel to it is left."""
-    scripted, open_really = ScriptedMaster(), control.open_channel
+    scripted, open_really = MasterOfPullers(), control.open_channel
     server = aio.server()
     add_ClusterServiceServicer_to_server(scripted, server)
     add_StatusServiceServicer_to_server(scripted, server)
@@ -141,7 +144,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_one_version_is_pulled_and_the_puller_leaves(master: ScriptedMaster, slaves: Slaves) -> None:
+async def test_one_version_is_pulled_and_the_puller_leaves(master: MasterOfPullers, slaves: Slaves) -> None:
     """It waits for the lease of a process that had its name, and for the slaves; the master hears that it has it."""
     master.script["Join"].insert(0, Pending("c.puller lives"))
     master.script["RequestPull"][:0] = [Pending("pinning"), Refused(0.03, "no slot")]
@@ -157,7 +160,7 @@ async def test_one_version_is_pulled_and_the_puller_leaves(master: ScriptedMaste
 
 
 async def test_a_name_that_is_held_is_not_waited_for_for_ever(
-    master: ScriptedMaster, monkeypatch: pytest.MonkeyPatch
+    master: MasterOfPullers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor asked for as fast as the master answers; a run that has ended is not asked again."""
     monkeypatch.setattr(version_pull, "JOIN_S", 0.2)
@@ -174,7 +177,7 @@ async def test_a_name_that_is_held_is_not_waited_for_for_ever(
 
 
 async def test_a_pull_that_is_not_granted_says_why(
-    master: ScriptedMaster, slaves: Slaves, monkeypatch: pytest.MonkeyPatch
+    master: MasterOfPullers, slaves: Slaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After its time, in which the master was asked now and then."""
     monkeypatch.setattr(version_pull, "GRANT_S", 0.2)
@@ -186,7 +189,7 @@ async def test_a_pull_that_is_not_granted_says_why(
     assert len(master.of("RequestPull")) <= 6 and not slaves.moved
 
 
-async def test_a_pull_that_fails_or_is_cancelled_has_ended(master: ScriptedMaster, slaves: Slaves) -> None:
+async def test_a_pull_that_fails_or_is_cancelled_has_ended(master: MasterOfPullers, slaves: Slaves) -> None:
     """Nothing is written into the array any more, and the master hears that it is over."""
     async with VersionPuller(master.peer, "c.puller") as puller:
         slaves.failures.append(UnavailableSlave("ps1 is gone"))
@@ -206,7 +209,7 @@ async def test_a_pull_that_fails_or_is_cancelled_has_ended(master: ScriptedMaste
     assert len(slaves.moved) == 1, "what was cancelled does not cancel the next"
 
 
-async def test_a_lost_lease_ends_everything(master: ScriptedMaster, slaves: Slaves) -> None:
+async def test_a_lost_lease_ends_everything(master: MasterOfPullers, slaves: Slaves) -> None:
     """A transfer, the next one before it is asked for, and who waits for news; it is not remarked as forgotten."""
     forgotten = list[Any]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: forgotten.append(context))
@@ -235,7 +238,7 @@ async def test_a_lost_lease_ends_everything(master: ScriptedMaster, slaves: Slav
 
 
 async def test_heartbeats_keep_the_lease_and_bring_the_head(
-    master: ScriptedMaster, monkeypatch: pytest.MonkeyPatch
+    master: MasterOfPullers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five for each lease, and never more often; an answer without a head changes none."""
     monkeypatch.setattr(version_pull, "HEARTBEAT_S", 60.0)
@@ -257,7 +260,7 @@ async def test_heartbeats_keep_the_lease_and_bring_the_head(
             assert await puller.wait_for_news(V1) is True, "the last one is pulled, too"
 
 
-async def test_layers_come_with_their_momentum_and_the_slaves_digests(master: ScriptedMaster, slaves: Slaves) -> None:
+async def test_layers_come_with_their_momentum_and_the_slaves_digests(master: MasterOfPullers, slaves: Slaves) -> None:
     """Two pulls of the same layers: of m, then of θ; digests of other layers are left out."""
     lanes = ("tcp://127.0.0.1:1",)
     slave = SlaveAddress("ps0", 1, lanes, (0, 1), digests=("t0", "m0", "t1", "m1"))
@@ -280,7 +283,7 @@ def test_pieces_lie_one_after_the_other() -> None:
     assert [p.array[0] for p in list_pieces(MANIFEST, room)] == [0.0, 6.0, 10.0]
 
 
-async def test_a_follower_goes_on_when_slaves_or_its_lease_were_lost(master: ScriptedMaster, slaves: Slaves) -> None:
+async def test_a_follower_goes_on_when_slaves_or_its_lease_were_lost(master: MasterOfPullers, slaves: Slaves) -> None:
     """Warned, after a pause, with an update where its array is whole; a version is taken once."""
     taken, warned = list[VersionId](), list[str]()
     clock = asyncio.get_running_loop().time
@@ -311,7 +314,7 @@ async def test_a_follower_goes_on_when_slaves_or_its_lease_were_lost(master: Scr
     assert len(master.of("Join")) == 2
 
 
-async def test_a_follower_that_has_pulled_nothing_says_what_fails(master: ScriptedMaster, slaves: Slaves) -> None:
+async def test_a_follower_that_has_pulled_nothing_says_what_fails(master: MasterOfPullers, slaves: Slaves) -> None:
     """Its caller may be wrong: nothing is tried again."""
     slaves.failures = [UnavailableSlave("ps1 is gone")]
 
@@ -321,3 +324,100 @@ async def test_a_follower_that_has_pulled_nothing_says_what_fails(master: Script
     with pytest.raises(UnavailableSlave, match="ps1 is gone"):
         await follow_versions(master.peer, "c.puller", make_room, take, pytest.fail)
     assert len(master.of("RequestPull")) == 1
+
+
+# ---- a follower of a model ------------------------------------------------------------------------------------------
+
+
+class ModelThatFollows(torch.nn.Module):
+    """The run's model, and a buffer of its own."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        for name, shape in {"a": (2, width), "b": (4,), "c": (5,)}.items():
+            self.add_module(name, torch.nn.Module())
+            self.get_submodule(name).register_parameter("w", torch.nn.Parameter(torch.zeros(shape)))
+
+    def values(self) -> set[float]:
+        return {float(value) for p in self.parameters() for value in p.detach().flatten()}
+
+
+def follower_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "dips-follow"]
+
+
+async def test_a_model_follows_a_run_to_its_end(
+    master: MasterOfPullers, slaves: Slaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only `update` touches it, which waits as long as it is told to; then it leaves the run, and keeps its version.
+    A script that ends without closing it leaves the run, too."""
+    model, at_exit = ModelThatFollows(), list[Any]()
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", lambda call: at_exit.remove(call) if call in at_exit else None)
+    with await asyncio.to_thread(dips.follow, model, master.peer.address) as follower:
+        assert follower.close in at_exit
+        assert follower.version == str(V1) and model.values() == {1.0} and not follower.finished
+        assert follower.update() == str(V1), "there is no other"
+        master.head, master.script["RequestPull"] = V2, [Grant(V2, (), 60.0)]
+        await until(lambda: follower._arrived == V2)
+        assert model.values() == {1.0} and not follower.finished
+        assert follower.update() == str(V2) and model.values() == {2.0}
+        waiting = asyncio.create_task(asyncio.to_thread(follower.update, 60.0))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        master.head, master.script["RequestPull"] = V3, [Grant(V3, (), 60.0)]
+        async with asyncio.timeout(20):
+            assert await waiting == str(V3)
+        assert not follower.finished
+        master.finished = V3
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(follower.update, 60.0) == str(V3)
+        assert follower.finished
+    assert follower.close not in at_exit and not follower_threads()
+    assert follower._loop.is_closed() and master.asked[-1][0] == "Leave"
+    assert follower.update() == str(V3), "a run that has ended is no error"
+
+
+async def test_what_is_awaited_is_kept_until_it_is_taken(master: MasterOfPullers, slaves: Slaves) -> None:
+    """Versions that come faster than a model takes them do not starve it; what is not awaited makes room."""
+    taken = list[float]()
+    follower = await asyncio.to_thread(
+        dips.follow, lambda views: taken.append(float(views["b.w"][0])), master.peer.address
+    )
+    slaves.hangs, hanging = False, threading.Event()
+    pull = slaves.pull
+
+    def pull_slowly(*args: Any, **more: Any) -> Any:
+        hanging.wait(20)
+        return pull(*args, **more)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(version_pull, "pull_pieces", pull_slowly)
+            master.head, master.script["RequestPull"] = V2, [Grant(V2, (), 60.0)]
+            await until(lambda: follower._arrived is None)
+            assert follower.update() == str(V1), "the next is on its way, and awaited from now on"
+            hanging.set()
+            await until(lambda: follower._arrived == V2)
+            master.head, master.script["RequestPull"] = V3, [Grant(V3, (), 60.0)]
+            seen = len(master.beats)
+            await until(lambda: len(master.beats) > seen + 2)
+            assert follower._arrived == V2 and len(slaves.moved) == 2
+            assert follower.update() == str(V2) and taken == [1.0, 2.0]
+            await until(lambda: follower._arrived == V3)
+            master.head, master.script["RequestPull"] = V4, [Grant(V4, (), 60.0)]
+            await until(lambda: follower._arrived == V4)  # nobody awaited v3
+            assert follower.update() == str(V4) and taken == [1.0, 2.0, 4.0]
+    finally:
+        hanging.set()
+        await asyncio.to_thread(follower.close)
+    with pytest.raises(ConfigError, match="this follower is closed"):
+        follower.update()
+
+
+async def test_a_model_of_another_shape_ends_its_follower(master: MasterOfPullers, slaves: Slaves) -> None:
+    """It is as it was, and nothing is left: no thread, no task, no lease."""
+    model = ModelThatFollows(width=7)
+    with pytest.raises(ConfigError, match=r"a\.w: expected the run's shape \(2, 3\), the model's is \(2, 7\)"):
+        await asyncio.to_thread(dips.follow, model, master.peer.address)
+    assert model.values() == {0.0} and not follower_threads() and master.asked[-1][0] == "Leave"

@@ -31,6 +31,7 @@ from dips.client.ipc.messages import (
 )
 from dips.client.rank import agent_client, joining, steps, transfer
 from dips.client.rank.agent_client import JobCollectives
+from dips.client.rank.outer_loop import OWN_STATES
 from dips.client.rank.shard_transfer import BackgroundTransfer, ShardTransfer, TransferRequest, TransferResult
 from dips.client.rank.steps import OuterSteps
 from dips.client.rank.transfer import TransferStats
@@ -157,36 +158,6 @@ def test_replicas_that_synchronise_by_themselves_need_training_to_pause(director
         OuterLoop(nn.Linear(3, 2), change_file(directory, install="whole", overlap="full"), may_push=lambda: True)
 
 
-def test_no_message_overtakes_a_step(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast steps are held back, and go out before a remark, a checkpoint, a push and the end, each in its place."""
-    monkeypatch.setattr(agent_client, "FLUSH_S", 1e6)
-    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
-    saved = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0)
-    train_on = TrainOn("", 1000, 0.25)
-    script = (Attached(1, 0.0), pull_now(V1, 1), train_on, saved, train_on, Noted())
-    agent = ScriptedAgent(directory / "agent.sock", *script)
-    with OuterLoop(nn.Linear(3, 2), directory / "cluster.yaml") as outer:
-        outer.step(tokens=1)  # the first of all is no fast one
-        outer.step(tokens=2, loss=1.0)
-        outer.step(tokens=3, loss=2.0)
-        outer.remark("look")
-        outer.step(tokens=4)
-        outer.state_dict()
-        outer.step(tokens=5)
-        outer.push()
-        outer.step(tokens=6)
-    agent.join()
-    told = [
-        (m.tokens, m.steps, m.loss, m.losses) if isinstance(m, Stepped) else type(m).__name__ for m in agent.messages
-    ]
-    told = told[told.index("PullMoved") + 1 :]
-    assert told == [
-        (1, 1, None, 0), (5, 2, 1.5, 2), "Remarked", (4, 1, None, 0), "SaveWanted", (5, 1, None, 0), "PushWanted",
-        (6, 1, None, 0), "Detach",
-    ]  # fmt: skip
-    assert [m.demanded for m in agent.messages if isinstance(m, PushWanted)] == [True]
-
-
 class UnreadLoss:
     """A loss that an accelerator never completes by itself."""
 
@@ -197,6 +168,38 @@ class UnreadLoss:
 
     def __float__(self) -> float:
         return 2.0
+
+
+def test_no_message_overtakes_a_step(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast steps are held back, and go out before a remark, a checkpoint, a push and the end, each in its place."""
+    monkeypatch.setattr(agent_client, "FLUSH_S", 1e6)
+    monkeypatch.setattr(steps, "is_deferred", lambda loss: isinstance(loss, UnreadLoss))
+    monkeypatch.setattr(steps, "DeferredScalar", lambda loss: loss)
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    saved = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0)
+    train_on = TrainOn("", 1000, 0.25)
+    script = (Attached(1, 0.0), pull_now(V1, 1), train_on, saved, train_on, Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    with OuterLoop(nn.Linear(3, 2), directory / "cluster.yaml") as outer:
+        outer.step(tokens=1)  # the first of all is no fast one
+        outer.step(tokens=2, loss=1.0)
+        outer.step(tokens=3, loss=2.0)
+        outer.remark("look")
+        outer.step(tokens=4, loss=UnreadLoss())  # read when it is needed
+        outer.state_dict()
+        outer.step(tokens=5)
+        outer.push()
+        outer.step(tokens=6, loss=UnreadLoss())
+    agent.join()
+    told = [
+        (m.tokens, m.steps, m.loss, m.losses) if isinstance(m, Stepped) else type(m).__name__ for m in agent.messages
+    ]
+    told = told[told.index("PullMoved") + 1 :]
+    assert told == [
+        (1, 1, None, 0), (5, 2, 1.5, 2), "Remarked", (4, 1, 2.0, 1), "SaveWanted", (5, 1, None, 0), "PushWanted",
+        (6, 1, 2.0, 1), "Detach",
+    ]  # fmt: skip
+    assert [m.demanded for m in agent.messages if isinstance(m, PushWanted)] == [True]
 
 
 def test_a_pull_ends_what_was_before_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,21 +382,17 @@ def test_ranges_end_with_what_is_settled(directory: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(steps, "DeferredScalar", lambda loss: loss)
     file = change_file(directory, shared={"run": "r", "data": {"ranges": 3}})
     train_on, given = TrainOn("", 1000, 0.25), messages.RangeGiven
-    ended = (
-        messages.RangesEnded("", False, unsettled=True),
-        pull_now(V2, 2),
-        train_on,
-        messages.RangesEnded("", False),
-    )
-    script = (Attached(1, 0.0), pull_now(V1, 1), train_on, given(0), *ended, given(1), Noted())
-    agent = ScriptedAgent(directory / "agent.sock", *script)
-    versions = list[VersionId]()
+    unsettled, settled = (messages.RangesEnded("", False, left) for left in (True, False))
+    script = (Attached(1, 0.0), pull_now(V1, 1), train_on, given(0), unsettled, pull_now(V2, 2), train_on, settled)
+    agent = ScriptedAgent(directory / "agent.sock", *script, given(1), Noted())
+    versions, tokens = list[VersionId](), list[float]()
     outer = OuterLoop(nn.Linear(3, 2), file)
     outer.on_version(versions.append)
+    outer.log_to(lambda numbers, _: tokens.append(numbers["dips/tokens"]))
     for number in outer.ranges():
         assert number == 0
-        outer.step(tokens=16, loss=UnreadLoss())
-    assert versions == [V2]
+        outer.step(local_tokens=16, loss=UnreadLoss())
+    assert versions == [V2] and tokens == [16.0]
     ranges = outer.ranges()
     assert next(ranges) == 1
     outer.close()
@@ -535,6 +534,50 @@ def test_a_checkpoint_that_does_not_count_is_told_and_pulled_over(
     agent.join()
     assert [m.text for m in agent.messages if isinstance(m, messages.Remarked)] == [told]
     assert not any(isinstance(m, messages.Resume) for m in agent.messages)
+
+
+def test_a_checkpoint_brings_what_is_owed_and_is_no_news(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pushes rounded away is owed again; its version, an older one than was pulled, is not told as a new one."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    file = change_file(directory, install="whole", shared={"run": "r", "codec": "int8"})
+    saved, train_on = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0), TrainOn("", 1000, 0.25)
+    script = (Attached(1, 0.0), pull_now(V2, 1), train_on, saved, messages.Resumed("", 1000), train_on, saved, Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    versions = list[VersionId]()
+    with OuterLoop(nn.Linear(3, 2), file) as outer:
+        outer.on_version(versions.append)
+        state = outer.state_dict()
+        state["owed.rank0"] = torch.arange(8.0)
+        outer.load_state_dict(state)
+        outer.push()
+        assert outer.version == V1 and versions == []
+        assert outer.state_dict()["owed.rank0"].tolist() == list(range(8))
+    agent.join()
+
+
+def test_that_each_rank_saves_its_own_is_told_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By rank 0 of several, and only if a rank has tensors of its own."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    file = change_file(directory, install="whole", shared={"run": "r", "codec": "int8"})
+    saved = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0)
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1000, 0.25), *[saved] * 3, Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    with OuterLoop(nn.Linear(3, 2), file) as outer:
+        capsys.readouterr()
+        outer.state_dict()
+        assert capsys.readouterr().err == ""
+        outer._collectives.world_size = 2
+        outer.state_dict()
+        outer.state_dict()
+        assert capsys.readouterr().err == OWN_STATES
+        for rank, own in ((1, True), (0, False)):
+            outer._told_of_own, outer._collectives.rank = False, rank
+            outer._tell_of_own(own)
+        assert capsys.readouterr().err == ""
+        outer._collectives.world_size = 1
+    agent.join()
 
 
 def take_steps(outer: OuterLoop) -> None:
