@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -152,5 +154,7 @@ def test_a_model_that_no_adapter_knows_is_refused_with_what_is_supported() -> No
     model.weight._hp_mapping = None  # type: ignore[assignment]  # of this rank's partition; the bias is another rank's
     with pytest.raises(ConfigError, match=r"DeepSpeed ZeRO keeps fp32 masters.*use fully_shard"):
         lay_out(model, JobCollectives())
-    with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module or a list of them, got str"):
-        lay_out(["model"], JobCollectives())  # type: ignore[list-item]
+    wrong: dict[str, list[Any]] = {"str": ["model"], "Linear, str": [nn.Linear(2, 2), "model"], "an empty list": []}
+    for found, parts in wrong.items():
+        with pytest.raises(ConfigError, match=rf"expected a torch\.nn\.Module or a list of them, got {found};"):
+            lay_out(parts, JobCollectives())

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from dips.client.parallel.adapter import HeldParameter, TensorBlock
+from dips.client.parallel.layout import choose_adapter
+from dips.client.parallel.tensors import TorchAdapter
 from dips.errors import ConfigError
 
 megatron = pytest.importorskip(
@@ -256,3 +258,16 @@ def test_a_lazy_install_is_refused() -> None:
     """Its optimizer's masters are made from parameters all at once."""
     with pytest.raises(ConfigError, match="not supported for a Megatron-core model: use install: whole"):
         megatron.MegatronAdapter([nn.Linear(2, 2)]).read_groups()
+
+
+class OfMegatron(ModuleOf):
+    """A module of Megatron-core among others."""
+
+    __module__ = "megatron.core.transformer.mlp"
+
+
+def test_one_module_of_megatron_makes_a_model_its_own() -> None:
+    """Tensors of a wrapper's own or of a script's head do not matter."""
+    model = nn.Sequential(nn.Linear(2, 2), OfMegatron(weight=parameter(2, 2)))
+    assert isinstance(choose_adapter(model), megatron.MegatronAdapter)
+    assert isinstance(choose_adapter(model[:1]), TorchAdapter)
