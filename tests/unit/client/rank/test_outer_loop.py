@@ -402,6 +402,34 @@ def test_ranges_end_with_what_is_settled(directory: Path, monkeypatch: pytest.Mo
     assert told == ["RangeWanted", "Stepped", "RangeWanted", "PushWanted", "PullMoved", *["RangeWanted"] * 2, "Detach"]
 
 
+def test_a_push_in_flight_at_the_end_of_the_data_is_settled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the agent is asked again: its outcome may return ranges."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    monkeypatch.setattr(transfer, "push_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    file = change_file(directory, install="whole", overlap="full", shared={"run": "r", "data": {"ranges": 1}})
+    train_on, push_now = TrainOn("", 1, 0.25), PushNow(1, 2, Grant(V1, (), 60.0))
+    unsettled, settled = (messages.RangesEnded("", False, left) for left in (True, False))
+    script = (
+        Attached(1, 0.0),
+        pull_now(V1, 1),
+        train_on,
+        messages.RangeGiven(0),
+        push_now,
+        unsettled,
+        train_on,
+        settled,
+    )
+    agent = ScriptedAgent(directory / "agent.sock", *script, Noted())
+    with OuterLoop(nn.Linear(3, 2), file) as outer:
+        for _ in outer.ranges():
+            outer.step(tokens=8)
+            assert outer.moving
+        assert not outer.moving
+    agent.join()
+    told = [type(message).__name__ for message in agent.messages][3:]
+    assert told == ["RangeWanted", "Stepped", "PushWanted", "RangeWanted", "PushMoved", "RangeWanted", "Detach"]
+
+
 @pytest.mark.parametrize("policy", ["stop", "reset"])
 def test_a_model_that_diverged_is_saved_only_where_a_reset_mends_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch, policy: str
