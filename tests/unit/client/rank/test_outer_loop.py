@@ -375,10 +375,11 @@ def test_a_loop_that_ends_leaves_nothing_behind(directory: Path, monkeypatch: py
 
 
 def test_ranges_end_with_what_is_settled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that waits for its loss is told before the next range is asked for; the version that comes at the end of
-    the data is told, too. A loop that is closed has no more ranges."""
+    """A step whose loss and tokens are still on an accelerator is told before the next range is asked for, and the
+    version that comes at the end of the data is told, too. A loop that is closed has no more ranges.
+    """
     monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
-    monkeypatch.setattr(steps, "is_deferred", lambda loss: isinstance(loss, UnreadLoss))
+    monkeypatch.setattr(steps, "is_deferred", lambda given: isinstance(given, UnreadLoss | torch.Tensor))
     monkeypatch.setattr(steps, "DeferredScalar", lambda loss: loss)
     file = change_file(directory, shared={"run": "r", "data": {"ranges": 3}})
     train_on, given = TrainOn("", 1000, 0.25), messages.RangeGiven
@@ -391,7 +392,7 @@ def test_ranges_end_with_what_is_settled(directory: Path, monkeypatch: pytest.Mo
     outer.log_to(lambda numbers, _: tokens.append(numbers["dips/tokens"]))
     for number in outer.ranges():
         assert number == 0
-        outer.step(local_tokens=16, loss=UnreadLoss())
+        outer.step(local_tokens=torch.tensor(16), loss=UnreadLoss())
     assert versions == [V2] and tokens == [16.0]
     ranges = outer.ranges()
     assert next(ranges) == 1
@@ -399,7 +400,8 @@ def test_ranges_end_with_what_is_settled(directory: Path, monkeypatch: pytest.Mo
     assert list(ranges) == []
     agent.join()
     told = [type(message).__name__ for message in agent.messages][3:]
-    assert told == ["RangeWanted", "Stepped", "RangeWanted", "PushWanted", "PullMoved", *["RangeWanted"] * 2, "Detach"]
+    step, end = ["Stepped", "TokensCounted"], ["PushWanted", "PullMoved"]
+    assert told == ["RangeWanted", *step, "RangeWanted", *end, *["RangeWanted"] * 2, "Detach"]
 
 
 def test_a_push_in_flight_at_the_end_of_the_data_is_settled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
