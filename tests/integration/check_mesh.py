@@ -120,6 +120,7 @@ def long_intervals(mesh: DeviceMesh) -> dict[str, Any]:
 def compare_sides(mesh: DeviceMesh, *cases: tuple[int, int]) -> dict[str, Any]:
     """Train both ways, with these intervals and steps of warm-up."""
     found: dict[str, Any] = {}
+    groups = len(dist.distributed_c10d._world.pg_map)
     for every, warm in cases:
         lazy, whole = (MeshSide(mesh, steps=every, warmup_steps=warm) for _ in range(2))
         worst, pended, left_out, rolled_back = True, 0, list[Any](), True
@@ -149,6 +150,7 @@ def compare_sides(mesh: DeviceMesh, *cases: tuple[int, int]) -> dict[str, Any]:
         found["held"] = [held.most_held_bytes, 4 * 5 * largest]  # two sums, and one layer's outer state
         lazy.loop.close()
         whole.loop.close()
+        assert len(dist.distributed_c10d._world.pg_map) == groups, "what was closed keeps no process group"
     return found
 
 
@@ -199,7 +201,11 @@ def timed(mesh: DeviceMesh) -> dict[str, Any]:
         number += 1
         if not side.loop._steps:
             side.loop.is_synced()
-    return {"steps": side.loop.last_sync.inner_steps, "taken": number, "agree": replicas_agree(side, mesh)}
+    found = {"steps": side.loop.last_sync.inner_steps, "taken": number, "agree": replicas_agree(side, mesh)}
+    if mesh.get_local_rank("shard") == 0:
+        side.loop._began_s -= 1000.0  # the clock of one rank of each replica is ahead: both sync
+    side.step(number)
+    return {**found, "syncs": side.loop._merges.syncs + side.loop._sync.pending}
 
 
 def idle(mesh: DeviceMesh) -> dict[str, Any]:
@@ -262,7 +268,9 @@ def refused(mesh: DeviceMesh) -> dict[str, Any]:
     """What is refused, each with one sentence for all ranks."""
     world = dist.get_world_size()
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    compiled = seeded()
+    compiled, smaller = seeded(), seeded()
+    if mesh.get_local_rank("sync") == 0:
+        smaller.output = nn.Linear(smaller.output.in_features, 2 * VOCABULARY, bias=False)
     compiled.layers[0].compile()
     hsdp, ddp = fsdp(seeded(), mesh), nn.parallel.DistributedDataParallel(seeded())
     model, others = fsdp(seeded(), mesh["shard"]), fsdp(seeded(dist.get_rank()), mesh["shard"])
@@ -281,6 +289,8 @@ def refused(mesh: DeviceMesh) -> dict[str, Any]:
         "another τ on one rank": (model, mesh, EDITED, {"steps": 2 + (dist.get_rank() == world - 1)}),
         "other values": (others, mesh, EDITED, {}),
         "sharded over all": (fsdp(seeded(), flat), mesh, EDITED, {}),
+        "not all ranks": (model, DeviceMesh("cpu", [[0, 1]]), EDITED, {}),
+        "other shapes": (fsdp(smaller, mesh["shard"]), mesh, EDITED, {}),
     }
     found: dict[str, Any] = {}
     for name, (built, on, ruled, options) in given.items():
@@ -302,7 +312,7 @@ def refused(mesh: DeviceMesh) -> dict[str, Any]:
 
 def a_rank_dies(mesh: DeviceMesh) -> dict[str, Any]:
     """The last rank is gone when a sync has begun: the others hold what all had after the sync before."""
-    side = MeshSide(mesh, steps=1)
+    side, other = MeshSide(mesh, steps=1), MeshSide(mesh, steps=1)
     side.step(0)
     side.loop.sync()
     synced = side.shards()
@@ -316,7 +326,13 @@ def a_rank_dies(mesh: DeviceMesh) -> dict[str, Any]:
             side.loop.sync()
         except DipsError as error:
             told[i] = f"{type(error).__name__}: {error}"
-    return {"told": told, "seconds": time.monotonic() - began, "whole": alike(synced, side.shards())}
+    found = {"told": told, "seconds": time.monotonic() - began, "whole": alike(synced, side.shards())}
+    side.model.state_dict()  # can be saved: no hook of the sync that failed is left
+    try:
+        other.loop.sync()
+    except DipsError as error:
+        found["missed"] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def main(out: Path, replicas: int, words: list[str]) -> None:

@@ -73,6 +73,7 @@ def test_by_time_replicas_take_unequal_steps(four: list[dict[str, Any]]) -> None
     assert fast > slow > 0
     assert [of["timed"]["taken"] for of in four] == [fast, fast, slow, slow]
     assert all(of["timed"]["agree"] and of["timed"]["steps"] == [fast, slow] for of in four)
+    assert [of["timed"]["syncs"] for of in four] == [2] * 4, "one clock of a replica is enough"
 
 
 def test_a_replica_without_a_step_brings_what_it_holds(four: list[dict[str, Any]]) -> None:
@@ -103,6 +104,8 @@ REFUSED = {
     "another τ on one rank": "differ in the arguments of MeshLoop: steps",
     "other values": "differ in the first values of the model",
     "sharded over all": "sharded over ranks [0, 1, 2, 3], expected",
+    "not all ranks": "expected two dims over all 4 ranks, replicas × ranks of a replica, got 1 × 2",
+    "other shapes": "differ in the shards of one sync group: output.weight",
     "disagree": "ranks disagree whether a sync is due: rank 0 has taken 1 steps since the last one, rank 2 2",
 }
 
@@ -119,6 +122,7 @@ def test_a_rank_that_dies_in_a_sync_leaves_the_last_one_whole(four: list[dict[st
     for of in (rank["a_rank_dies"] for rank in four[:3]):
         assert of["whole"] and of["seconds"] < 5.0 + 5.0, of
         assert of["told"][0] == of["told"][1] and "a sync did not end: a rank is gone" in of["told"][0]
+        assert "LocalProtocolError: not all 4 ranks reached MeshLoop.sync" in of["missed"], "a call that it misses"
 
 
 @pytest.mark.slow

@@ -120,7 +120,6 @@ class MeshLoop:
         self._warm_left, self._anchored = warmup_steps, False
         if warmup_steps:
             self._average_gradients(groups)
-        self._row = None if seconds is None else _make_row(mesh)
         self._closed = False
         self.inner_steps = 0
         """Inner steps of this rank since the loop was made, plus those of the loaded checkpoint."""
@@ -137,11 +136,11 @@ class MeshLoop:
 
         tokens  consumed in this step by this rank; rules with `weights: tokens` weigh replicas by them
         loss    of this step on this rank, a float or a tensor of one element; only reported
-        Errors  Unavailable: a rank did not come within `collective_s`, or is gone. LocalProtocolError: ranks disagree
-                whether a sync is due; the step was taken on parameters that a sync replaces.
+        Errors  Unavailable: a rank is gone in a sync. LocalProtocolError: a rank did not come within `collective_s`;
+                ranks disagree whether a sync is due; the step was taken on parameters that a sync replaces.
         """
         self._check_usable()
-        if self._sync.pending or not (self._anchored or self._warm_left):
+        if not (self._anchored or self._warm_left):
             raise LocalProtocolError(
                 "MeshLoop.step: no torch optimizer with parameters of this model has stepped since the last call: call "
                 "it once after each optimizer.step()"
@@ -162,7 +161,7 @@ class MeshLoop:
     def sync(self) -> None:
         """Synchronise all replicas now, completely, if they have trained since the last sync."""
         self._check_usable()
-        if not self._sync.pending and not self._warm_left:
+        if not self._sync.pending:
             self._begin_sync("sync")
         self._sync.finish()
 
@@ -183,12 +182,8 @@ class MeshLoop:
         if self._seconds_due is None:
             return self._steps >= self._steps_due
         due = time.monotonic() - self._began_s >= self._seconds_due
-        if self._row is None:
-            return due
-        told = torch.tensor(
-            [float(due)], device=self._mesh.device_type
-        )  # clocks differ, and all of a replica must stop
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._row)
+        told = torch.tensor([float(due)], device=self._mesh.device_type)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._mesh.get_group(SHARD))  # clocks of a replica differ
         return bool(told)
 
     def _begin_sync(self, call: str) -> None:
@@ -249,7 +244,7 @@ class MeshLoop:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Complete a sync before an optimizer of this model steps; what the model then holds was synchronised."""
-        if self._closed or self._anchored or self._warm_left:
+        if self._anchored or self._warm_left:
             return
         ours = {id(p) for shard in self._sync.shards for p in shard.group.reads.values()}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
@@ -278,7 +273,6 @@ class MeshLoop:
 
         Raises LocalProtocolError between two syncs, when the replicas differ.
         """
-        self._check_usable()
         if not self.is_synced():
             raise LocalProtocolError("MeshLoop.state_dict: replicas differ between two syncs: call sync before")
         momentum = {
@@ -406,14 +400,6 @@ def _sum_values(named: Mapping[str, nn.Parameter]) -> dict[str, int]:
 
 def _as_list(optimizer: Any) -> Sequence[Any]:
     return optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-
-
-def _make_row(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return a group of this replica's ranks; None if it has one. Collective."""
-    if mesh.size(SHARD) == 1:
-        return None
-    groups = [dist.new_group(row) for row in mesh.mesh.tolist()]
-    return cast(dist.ProcessGroup, groups[mesh.get_local_rank(SYNC)])
 
 
 def _as_sharded(parameter: Any, part: torch.Tensor) -> Any:

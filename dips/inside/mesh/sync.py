@@ -81,10 +81,11 @@ class LayerShard:
         acc  f32[numel], the weighted sum of pseudo-gradients; overwritten
         """
         (scale,), anchor = step.scales, self.anchor.to(self._device.where, non_blocking=True)
-        if scale == 0.0:  # no replica counts: a sum, if there is one, may hold NaN
+        if scale == 0.0:  # no replica counts, or a sum of those that do is not finite
             acc.zero_()
         acc.mul_(scale)
-        if self.momentum is not None and self._next is not None:
+        if self.momentum is not None:
+            assert self._next is not None
             following = torch.mul(self.momentum.to(self._device.where, non_blocking=True), step.a)
             following.add_(acc, alpha=step.b)
             self._next.copy_(following, non_blocking=True)
@@ -136,7 +137,7 @@ class MeshSync:
         self._device = find_device([_local(p) for group in groups for p in group.reads.values()])
         self.shards = [LayerShard(group, self._device, merges.has_momentum) for group in groups]
         self._place = {id(group): place for place, group in enumerate(groups)}
-        self._by_state = {group.state: group for group in groups if group.state is not None}
+        self._by_state = {group.state: group for group in groups}
         self._handles: list[RemovableHandle] = []
         self._under_way: dict[int, _LayerUnderWay] = {}  # measured and not landed, by layer
         self._merged: list[LayerMerge] = []  # of the layers that have landed
@@ -153,7 +154,6 @@ class MeshSync:
     @torch.no_grad()
     def take_anchor(self) -> None:
         """Take the present parameters as the last synchronised ones; work enqueued later runs after the copies."""
-        self._reshard()
         with self._device.ordered_copies():
             for shard in self.shards:
                 shard.take_anchor()
@@ -163,14 +163,13 @@ class MeshSync:
     @torch.no_grad()
     def begin(self, intervals: Sequence[Interval]) -> None:
         """Begin a sync with the first layers; forwards carry it on. All ranks call this between two steps."""
-        present = dict(self._model.named_parameters())
-        ours = {id(p) for p in present.values()}
+        self._reshard()
+        ours = {id(p) for p in self._model.parameters()}
         if moved := [name for shard in self.shards for name, p in shard.group.reads.items() if id(p) not in ours]:
             raise LocalProtocolError(
                 f"{moved[0]}: was replaced after MeshLoop was made (by fully_shard, or load_state_dict(assign=True)?): "
                 "make the loop afterwards"
             )
-        self._reshard()
         self._intervals, self._merged = intervals, []
         self._register_hooks()
         with self._explained():
@@ -219,7 +218,7 @@ class MeshSync:
             weight = layer.merge.weights[self._replica]
             layer.acc.mul_(weight) if weight else layer.acc.zero_()  # NaN times 0 is NaN
             layer.work = None
-            if layer.merge.has_any and layer.acc.numel():  # empty shards are empty in the whole sync group
+            if layer.acc.numel():  # empty shards are empty in the whole sync group
                 layer.work = dist.all_reduce(layer.acc, group=self.sync_group, async_op=True)
 
     def _land(self, place: int) -> None:

@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_left_out(square: float) -> None:
     """Of one replica the others go on; of all the layer stays as it was, with its momentum."""
     ours = ReplicaMerges(rules({}), 2, ("a",))
     one = ours.weigh_layer(0, [square, 1.0], [Interval(1, 1)] * 2)
-    assert one.weights == (0.0, 1.0) and one.shares[0] is None
+    assert one.weights == (0.0, 1.0) and one.shares[0] is None and ours.step_layer(one).scales == (1.0,)
     every = ours.weigh_layer(0, [square, square], [Interval(1, 1)] * 2)
     assert not every.has_any and not ours.needs_norm(every)
     stays = ours.step_layer(every)
@@ -122,8 +122,13 @@ def test_a_layer_out_of_line_is_left_out_after_the_warm_up() -> None:
     """z above β: one replica, or all; before, it counts; three times in a row, and its statistics begin anew."""
     ours = ReplicaMerges(rules(EDIT, "edit", warmup_rounds=3), 2, ("a",))
     trained(ours, 2)
-    assert ours.weigh_layer(0, [1e4, 1.0], [Interval(1, 1)] * 2).has_any
-    trained(ours, 4)
+    assert None not in ours.weigh_layer(0, [1e4, 1.0], [Interval(1, 1)] * 2).shares
+    trained(ours, 1)
+    assert None in ours.weigh_layer(0, [1e4, 1.0], [Interval(1, 1)] * 2).shares
+    without = ReplicaMerges(rules(EDIT, warmup_rounds=3), 2, ("a",))
+    trained(without, 6)
+    assert None not in without.weigh_layer(0, [1e4, 1.0], [Interval(1, 1)] * 2).shares
+    trained(ours, 3)
     for _ in range(3):
         spike = ours.weigh_layer(0, [1e4, 1.0], [Interval(1, 1)] * 2)
         assert [share is None for share in spike.shares] == [True, False]

@@ -1,0 +1,267 @@
+"""`MeshLoop` on a mesh of one rank: when a sync begins, who completes it, and what is given back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+
+from dips.config import Shared
+from dips.errors import ConfigError, LocalProtocolError
+from dips.inside.mesh import MeshLoop
+from dips.inside.mesh.loop import SyncReport
+from dips.outer_step import OuterStep
+
+HALF = {"lr": 0.5, "momentum": 0.0, "step": "sgd"}  # a sync goes half of the way that was trained
+NESTEROV = {"lr": 0.5, "momentum": 0.9, "step": "nesterov"}
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("sync", "shard"))
+    dist.destroy_process_group()
+
+
+def rules(outer: dict[str, Any] = HALF) -> Shared:
+    return Shared.model_validate({"run": "r", "outer": outer, "penalty": {"gates": []}})
+
+
+class Scaled(nn.Module):
+    """Two blocks, and a parameter of the root, which keeps it gathered after a forward without a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.scale = nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 1)]), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def make_model(mesh: DeviceMesh) -> nn.Module:
+    model = Scaled()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+class Trained:
+    """A model, its optimizer and its loop; a step of it moves each parameter by 1."""
+
+    def __init__(self, mesh: DeviceMesh, outer: dict[str, Any] = HALF, **options: Any) -> None:
+        self.model = make_model(mesh)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.loop = MeshLoop(self.model, mesh, self.optimizer, rules(outer), **options)
+        self.start = self.values()
+
+    def train(self) -> None:
+        """Step the optimizer by gradients of −1."""
+        for p in self.optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p).neg()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.train()
+        self.loop.step(tokens=2, loss=1.0)
+
+    def values(self) -> torch.Tensor:
+        held = (p for shard in self.loop._sync.shards for p in shard.group.reads.values())
+        return torch.cat([p.detach().full_tensor().flatten() for p in held])
+
+    def moved(self) -> float:
+        """Return how far every parameter is from where it started."""
+        (far,) = {round(float(each), 4) for each in self.values() - self.start}
+        return far
+
+
+def forward(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        made: torch.Tensor = model(torch.ones(1, 2))
+    return made
+
+
+def test_a_sync_is_carried_out_by_whoever_reads_first(mesh: DeviceMesh) -> None:
+    """Begun by the step that is due, it is complete after a forward, a save or a load of the model, another step of its
+    optimizer, `is_synced`, `sync` and `close`; another optimizer's step is none of its business.
+    """
+    of, other = Trained(mesh, steps=2), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    saved = {name: tensor.clone() for name, tensor in of.model.state_dict().items()}
+    readers: dict[str, tuple[Callable[[], Any], float]] = {  # with how far the parameters then are from the start
+        "forward": (lambda: forward(of.model), 1.0),
+        "save": (lambda: of.model.state_dict(), 2.0),
+        "load": (lambda: of.model.load_state_dict(saved), 0.0),
+        "optimizer": (lambda: of.optimizer.step(), 1.0),
+        "is_synced": (of.loop.is_synced, 2.0),
+        "sync": (of.loop.sync, 3.0),
+        "close": (of.loop.close, 4.0),
+    }
+    for number, (name, (read, far)) in enumerate(readers.items(), 1):
+        of.step()
+        assert not of.loop._sync.pending and not of.loop.is_synced(), "one step of two"
+        of.step()
+        other.step()
+        assert of.loop._sync.pending, name
+        read()
+        assert not of.loop._sync.pending and of.loop.last_sync is not None, name
+        assert of.moved() == far, name
+        assert of.loop.last_sync == SyncReport(number, (2,), 4, 1.0, (0,), ()), name
+    assert of.loop._sync.most_held_bytes == 4 * (9 + 4 + 3 * 9), "two sums, and one layer's outer state"
+
+
+def test_the_outer_step_is_nesterovs(mesh: DeviceMesh) -> None:
+    """θ′ = θ − η(Δ + μm′), and the momentum is the next sync's."""
+    of, far, momentum = Trained(mesh, NESTEROV, steps=1), 0.0, 0.0
+    for _ in range(3):
+        of.step()
+        of.loop.sync()
+        momentum = 0.9 * momentum + 1.0
+        far += 0.5 * (1.0 + 0.9 * momentum)
+        assert of.moved() == pytest.approx(far, abs=1e-3)
+
+
+def test_what_is_gathered_is_read_anew(mesh: DeviceMesh) -> None:
+    """An evaluation before a sync begins leaves the root's parameters gathered, which is no replacement; what is
+    gathered by hand while a sync is under way is dropped, unless a forward would have read it.
+    """
+    of = Trained(mesh, steps=1)
+    of.train()
+    first = forward(of.model)
+    of.loop.step()
+    of.model.unshard()
+    of.loop.sync()
+    synced, halves = forward(of.model), make_model(mesh)
+    halves.load_state_dict(of.model.state_dict())
+    assert of.moved() == 0.5 and float(first) != float(synced) == float(forward(halves))
+    of.step()
+    of.model.unshard()
+    with pytest.raises(LocalProtocolError, match="gathered by FSDP before the forward"):
+        forward(of.model)
+
+
+def test_steps_without_a_sync_are_refused(mesh: DeviceMesh) -> None:
+    """`step` follows each step of an optimizer that has parameters of the model, whatever else it has."""
+    of = Trained(mesh, steps=1)
+    with pytest.raises(LocalProtocolError, match="call it once after each optimizer"):
+        of.loop.step()
+    torch.optim.SGD([nn.Parameter(torch.ones(1)), *of.model.parameters()], lr=1.0).step()
+    of.loop.step()
+    with pytest.raises(LocalProtocolError, match="call it once after each optimizer"):
+        of.loop.step()
+    block = of.model.blocks[0]
+    of.loop.sync()
+    of.train()
+    block.weight = nn.Parameter(block.weight.detach().clone())
+    with pytest.raises(LocalProtocolError, match="weight: was replaced after MeshLoop was made"):
+        of.loop.step()
+
+
+def test_a_warm_up_begins_no_sync(mesh: DeviceMesh) -> None:
+    """Nor does `sync` in it; the first interval begins after it."""
+    of = Trained(mesh, seconds=1000.0, warmup_steps=2)
+    of.step()
+    of.loop.sync()
+    of.loop._began_s = -10_000.0
+    of.step()
+    of.step()
+    assert of.loop.last_sync is None and of.loop.inner_steps == 3, "its time is counted from the warm-up's end"
+    of.loop._began_s = -10_000.0
+    of.step()
+    of.loop.sync()
+    assert of.loop.last_sync is not None and of.loop.last_sync.inner_steps == (2,) and of.moved() == 3.0
+
+
+def test_a_checkpoint_names_layers_and_momentum(mesh: DeviceMesh) -> None:
+    """The names are the format; without momentum there is none to save, and none is loaded."""
+    of = Trained(mesh, NESTEROV, steps=1)
+    of.step()
+    of.loop.sync()
+    state = of.loop.state_dict()
+    told = json.loads(state["told"])
+    names = ["scale", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias"]
+    assert list(state["momentum"]) == names
+    assert {**told, "layers": list(told["layers"])} == {
+        "format": 1, "steps": 1, "warmup": 0, "syncs": 1, "layers": ["scale", "blocks.0.bias", "blocks.1.bias"]
+    }  # fmt: skip
+    parts = torch.cat([part.full_tensor().flatten() for part in state["momentum"].values()])
+    assert parts.tolist() == pytest.approx([-1.0] * len(parts))
+    again = Trained(mesh, NESTEROV, steps=1)
+    with pytest.raises(LocalProtocolError, match="expected a checkpoint of format 1, got 2"):
+        again.loop.load_state_dict({**state, "told": json.dumps({**told, "format": 2})})
+    again.loop.load_state_dict(state)
+    assert again.loop.state_dict()["momentum"]["scale"].full_tensor().item() == -1.0
+    with pytest.raises(LocalProtocolError, match="load before the first"):
+        of.loop.load_state_dict(state)
+    plain = Trained(mesh, steps=1)
+    assert plain.loop.state_dict()["momentum"] == {}
+    plain.loop.load_state_dict(state)
+    assert plain.loop.inner_steps == 1
+
+
+def test_a_sum_that_is_not_finite_leaves_the_layer(mesh: DeviceMesh) -> None:
+    """A scale of 0 writes what was there after the last sync, whatever the sum holds."""
+    of = Trained(mesh, steps=1)
+    of.train()
+    shard = of.loop._sync.shards[0]
+    with torch.no_grad():
+        shard.write_step(torch.full((1,), float("nan")), OuterStep((0.0,), 0.5, 0.0, 1.0, 1.0, 0.0))
+    assert of.model.scale.full_tensor().item() == 1.0
+
+
+def test_what_is_closed_holds_nothing(mesh: DeviceMesh) -> None:
+    """No hook of an optimizer or a module, and no process group; every method says so, and `close` may come twice."""
+    groups = len(dist.distributed_c10d._world.pg_map)
+    of = Trained(mesh, seconds=1000.0)
+    state = of.loop.state_dict()
+    of.step()
+    for _ in range(2):
+        of.loop.close()
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    of.train()
+    loop = of.loop
+    for call in (of.step, loop.sync, loop.is_synced, loop.state_dict, partial(loop.load_state_dict, state)):
+        with pytest.raises(LocalProtocolError, match="this MeshLoop is closed"):
+            call()
+    kept = weakref.ref(of.model)
+    del of, loop, call
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"steps": 1, "seconds": 1.0}, "or seconds instead, got steps=1, seconds=1.0"),
+        ({"steps": 0}, "steps of at least 1"),
+        ({"seconds": 0.0}, "seconds: expected a time above 0, got 0.0"),
+        ({"seconds": float("inf")}, "seconds: expected a time above 0, got inf"),
+        ({"warmup_steps": -1}, "warmup_steps: expected 0 or more, got -1"),
+    ],
+)
+def test_a_time_that_is_none_is_refused(mesh: DeviceMesh, options: dict[str, Any], told: str) -> None:
+    """By a sentence that names the argument."""
+    with pytest.raises(ConfigError, match=told):
+        Trained(mesh, **options)
+
+
+def test_parameters_that_fsdp_does_not_hold_are_refused(mesh: DeviceMesh) -> None:
+    """A layer that was sharded by hand, and one of 16 bits."""
+    by_hand = distribute_module(nn.Linear(2, 3), mesh["shard"])
+    of_16_bits = fully_shard(nn.Linear(2, 3, dtype=torch.bfloat16), mesh=mesh["shard"])
+    for model, told in ((by_hand, "expected one group of parameters"), (of_16_bits, "float32, got torch.bfloat16")):
+        with pytest.raises(ConfigError, match=told):
+            MeshLoop(model, mesh, torch.optim.SGD(model.parameters(), lr=1.0), rules())
