@@ -160,13 +160,11 @@ def _name_devices(devices: tuple[str, ...]) -> str:
 def draw_timeline(prediction: Prediction, path: Path) -> None:
     """Draw the actions of each device over the seconds of a step. Raises ConfigError without matplotlib."""
     try:
-        import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
             f"{path.name} needs matplotlib ({error}): pip install 'di-ps[plot]', or name a .json for ui.perfetto.dev"
         ) from error
-    mpl.use("Agg")
     names = list(prediction.idle)[:MOST_DRAWN]
     figure = Figure(figsize=(13, 1 + 0.35 * len(names)), layout="constrained")
     axes = figure.subplots()

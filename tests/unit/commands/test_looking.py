@@ -88,7 +88,9 @@ def verdicts(rows: list[CheckFinding], verdict: str) -> list[str]:
 
 
 def test_what_agrees_is_well(files: FilesToCheck) -> None:
+    files.run["shared"]["heartbeat_s"] = files.cluster["shared"]["heartbeat_s"] = 5.0  # half of a lease
     assert not verdicts(files.check(), FAIL)
+    assert verdicts(files.check(), OK)[:2] == ["dips.yaml: run july", "west.yaml: cluster west of run july"]
     assert verdicts(files.check(), NOTE) == [
         f"dips.yaml: master.directory: no ledger at {files.directory}/m/ledger.sqlite"
     ]
@@ -143,7 +145,21 @@ def test_certificates_are_looked_at_before_a_daemon_does(files: FilesToCheck) ->
     assert "expired at" in str(verdicts(files.check(now=later + timedelta(days=10)), FAIL))
     (files.directory / "west.cluster.key").write_bytes((files.directory / "master.master.key").read_bytes())
     assert "is not the key of" in str(verdicts(files.check(), FAIL))
-    assert "nobody.slave is in none of these files" in str([row.seen for row in files.check("nobody.slave")])
+    files.run["master"].update(on_version={"command": ["true"], "every": 1}, keep_every=1)
+    (unknown,) = (row for row in files.check("nobody.slave") if "is in none of these files" in row.seen)
+    labels = ("master.master", "on-version.puller", "operator.operator", "s0.slave", "s1.slave", "west.cluster")
+    assert unknown.remedy == f"expected one of {', '.join(labels)}"
+
+
+def test_half_a_certificate_is_looked_at_and_a_list_of_revoked_ones_missed(files: FilesToCheck) -> None:
+    """A key or a certificate alone is a mistake; without crl.pem nobody is revoked, which is a note."""
+    enrolled, missed = files.secure(), "none of them is revoked before it expires"
+    master = enrolled.enroll("master", PeerRole.MASTER)
+    assert missed not in str(verdicts(files.check(), NOTE))
+    master.crl.unlink()
+    assert missed in str(verdicts(files.check(), NOTE))
+    master.key.unlink()
+    assert "master.master" in str(verdicts(files.check(), FAIL)), "not: no process of this file has one"
 
 
 def test_check_and_config_show_say_json(files: FilesToCheck) -> None:
@@ -324,6 +340,7 @@ def test_a_slave_is_planned_as_it_counts_itself(files: FilesToCheck) -> None:
     assert plan["slaves"][0]["memory_bytes"] == MemorySum(1000, 3, 2, TRANSIT_BYTES + COPIES_BYTES).total_bytes
     assert plan["slaves"][0]["disk_bytes"] == 1000 * 8 * 3  # two that stay and the one that is written
     assert (plan["cluster"]["push_bytes"], plan["cluster"]["pull_bytes"]) == (8004, 8004)
+    assert plan["round"]["persist_s"] == pytest.approx(8 * 1001 / plan["round"]["disk_rate"]), "the heaviest slave's"
 
 
 def test_a_disk_has_room_for_what_stays_while_a_mirror_lags(files: FilesToCheck) -> None:
@@ -349,6 +366,12 @@ def test_a_round_costs_what_disk_and_link_take() -> None:
     assert "links of 1,000 MB/s and disks of 125 MB/s: 48.0 s beside the inner steps" in said
     assert "4.00 GB on the heaviest slave's disk, before the version counts: 32.0 s" in said
     assert "room for 3 snapshots of 4.00 GB" in said
+    rows = [line.replace("│", " ").split() for line in said.splitlines()]
+    assert [row[:3] for row in rows if row and row[0].startswith("slave-")] == [
+        [f"slave-{i}", "–", "500,000,000"] for i in range(4)
+    ]
+    assert [row[-2:] for row in rows if row and row[0] == "slave-0"] == [["12.00", "GB"]]
+    assert [len(row) for row in rows if row and row[0] == "master"] == [5], "memory and disk, each with its unit"
 
 
 def test_ranks_and_links_follow_the_codecs(files: FilesToCheck) -> None:
@@ -370,7 +393,10 @@ def test_ranks_and_links_follow_the_codecs(files: FilesToCheck) -> None:
 def test_codecs_are_as_wide_as_planned(codec: Codec) -> None:
     """Of pushes; the link of a cluster of as many elements carries them."""
     sent = len(bytes(encode_body(codec, np.ones(65536, np.float32))))
-    assert planning.plan_cluster(65536, 2, codec, Codec.FP32).push_bytes == sent
+    planned = planning.plan_cluster(65536, 2, codec, Codec.FP32)
+    assert planned.push_bytes == sent
+    owed = 8 if codec.lossy else 0  # a parameter: what rounding has left is kept
+    assert planned.rank_bytes == 32768 * (4 + owed) + planning.RANK_PROCESS_BYTES
 
 
 def test_ranks_are_planned_as_they_count_themselves() -> None:

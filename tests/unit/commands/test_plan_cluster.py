@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dips.cli import cli
+from dips.commands.plan_cluster import COLORS, draw_stages, draw_timeline
 from dips.errors import ConfigError
 from dips.inside.pipeline.orders import read_pipeline
 from dips.inside.planning.plan import Framework, explain_plan, hand_over, make_plan, plan_data
@@ -52,6 +54,12 @@ def test_the_plan_is_shown_and_written(files: list[str], tmp_path: Path) -> None
     for said in ("tiny: ", "estimated: big, small", "instead", "half the rate", "Memory is tightest on"):
         assert said in words_shown, said
     data = yaml.safe_load(out.read_text())
+    assert " micro-batches ┃ forward + backward ┃ idle ┃ peak memory ┃" in words_shown
+    for stage in data["pipeline"]["stages"]:
+        ((first, end),), (count,) = stage["layers"], stage["microbatches"]
+        assert f"│ {stage['devices'][0].partition('.')[0]} ×1 │ {first}–{end - 1} │ {count} │ " in words_shown
+    against = [float(row.split()[-3].removesuffix("%")) for row in shown.output.splitlines() if "% slower │" in row]
+    assert len(against) == 4, "three other plans, and this one with slower links"
     assert json.loads(CliRunner().invoke(cli, [*words, "--json", "--timeline", str(picture)]).output) == data
     assert picture.read_bytes()[1:4] == b"PNG"
     events = json.loads(trace.read_text())["traceEvents"]
@@ -61,6 +69,23 @@ def test_the_plan_is_shown_and_written(files: list[str], tmp_path: Path) -> None
     assert [list(stage) for stage in plan.stages] == [stage["devices"] for stage in data["pipeline"]["stages"]]
     assert [layer for part in plan.layers for layer in range(*part)] == list(range(8))
     assert plan.samples * plan.microbatches == data["samples"]
+
+
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    """A picture has each device's actions in their colors, what is no computation in grey, and says what they mean; of
+    devices with unequal shares the table has the least and the most.
+    """
+    plan = make_plan(parse_profile(MACHINES, "p"), parse_model(DECODER, "m"))
+    assert plan.prediction is not None
+    draw_timeline(plan.prediction, tmp_path / "step.svg")
+    drawn = (tmp_path / "step.svg").read_text()
+    for said in ("slow.0", "fast.0", "seconds", *COLORS):
+        assert f"<!-- {said} -->" in drawn, "devices, the axis and what colors mean"
+    used = {span.action.lstrip("0123456789")[:1] for span in plan.prediction.spans} & COLORS.keys()
+    assert used and all(f"fill: {COLORS[op]}" in drawn for op in used) and "fill: #999999" in drawn
+    first, second = plan.stages
+    shares = draw_stages(replace(plan, stages=(replace(first, microbatches=(5, 3, 4)), second))).columns[2]
+    assert list(shares.cells) == ["3 to 5", str(second.microbatches[0])]
 
 
 def test_it_works_where_there_is_no_torch(files: list[str]) -> None:

@@ -59,7 +59,7 @@ def make_model(mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh["shard"])
 
 
-class Trained:
+class MeshTrained:
     """A model, its optimizer and its loop; a step of it moves each parameter by 1."""
 
     def __init__(self, mesh: DeviceMesh, outer: dict[str, Any] = HALF, **options: Any) -> None:
@@ -99,7 +99,7 @@ def test_a_sync_is_carried_out_by_whoever_reads_first(mesh: DeviceMesh) -> None:
     """Begun by the step that is due, it is complete after a forward, a save or a load of the model, another step of its
     optimizer, `is_synced`, `sync` and `close`; another optimizer's step is none of its business.
     """
-    of, other = Trained(mesh, steps=2), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    of, other = MeshTrained(mesh, steps=2), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     saved = {name: tensor.clone() for name, tensor in of.model.state_dict().items()}
     readers: dict[str, tuple[Callable[[], Any], float]] = {  # with how far the parameters then are from the start
         "forward": (lambda: forward(of.model), 1.0),
@@ -125,7 +125,7 @@ def test_a_sync_is_carried_out_by_whoever_reads_first(mesh: DeviceMesh) -> None:
 
 def test_the_outer_step_is_nesterovs(mesh: DeviceMesh) -> None:
     """θ′ = θ − η(Δ + μm′), and the momentum is the next sync's."""
-    of, far, momentum = Trained(mesh, NESTEROV, steps=1), 0.0, 0.0
+    of, far, momentum = MeshTrained(mesh, NESTEROV, steps=1), 0.0, 0.0
     for _ in range(3):
         of.step()
         of.loop.sync()
@@ -138,7 +138,7 @@ def test_what_is_gathered_is_read_anew(mesh: DeviceMesh) -> None:
     """An evaluation before a sync begins leaves the root's parameters gathered, which is no replacement; what is
     gathered by hand while a sync is under way is dropped, unless a forward would have read it.
     """
-    of = Trained(mesh, steps=1)
+    of = MeshTrained(mesh, steps=1)
     of.train()
     first = forward(of.model)
     of.loop.step()
@@ -155,7 +155,7 @@ def test_what_is_gathered_is_read_anew(mesh: DeviceMesh) -> None:
 
 def test_steps_without_a_sync_are_refused(mesh: DeviceMesh) -> None:
     """`step` follows each step of an optimizer that has parameters of the model, whatever else it has."""
-    of = Trained(mesh, steps=1)
+    of = MeshTrained(mesh, steps=1)
     with pytest.raises(LocalProtocolError, match="call it once after each optimizer"):
         of.loop.step()
     torch.optim.SGD([nn.Parameter(torch.ones(1)), *of.model.parameters()], lr=1.0).step()
@@ -172,7 +172,7 @@ def test_steps_without_a_sync_are_refused(mesh: DeviceMesh) -> None:
 
 def test_a_warm_up_begins_no_sync(mesh: DeviceMesh) -> None:
     """Nor does `sync` in it; the first interval begins after it."""
-    of = Trained(mesh, seconds=1000.0, warmup_steps=2)
+    of = MeshTrained(mesh, seconds=1000.0, warmup_steps=2)
     of.step()
     of.loop.sync()
     of.loop._began_s = -10_000.0
@@ -187,7 +187,7 @@ def test_a_warm_up_begins_no_sync(mesh: DeviceMesh) -> None:
 
 def test_a_checkpoint_names_layers_and_momentum(mesh: DeviceMesh) -> None:
     """The names are the format; without momentum there is none to save, and none is loaded."""
-    of = Trained(mesh, NESTEROV, steps=1)
+    of = MeshTrained(mesh, NESTEROV, steps=1)
     of.step()
     of.loop.sync()
     state = of.loop.state_dict()
@@ -199,14 +199,14 @@ def test_a_checkpoint_names_layers_and_momentum(mesh: DeviceMesh) -> None:
     }  # fmt: skip
     parts = torch.cat([part.full_tensor().flatten() for part in state["momentum"].values()])
     assert parts.tolist() == pytest.approx([-1.0] * len(parts))
-    again = Trained(mesh, NESTEROV, steps=1)
+    again = MeshTrained(mesh, NESTEROV, steps=1)
     with pytest.raises(LocalProtocolError, match="expected a checkpoint of format 1, got 2"):
         again.loop.load_state_dict({**state, "told": json.dumps({**told, "format": 2})})
     again.loop.load_state_dict(state)
     assert again.loop.state_dict()["momentum"]["scale"].full_tensor().item() == -1.0
     with pytest.raises(LocalProtocolError, match="load before the first"):
         of.loop.load_state_dict(state)
-    plain = Trained(mesh, steps=1)
+    plain = MeshTrained(mesh, steps=1)
     assert plain.loop.state_dict()["momentum"] == {}
     plain.loop.load_state_dict(state)
     assert plain.loop.inner_steps == 1
@@ -214,7 +214,7 @@ def test_a_checkpoint_names_layers_and_momentum(mesh: DeviceMesh) -> None:
 
 def test_a_sum_that_is_not_finite_leaves_the_layer(mesh: DeviceMesh) -> None:
     """A scale of 0 writes what was there after the last sync, whatever the sum holds."""
-    of = Trained(mesh, steps=1)
+    of = MeshTrained(mesh, steps=1)
     of.train()
     shard = of.loop._sync.shards[0]
     with torch.no_grad():
@@ -225,7 +225,7 @@ def test_a_sum_that_is_not_finite_leaves_the_layer(mesh: DeviceMesh) -> None:
 def test_what_is_closed_holds_nothing(mesh: DeviceMesh) -> None:
     """No hook of an optimizer or a module, and no process group; every method says so, and `close` may come twice."""
     groups = len(dist.distributed_c10d._world.pg_map)
-    of = Trained(mesh, seconds=1000.0)
+    of = MeshTrained(mesh, seconds=1000.0)
     state = of.loop.state_dict()
     of.step()
     for _ in range(2):
@@ -255,7 +255,7 @@ def test_what_is_closed_holds_nothing(mesh: DeviceMesh) -> None:
 def test_a_time_that_is_none_is_refused(mesh: DeviceMesh, options: dict[str, Any], told: str) -> None:
     """By a sentence that names the argument."""
     with pytest.raises(ConfigError, match=told):
-        Trained(mesh, **options)
+        MeshTrained(mesh, **options)
 
 
 def test_parameters_that_fsdp_does_not_hold_are_refused(mesh: DeviceMesh) -> None:

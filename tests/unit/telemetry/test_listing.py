@@ -176,3 +176,4 @@ def test_ranges_are_short() -> None:
     """Neighbours are named by their first and last; of very many the rest is counted."""
     assert shorten_ranges([5, 3, 4, 9]) == "3–5 9"
     assert shorten_ranges(range(0, 50, 2)).endswith("36 38 and 5 more")
+    assert shorten_ranges(range(0, 40, 2)).endswith("36 38")

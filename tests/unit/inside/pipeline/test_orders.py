@@ -67,6 +67,38 @@ def test_what_is_resharded_between_two_passes_is_gathered_again() -> None:
     assert played == "1RECV_F1 1UNSHARD 1F1 1RESHARD 1UNSHARD 1B1 1SEND_B1 1REDUCE_GRAD 1RESHARD"
 
 
+def planned(**orders: str) -> dict[str, Any]:
+    """A plan of two devices, one after the other, with these orders."""
+    pipeline = {**PLAN["pipeline"], "stages": [PLAN["pipeline"]["stages"][0], {"devices": ["b"], "layers": [[3, 5]]}]}
+    return {**PLAN, "pipeline": {**pipeline, "orders": orders}}
+
+
+def test_an_evaluation_gathers_a_part_once() -> None:
+    """However many micro-batches it computes."""
+    more = copy.deepcopy(PLAN)
+    more["pipeline"]["orders"] = {
+        "a": "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0REDUCE_GRAD",
+        "b": "1UNSHARD 1F0 1B0 1F2 1B2 1REDUCE_GRAD",
+        "c": "1UNSHARD 1F1 1B1 1F3 1B3 1REDUCE_GRAD",
+    }
+    played = lower_forward(read_pipeline(more, "plan.yaml"), "b")
+    assert spell(played) == "1RECV_F0 1RECV_F2 1UNSHARD 1F0 1F2 1RESHARD"
+
+
+def test_a_device_numbers_micro_batches_as_its_last_part_computes_them() -> None:
+    """As torch's runtime wants them, whatever the order of the parts before."""
+    turned = copy.deepcopy(ALONE)
+    turned["pipeline"]["orders"]["a"] = "0F0 0F1 1F1 1F0 1B1 1B0 1REDUCE_GRAD 0B1 0B0 0REDUCE_GRAD"
+    assert read_pipeline(turned, "plan.yaml").shares == {"a": (1, 0)}
+
+
+def test_a_forward_waits_for_the_one_before_it() -> None:
+    """b would compute micro-batch 1 first, which a computes when it has the gradient of 0."""
+    read_pipeline(planned(a="0F0 0F1 0B0 0B1 0REDUCE_GRAD", b="1F1 1F0 1B0 1B1 1REDUCE_GRAD"), "plan.yaml")
+    with pytest.raises(ConfigError, match="a, b would wait for each other for ever"):
+        read_pipeline(planned(a="0F0 0B0 0F1 0B1 0REDUCE_GRAD", b="1F1 1F0 1B0 1B1 1REDUCE_GRAD"), "plan.yaml")
+
+
 def test_ministages_of_one_device_send_nothing() -> None:
     """Borders inside a device are none."""
     plan = read_pipeline(ALONE, "plan.yaml")
@@ -87,10 +119,18 @@ def test_ministages_of_one_device_send_nothing() -> None:
         ),
         (("pipeline", "offload"), True, "activations in host memory are not built yet"),
         (("pipeline", "stages", 1, "layers"), [[2, 5]], "expected parts that follow each other"),
+        (("pipeline", "stages", 1, "layers"), [[3, 3]], "expected parts that follow each other"),
         (("pipeline", "stages", 1, "devices"), ["b", "d"], "expected an order for each device"),
         (("pipeline", "samples"), 0, "of at least one sample"),
         (("pipeline", "orders", "b"), "1UNSHARD 1F1 1B1 1REDUCE_GRAD", "stage 1: expected each micro-batch on one"),
+        (
+            ("pipeline", "orders"),
+            {**PLAN["pipeline"]["orders"], "b": "1UNSHARD 1F0 1F1 1B0 1B1 1REDUCE_GRAD", "c": "1UNSHARD 1REDUCE_GRAD"},
+            "stage 1: expected each micro-batch on one of its devices, and one for each",
+        ),
         (("pipeline", "orders", "a"), "0F0 0F1 0B0 0REDUCE_GRAD", "orders.a: expected F, B of each of its"),
+        (("pipeline", "orders", "a"), "0F0 0F1 0B0 0B0 0REDUCE_GRAD", "orders.a: expected F, B of each of its"),
+        (("pipeline", "orders", "a"), "0F0 0F1 0B0 0B0 0B1 0REDUCE_GRAD", "orders.a: expected F, B of each of its"),
         (("pipeline", "orders", "a"), "0F0 0F1 0B0 0REDUCE_GRAD 0B1", "after all other actions of part 0"),
         (("pipeline", "orders", "a"), "0F0 0B1 0F1 0B0 0REDUCE_GRAD", "would wait for each other for ever"),
         (("pipeline", "orders", "c"), "1F1 1B1 1REDUCE_GRAD", "would wait for each other for ever"),

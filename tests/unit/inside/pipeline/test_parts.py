@@ -84,6 +84,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         WrappedModel,
         "expected the model's layers in order, as nn.Sequential or a generator, got WrappedModel",
     ),
+    "a number": (lambda: 3, "expected the model's layers in order, as nn.Sequential or a generator, got int"),
+    "a dictionary": (nn.ModuleDict, "as nn.Sequential or a generator, got ModuleDict"),
     "no module": (lambda: [nn.Tanh(), 3], "expected layer 1 to be a torch.nn.Module, got int"),
     "BatchNorm": (lambda: [nn.Sequential(nn.BatchNorm1d(4))], "layer 0.0: BatchNorm1d has statistics of the batch"),
     "tied": (tied, "layers 0 and 2 share parameters"),
@@ -101,8 +103,20 @@ def test_what_a_pipeline_cannot_run_is_refused(what: str) -> None:
     assert told in str(refused.value)
 
 
+class Nearest(nn.Module):
+    """Gives numbers of tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.argmax(-1)
+
+
 def test_a_border_is_one_tensor_of_floats() -> None:
-    """Two outputs cannot be sent on."""
+    """Two outputs cannot be sent on, nor integers; those of the last layer go over no border."""
+    _, shapes = build_layers(lambda: [nn.Linear(4, 4), Nearest()], 0, [])
+    assert shapes.trace(torch.zeros(2, 4))[1] == ((2,), torch.long)
+    _, shapes = build_layers(lambda: [Nearest(), nn.Tanh()], 0, [])
+    with pytest.raises(ConfigError, match="layer 0: expected one tensor of floats as its output, got Tensor"):
+        shapes.trace(torch.zeros(2, 4))
     _, shapes = build_layers(lambda: [nn.LSTM(4, 4), nn.Linear(4, 4)], 0, [])
     with pytest.raises(ConfigError, match="layer 0: expected one tensor of floats as its output, got tuple"):
         shapes.trace(torch.zeros(2, 3, 4))
