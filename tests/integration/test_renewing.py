@@ -353,6 +353,15 @@ async def test_a_command_renews_once_or_until_a_signal(
     assert capsys.readouterr().out.endswith("stopped\n") and load_tls(west).cert == once.cert, "it is not due"
 
 
+async def test_the_port_certifies_itself_again(enrolled: Enrolled) -> None:
+    """When a third of its certificate's life is over: it may serve for months."""
+    own = enrolled.directory / "ca" / f"{make_identity(AUTHORITY_NAME, PeerRole.AUTHORITY, RUN).label}.crt"
+    async with served(enrolled, timedelta(seconds=3)), asyncio.timeout(30.0):
+        first = own.read_bytes()
+        while own.read_bytes() == first:
+            await asyncio.sleep(0.02)
+
+
 async def test_a_signal_ends_the_port(enrolled: Enrolled) -> None:
     """Whoever asks then is not answered."""
     west, address = enrolled.enroll("west", PeerRole.CLUSTER), asyncio.get_running_loop().create_future()

@@ -81,8 +81,9 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
     drawn = (tmp_path / "step.svg").read_text()
     for said in ("slow.0", "fast.0", "seconds", *COLORS):
         assert f"<!-- {said} -->" in drawn, "devices, the axis and what colors mean"
+    others = {span.engine for span in plan.prediction.spans} - {"compute"}
     used = {span.action.lstrip("0123456789")[:1] for span in plan.prediction.spans} & COLORS.keys()
-    assert used and all(f"fill: {COLORS[op]}" in drawn for op in used) and "fill: #999999" in drawn
+    assert used and all(f"fill: {COLORS[op]}" in drawn for op in used) and ("fill: #999999" in drawn) == bool(others)
     first, second = plan.stages
     shares = draw_stages(replace(plan, stages=(replace(first, microbatches=(5, 3, 4)), second))).columns[2]
     assert list(shares.cells) == ["3 to 5", str(second.microbatches[0])]

@@ -185,6 +185,22 @@ def test_directories_that_cannot_be(run: Path) -> None:
         pass  # what was locked before the refusal is free
 
 
+def test_another_run_and_too_small_a_machine_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a byte moves: what the master would not start with, or this machine not hold, is staged for nothing."""
+    config = load_run(run / "three.yaml")
+    copied = rebalancing._HostCopy(config, config.slave_section("s2"), master_peer("127.0.0.1:1", None), 1.0, print)
+    agreed = config.shared.agreed
+    copied._require_same_run(SimpleNamespace(run="r", shared=agreed))
+    with pytest.raises(ConfigError, match=r"shared\.run: the master serves run 'august', the run file's is 'r'"):
+        copied._require_same_run(SimpleNamespace(run="august", shared=agreed))
+    with pytest.raises(ConfigError, match="put the options back as they are in the run"):
+        copied._require_same_run(SimpleNamespace(run="r", shared={**agreed, "codec": "int8"}))
+    copied._require_memory(MANIFEST, AFTER)
+    monkeypatch.setattr(rebalancing, "available_bytes", lambda section: 1)
+    with pytest.raises(ConfigError, match=r"^slaves\.s2: .*memory"):
+        copied._require_memory(MANIFEST, AFTER)
+
+
 # ---- layers of another host ------------------------------------------------------------------------------------------
 
 
