@@ -137,6 +137,7 @@ def test_bad_sources_are_refused(corpus: Path) -> None:
     for spec, words in (
         ("x=nowhere/*", "there is no file"),
         ("nowhere", "NAME=PATH"),
+        (f"Web pages={corpus}/code", "source name 'Web pages' is not usable"),
         (f"x={corpus}/bad.jsonl", r"bad.jsonl, line 2"),
         (f"x={corpus}/raw.bin", "--dtype"),
         (f"x={corpus}/floats.npy", "whole numbers as tokens"),
@@ -149,6 +150,14 @@ def test_bad_sources_are_refused(corpus: Path) -> None:
     liar = Tokenizer("liar", lambda texts: [[7] for _ in texts], 5, 0)
     with pytest.raises(ConfigError, match="token 7, expected below 5"):
         build_dataset(BuildPlan((parse_source(f"x={corpus}/code"),), corpus / "bad", 2, 0, liar))
+
+
+def test_what_lies_beside_tokens_is_no_source(tmp_path: Path) -> None:
+    """Boundaries of documents, and Megatron's index of a file that is there; another file may have any name."""
+    for name in ("a.npy", "a.documents.npy", "b.bin", "b.idx", "c.idx", ".hidden"):
+        (tmp_path / name).touch()
+    for where in (tmp_path, tmp_path / "*"):
+        assert [path.name for path in parse_source(f"x={where}").files] == ["a.npy", "b.bin", "c.idx"]
 
 
 def test_documents_that_end_with_a_token(corpus: Path) -> None:
@@ -171,6 +180,10 @@ def test_the_word_prints_the_balance(corpus: Path) -> None:
     assert fair.exit_code == 0, fair.output
     assert "balanced: no share is off by more than" in fair.stdout and "books" in fair.stdout
     assert "vocabulary: 257, of bytes" in fair.stdout and "no document was cut" not in fair.stdout
+    held = DataSet(corpus / "fair")
+    lengths = [len(held.tokens(number)) for number in range(20)]
+    ends = rf"a range\W+{sum(lengths) / 20:.0f}\W+{min(lengths)}\W+{max(lengths)}\W"
+    assert re.search(ends, fair.stdout), "the mean, the shortest and the longest"
     assert re.search(r"\d+ documents of more than \d+ tokens were cut into \d+ pieces", fair.stdout)
     unfair = CliRunner().invoke(
         app.words, [*wanted, "-o", str(corpus / "unfair"), "--cut", "0", "--tolerance", "0.002"]
@@ -179,6 +192,7 @@ def test_the_word_prints_the_balance(corpus: Path) -> None:
     shown = CliRunner().invoke(app.words, ["show", str(corpus / "fair"), "--verify"])
     assert shown.exit_code == 0 and DataSet(corpus / "fair").digest in shown.stdout
     assert "vocabulary: 257, of bytes" in shown.stdout
+    assert re.search(rf"books\W+20000\W+{20_000 / sum(lengths):.2%}", shown.stdout)
 
 
 def test_a_range_smaller_than_a_step_is_refused(corpus: Path) -> None:

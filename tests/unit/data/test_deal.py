@@ -65,6 +65,24 @@ def test_ranges_are_fair_samples() -> None:
     assert unfair.deviation > 0.5  # the check bites
 
 
+def test_a_balance_names_the_largest_difference() -> None:
+    """Of a source's share of a range and of all, whichever side; an empty range has no share, and nothing is divided by
+    no token.
+    """
+    found = weigh_sources(np.array([[9, 1], [1, 1], [0, 0]]))
+    assert [(source.share, source.least, source.most) for source in found.sources] == [
+        (pytest.approx(10 / 12), 0.0, 0.9), (pytest.approx(2 / 12), 0.0, 0.5)
+    ]  # fmt: skip
+    assert [source.deviation for source in found.sources] == pytest.approx([10 / 12, 4 / 12])
+    assert found.deviation == pytest.approx(10 / 12) and (found.shortest, found.mean, found.longest) == (0, 4.0, 10)
+    assert weigh_sources(np.zeros((2, 1), np.int64)).deviation == 0.0
+
+
+def test_documents_are_cut_no_shorter_than_is_worth_it() -> None:
+    """A source's share may be off by the tolerance; pieces of a few tokens teach little."""
+    assert (cut_of(1_000_000, 10, 0.01), cut_of(1_000, 10, 0.01)) == (1_000, 256)
+
+
 def test_one_long_document_is_cut() -> None:
     """A source of one document is in all ranges, if it may be cut; else it is in one, and the balance says so."""
     sources = [documents(*[100] * 400), documents(10_000, file=1)]
@@ -93,6 +111,8 @@ def test_what_is_empty_is_named() -> None:
         deal_documents([documents(5, 5), documents()], 2, 0)
     with pytest.raises(ConfigError, match="ranges"):
         deal_rows(0, 4, 0)
+    with pytest.raises(ConfigError, match="sources: expected one for each of 4 rows, got 3"):
+        deal_rows(4, 2, 0, ["a", "a", "b"])
 
 
 def test_a_small_source_is_dealt_as_far_as_it_goes() -> None:
