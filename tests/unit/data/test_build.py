@@ -200,7 +200,18 @@ def test_a_range_smaller_than_a_step_is_refused(corpus: Path) -> None:
     chosen = (parse_source(f"books={corpus}/books.npy"),)
     with pytest.raises(ConfigError, match=r"shortest range has 1000 tokens, an inner step takes 1024 .* about 19 "):
         build_dataset(BuildPlan(chosen, corpus / "small", 20, 1, step_tokens=1024))
-    assert build_dataset(BuildPlan(chosen, corpus / "small", 19, 1, step_tokens=999)).balance.shortest == 1000
+    with pytest.raises(ConfigError, match="shortest range has 1000 tokens, an inner step takes 1000"):
+        build_dataset(BuildPlan(chosen, corpus / "small", 19, 1, step_tokens=1000))
+    built = build_dataset(BuildPlan(chosen, corpus / "small", 19, 1, step_tokens=999))
+    assert built.balance.shortest == 1000
+
+
+@pytest.mark.parametrize(("cut", "documents", "pieces"), [(500, 0, 0), (499, 40, 80)])
+def test_longer_documents_are_cut_as_said(corpus: Path, cut: int, documents: int, pieces: int) -> None:
+    """One of exactly that length is whole."""
+    chosen = (parse_source(f"books={corpus}/books.npy"),)
+    built = build_dataset(BuildPlan(chosen, corpus / "cut", 20, 1, cut=cut))
+    assert (built.cut, built.cut_documents, built.cut_pieces) == (cut, documents, pieces)
 
 
 def test_a_vocabulary_of_tokens_is_counted(corpus: Path) -> None:
