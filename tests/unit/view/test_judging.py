@@ -26,7 +26,7 @@ from dips.protocol.view import (
     TrackView,
     VersionProcessView,
 )
-from dips.view.judging import Heartbeats, judge_run, read_view, spell_view
+from dips.view.judging import Heartbeats, judge_run, narrow_view, read_view, spell_view
 from tests.unit.view.views import CLUSTER, HEARTBEAT_S, SLAVE, make_cluster, make_run, make_slave
 
 
@@ -75,12 +75,19 @@ def test_a_view_travels_as_json() -> None:
         (make_cluster("gone", "ended"), "left", Severity.PLAIN),
         (make_cluster("gone", "silent"), "gone", Severity.ATTENTION),
         (make_cluster("gone", "gave_up"), "gone", Severity.ATTENTION),
+        (make_cluster(heard_s=4.0), "training", Severity.GOOD),
         (make_cluster(heard_s=4.1), "silent", Severity.ATTENTION),
+        (make_cluster(cause="follows"), "following", Severity.GOOD),
         (make_cluster(quarantined=True), "quarantined", Severity.ATTENTION),
         (make_cluster("idle", "stalled"), "idle", Severity.ATTENTION),
         (make_cluster("idle", "stalled", trainer="starting"), "starting", Severity.PLAIN),
         (make_cluster("idle", "stalled", trainer="dead"), "stopped", Severity.ATTENTION),
         (make_cluster("idle", trainer="dead", remarks={"crash": "1 of 3"}), "crashing", Severity.ATTENTION),
+        (
+            make_cluster("idle", trainer="dead", remarks={"crash": "1 of 3", "gated": "x"}),
+            "crashing",
+            Severity.ATTENTION,
+        ),
         (make_cluster("idle", trainer="dead", remarks={"gated": "1 of 3"}), "stopped", Severity.ATTENTION),
         (make_cluster(gated="norm 9 above 3"), "training", Severity.ATTENTION),
     ],
@@ -164,6 +171,25 @@ def test_peers_of_a_run_that_has_ended_ask_for_nothing() -> None:
         (Severity.BROKEN, "ps0"), (Severity.ATTENTION, "west"),
     ]  # fmt: skip
     assert make_run(*gone, finished="v3@r3").concerns == ()
+
+
+def test_a_part_that_fails_and_still_works_is_not_broken() -> None:
+    """A slave that is silent and ready, and snapshots that lag behind: rounds go on."""
+    run = make_run(
+        slaves={"ps0": make_slave(heard_s=9.0)},
+        durability=DurabilityView(state=DurabilityState.DEGRADED, reason="slow"),
+    )
+    assert [(c.severity, c.who) for c in run.concerns] == [
+        (Severity.ATTENTION, "ps0"), (Severity.ATTENTION, "snapshots"),
+    ]  # fmt: skip
+
+
+def test_a_cluster_sees_itself_and_how_far_the_run_is() -> None:
+    """Neither others, nor slaves, nor what operators do."""
+    run = make_run({"a": make_cluster(), "b": make_cluster(heard_s=9.0)}, untuned=("outer.lr",))
+    seen = narrow_view(run, "a")
+    assert seen.clusters == {"a": run.clusters["a"]} and (seen.head, seen.slaves) == ("v3@r3", {})
+    assert run.concerns and seen.concerns == () and seen.untuned == ()
 
 
 def test_the_gravest_concern_comes_first() -> None:
