@@ -124,6 +124,8 @@ def test_many_refused_files_are_counted(tmp_path: Path) -> None:
         (tmp_path / f"{i}.txt").write_bytes(bytes(100))
     with pytest.raises(ConfigError, match=r"9 of 9 files(.*\n)+  and 4 more"):
         check_texts("web", sorted(tmp_path.iterdir()))
+    with pytest.raises(ConfigError, match=r"5 of 5 files(.*\n)+.*4\.txt: [^\n]*$"):
+        check_texts("web", sorted(tmp_path.iterdir())[:5])
 
 
 def test_a_stray_byte_is_forgiven_and_another_encoding_later_on_is_not(tmp_path: Path) -> None:
@@ -131,6 +133,11 @@ def test_a_stray_byte_is_forgiven_and_another_encoding_later_on_is_not(tmp_path:
     path = tmp_path / "a.c"
     path.write_bytes(b"int x;\n" * 3000 + b"// caf\xe9\n")
     assert texts_of(path)[0].endswith("// caf\ufffd\n")
+    path.write_bytes(b"// caf\xe9\n")
+    assert texts_of(path), "a short file, too, may have one"
+    path.write_bytes(b"// \xe9\xe9\n")
+    with pytest.raises(ConfigError, match="no text that can be read"):
+        check_texts("code", [path])
     path.write_bytes(b"int x;\n" * 20_000 + b"// caf\xe9\n" * 2000)
     with pytest.raises(ConfigError, match=r"a\.c: expected UTF-8"):
         texts_of(path)
