@@ -254,7 +254,7 @@ class SimAgent:
     def terminate_agent(self) -> None:
         """End the agent by SIGTERM: it stops the trainer, sends Leave once, and exits whether or not that arrives."""
         self.leaves = True
-        self.loop.deliver(self.agent.terminate)
+        self.loop.deliver_signal(self.agent.terminate)
 
     def _on_end(self, run: asyncio.Task[int]) -> None:
         if not run.cancelled():

@@ -29,6 +29,7 @@ from dips.tasks import start_task
 
 LATE_SHARE = 0.1  # arrivals that find the process waiting for a core
 LATE_S = 0.005  # longest wait for a core
+SIGNAL_S = 0.5  # longest time until a process that nothing else wakes finds a signal
 
 T = TypeVar("T")
 _Ts = TypeVarTuple("_Ts")
@@ -69,6 +70,14 @@ class SimLoop(asyncio.BaseEventLoop):
                 self._plan_turn(LATE_S * self._rng.random())
             else:
                 self._turn()
+
+    def deliver_signal(self, handler: Callable[[], object]) -> None:
+        """Run the handler of a signal beside whatever wakes the process next: as on asyncio's own loop, right behind
+        what has arrived until then.
+        """
+        if not self.dead:
+            self._arrived.append(asyncio.Handle(self.call_soon, (handler,), self))
+            self._heap.call_later(SIGNAL_S * self._rng.random(), f"{self.process} finds a signal", self._turn)
 
     def serve_call(self, serve: Callable[[], Awaitable[Any]], answer: Callable[[Any], None]) -> None:
         """Serve a call that has arrived, as gRPC would; `answer` gets the reply, or an error of ours as Failed."""

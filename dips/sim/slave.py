@@ -446,5 +446,5 @@ class SlaveProcess:
         """Return the bytes worked through by kernels and disk, at a constant rate but in an fsync; and the mirror."""
         mirror = self._mirror.report() if self._mirror is not None else None
         silent = self.machine.disk.fsync_s > 0.0
-        worked_s = self._on_shard.worked_s() + self._on_disk.worked_s(lambda work: not silent or not written_by(work))
+        worked_s = self._on_shard.worked_s() + self._on_disk.worked_s(lambda work: not silent or not written_by(work.subject))
         return Meters(work_bytes=int(WORK_BYTES_PER_S * worked_s), mirror=mirror)

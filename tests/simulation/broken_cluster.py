@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from dips.client.agent import membership
 from dips.client.agent.account import Account, Portion
+from dips.client.agent.agent import Agent
 from dips.client.agent.state import AgentState
 from dips.protocol import clusters
 from dips.protocol.entities import Cluster
@@ -73,3 +76,26 @@ def forget_a_range() -> list[Patch]:
             honest(self, used)
 
     return [(Account, "use_up", use_up)]
+
+
+def lose_a_cancellation() -> list[Patch]:
+    async def wait_for(event: asyncio.Event, seconds: float | None) -> None:
+        """Wait as `asyncio.wait_for` of Python 3.11 does: whoever is cancelled as the event is set goes on."""
+        waiting = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait({waiting}, timeout=seconds)
+        except asyncio.CancelledError:
+            if not waiting.done():
+                waiting.cancel()
+                raise
+        waiting.cancel()
+
+    async def keep_time(self: Agent) -> None:
+        while True:
+            self._deadline_moved.clear()
+            now = asyncio.get_running_loop().time()
+            self.perform_actions(self._core.tick(now))
+            due = self._core.next_deadline()
+            await wait_for(self._deadline_moved, due - now if isfinite(due) else None)
+
+    return [(Agent, "_keep_time", keep_time)]

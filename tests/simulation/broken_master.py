@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from dips.ids import PushId, VersionId
 from dips.master.core import MasterCore
 from dips.master.ledger import Ledger
-from dips.master.runtime import MasterOutside
+from dips.master.runtime import MasterOutside, SlaveLink
 from dips.protocol import durability, push_pull, rollback, run_state, slaves
 from dips.protocol import round as round_module
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
@@ -18,7 +19,7 @@ from dips.protocol.data import Intervals
 from dips.protocol.effects import Outcome, Result
 from dips.protocol.entities import Cluster, Fanout, Pull, Round
 from dips.protocol.enums import FanoutKind, OutcomeKind
-from dips.protocol.events import OrderAnswered, SlaveRegistered
+from dips.protocol.events import OrderAnswered, OrderFailed, SlaveRegistered
 from dips.protocol.records import LedgerState, Record, VersionRow
 from dips.protocol.run_state import RunState
 from dips.protocol.transfer_book import TransferBook
@@ -167,3 +168,14 @@ def reuse_incarnations() -> list[Patch]:
         return present + 1
 
     return [(RunState, "next_incarnation", next_incarnation)]
+
+
+def orders_in_turn() -> list[Patch]:
+    honest = SlaveLink._send_once
+    turns: WeakKeyDictionary[SlaveLink, asyncio.Lock] = WeakKeyDictionary()
+
+    async def send_once(self: SlaveLink, *sent: Any) -> OrderAnswered | OrderFailed | None:
+        async with turns.setdefault(self, asyncio.Lock()):  # gRPC tells of an arrival with the answer only
+            return await honest(self, *sent)
+
+    return [(SlaveLink, "_send_once", send_once)]

@@ -35,6 +35,7 @@ class Sabotage:
     patches: Callable[[], list[Patch]]
     scenario: Callable[[int], Scenario] = scenario_of  # of a seed
     mix: Callable[[int], Mix] = former  # what a seed meets
+    game: str = ""  # of __main__.GAMES, if not the usual one
 
 
 SABOTAGES: dict[str, Sabotage] = {
@@ -96,6 +97,12 @@ SABOTAGES: dict[str, Sabotage] = {
         "a version's row has the numbers of its Apply", (1,), 9, master.row_of_what_is_tuned, plain_of
     ),
     "forget-quarantine": Sabotage("a new master knows whom an operator keeps out", (2,), 17, master.forget_quarantine),
+    "lose-a-cancellation": Sabotage(
+        "an agent ends at SIGTERM, whatever arrives with it", (12,), 0, cluster.lose_a_cancellation
+    ),
+    "orders-in-turn": Sabotage(
+        "no order waits for the answer of another", (12,), 4, master.orders_in_turn, game="long"
+    ),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
 }
 
