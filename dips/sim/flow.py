@@ -54,6 +54,7 @@ class SimLane:
         self,
         loop: SimLoop,
         touched: Callable[[], None],
+        pause: Callable[[float], None],
         index: int,
         host: str,
         port: int,
@@ -62,11 +63,12 @@ class SimLane:
         admit: Admit,
         most: int,
     ) -> None:
-        """`touched` is called when a chunk arrives: bytes of a slot may change."""
+        """`touched` is called when a chunk arrives: bytes of a slot may change; `pause` lets other threads work."""
         self.loop, self.index, self.address = loop, index, f"{host}:{port}"
-        self._touched, self._admit = touched, admit
+        self._touched, self._pause, self._admit = touched, pause, admit
         self._handler: Handler | None = None
         self._ends: dict[bytes, RankEnd] = {}
+        self._sent: list[SimTracker] = []  # of bodies that libzmq may still hold
 
     def start(self, handler: Handler) -> None:
         self._handler = handler
@@ -82,6 +84,7 @@ class SimLane:
         else:
             assert isinstance(watch, ChunkSend)
             tracker = SimTracker()
+            self._sent = [*(sent for sent in self._sent if not sent.done), tracker]
             watch.on_sent(tracker)
             end.carry_chunk(watch.chunk, frame.body, tracker)
 
@@ -92,9 +95,14 @@ class SimLane:
         self.loop.call_soon(self._take_turn)
 
     def stop(self) -> None:
-        """Do nothing: a simulated slave is killed."""
+        """End the lane's thread; what other threads do meanwhile is done."""
+        self._pause(0.0)
 
-    close = stop
+    def close(self) -> None:
+        """Close all connections, so that libzmq holds no body any more."""
+        self._ends.clear()
+        for tracker in self._sent:
+            tracker.done = True
 
     def _run_turns(self) -> None:
         self._take_turn()

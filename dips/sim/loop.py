@@ -52,6 +52,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.threads = SimExecutor(self, work_time)
         self._ready: deque[asyncio.Handle] = deque()
         self._arrived: deque[asyncio.Handle] = deque()  # what becomes ready with the next turn
+        self._behind: list[asyncio.Handle] = []  # what becomes ready behind that
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._turning = self._turn_planned = False
         self._error: BaseException | None = None
@@ -72,11 +73,10 @@ class SimLoop(asyncio.BaseEventLoop):
                 self._turn()
 
     def deliver_signal(self, handler: Callable[[], object]) -> None:
-        """Run the handler of a signal beside whatever wakes the process next: as on asyncio's own loop, right behind
-        what has arrived until then.
-        """
+        """Run the handler of a signal beside whatever wakes the process next, before it or behind it."""
         if not self.dead:
-            self._arrived.append(asyncio.Handle(self.call_soon, (handler,), self))
+            beside = self._arrived if self._rng.random() < 0.5 else self._behind
+            beside.append(asyncio.Handle(self.call_soon, (handler,), self))  # as asyncio's own loop does
             self._heap.call_later(SIGNAL_S * self._rng.random(), f"{self.process} finds a signal", self._turn)
 
     def serve_call(self, serve: Callable[[], Awaitable[Any]], answer: Callable[[Any], None]) -> None:
@@ -103,6 +103,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def kill(self) -> None:
         """End the process as by SIGKILL: what its tasks do as they are cancelled must reach nobody, as it is dead."""
         self._arrived.clear()
+        self._behind.clear()
         for task in list(self._tasks):
             task.cancel()
         self._run_ready()
@@ -139,14 +140,16 @@ class SimLoop(asyncio.BaseEventLoop):
             raise self._error
 
     def _run_ready(self) -> None:
-        ready, arrived, before = self._ready, self._arrived, events._get_running_loop()
+        ready, arrived, behind, before = self._ready, self._arrived, self._behind, events._get_running_loop()
         self._turning = True
         events._set_running_loop(self)
         try:
-            while ready or arrived:
-                if arrived:
+            while ready or arrived or behind:
+                if arrived or behind:
                     ready.extend(arrived)
+                    ready.extend(behind)
                     arrived.clear()
+                    behind.clear()
                 handle = ready.popleft()
                 if not handle._cancelled:
                     handle._run()
@@ -269,6 +272,11 @@ class SimExecutor(Executor):
         if work.timer is not None:
             work.timer.cancel()
         self._end_work(work)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End all work, as whoever waits for it finds it."""
+        while self.under_way:
+            self.end_early(self.under_way[0])
 
     def _begin_work(self, work: SimWork) -> None:
         self.under_way.append(work)

@@ -32,7 +32,7 @@ from dips.protocol.options import Options
 from dips.sim.agent import SimMasterLink
 from dips.sim.disk import SimDisk, Snapshot
 from dips.sim.flow import SimLane
-from dips.sim.heap import Chance, Heap
+from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.loop import SimExecutor, SimLog, SimLoop
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
@@ -215,6 +215,7 @@ def written_by(work: object) -> VersionId | None:
 _OF_ORDERS = (ShardMethod.EXECUTE, ShardMethod.BEGIN_ON_DISK)
 _OF_REGISTRATION = (ShardMethod.FOLLOW, ShardMethod.END_LOAD)
 
+STOPPING_S = 0.1  # of work that is begun between SIGTERM and the end: its thread has no core at once
 BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
 BACKOFF_S = (0.2, 1.6)
@@ -230,6 +231,9 @@ class SlaveObserver:
     def slave_registered(self, process: SlaveProcess, answer: Registered) -> None:
         """Called when a slave's registration was answered."""
 
+    def order_arrives(self, process: SlaveProcess, request: slave_pb2.Order) -> None:
+        """Called when an order arrives at a slave, before the slave takes it."""
+
     def before_order(self, process: SlaveProcess, order: Order) -> None:
         """Called before a slave carries out an order."""
 
@@ -238,6 +242,9 @@ class SlaveObserver:
 
     def slave_crashed(self, process: SlaveProcess) -> None:
         """Called before a slave's process dies."""
+
+    def slave_ending(self, process: SlaveProcess, waited_s: float) -> None:
+        """Called while a slave that got SIGTERM waits for the end of its data flow."""
 
     def rare_event_occurred(self, what: str) -> None:
         """Called for a rare event that has no hook of its own; coverage counts it by this name."""
@@ -260,6 +267,7 @@ class SlaveWorld(Protocol):
     @property
     def master_is_deceived(self) -> bool: ...
     def frame_refused(self, why: str) -> None: ...
+    def call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
 
 
 class SlaveHost(Protocol):
@@ -274,6 +282,7 @@ class SlaveHost(Protocol):
     @property
     def world(self) -> SlaveWorld: ...
     def mark_touched(self) -> None: ...
+    def on_exit(self) -> None: ...
 
 
 class WatchedShard(Shard):
@@ -341,6 +350,7 @@ class SlaveProcess:
             log=log,
             make_lane=self._make_lane,
             in_place=True,
+            pause=self._pause,
         )
         self.flow.set_layers(world.manifest, machine.layers)
         self.versions = Versions(
@@ -370,10 +380,12 @@ class SlaveProcess:
             self.runtime = SlaveRuntime(self.core, thread, master, log, self._mirror)
         self.undeceived = False  # whether the master that last sent Hold has the newest ledger
         self._booted = False  # whether its control server answers
+        self._run: asyncio.Task[None] | None = None
+        self._ending_s: float | None = None  # since SIGTERM, how long its data flow has been ending
         self.loop.call_later(BOOT_S, self._boot)
 
     def _make_lane(self, *arguments: Any) -> SimLane:
-        self.lane = SimLane(self.loop, self.machine.mark_touched, *arguments)
+        self.lane = SimLane(self.loop, self.machine.mark_touched, self._pause, *arguments)
         return self.lane
 
     @property
@@ -401,16 +413,42 @@ class SlaveProcess:
     def take_order(self, request: slave_pb2.Order, answer: Callable[[Any], None]) -> None:
         """Serve an order of the master that has arrived, as gRPC would."""
         if self._booted:
+            self.world.monitor.order_arrives(self, request)
             self.loop.serve_call(partial(self.runtime.Execute, request, None), answer)
 
     def _boot(self) -> None:
         self._booted = True
         self.machine.mark_touched()
-        self.loop.create_task(self.runtime.run()).add_done_callback(self._on_end)
+        self._run = self.loop.create_task(self.runtime.run())
+        self._run.add_done_callback(self._on_end)
+
+    def terminate(self) -> None:
+        """End by SIGTERM, which the process may find a moment later."""
+        if self._run is not None:
+            self._ending_s = 0.0
+            self.loop.deliver_signal(self._run.cancel)
 
     def _on_end(self, run: asyncio.Task[None]) -> None:
         if not run.cancelled():
             self.loop.fail(AssertionError(f"{self.name} ends: {run.exception()!r}"))
+        elif self._ending_s is not None and not self.loop.dead:
+            self.flow.close()
+            self._on_shard.shutdown()
+            self._on_disk.shutdown()
+            self.world.call_later(0.0, f"{self.name} exits", self.machine.on_exit)
+
+    def _pause(self, seconds: float) -> None:
+        """Let the shard's thread work, perhaps, while the loop waits for the end of the data flow."""
+        assert self._ending_s is not None, "nothing else ends a simulated data flow"
+        self._ending_s += seconds
+        self.world.monitor.slave_ending(self, self._ending_s)
+        if self._on_shard.under_way and self.machine.rng.random() < 0.5:
+            self._on_shard.end_early(self._on_shard.under_way[0])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended after SIGTERM."""
+        return self._run is not None and self._run.cancelled()
 
     def _prepare(self, registered: Registered) -> None:
         self.machine.disk.nonce = self.nonce
@@ -421,6 +459,8 @@ class SlaveProcess:
     def _work_time(self, work: object, *done: object) -> float:
         """Draw the duration of work on the shard, or beside it on the disk; events of the data flow take no time."""
         disk, rng, least_s = self.machine.disk, self.machine.rng, self.world.scenario.work_s
+        if self._ending_s is not None:
+            return STOPPING_S
         match work:
             case ReadSnapshot():
                 return max(LOAD_S, least_s)
@@ -446,5 +486,7 @@ class SlaveProcess:
         """Return the bytes worked through by kernels and disk, at a constant rate but in an fsync; and the mirror."""
         mirror = self._mirror.report() if self._mirror is not None else None
         silent = self.machine.disk.fsync_s > 0.0
-        worked_s = self._on_shard.worked_s() + self._on_disk.worked_s(lambda work: not silent or not written_by(work.subject))
+        worked_s = self._on_shard.worked_s() + self._on_disk.worked_s(
+            lambda work: not silent or not written_by(work.subject)
+        )
         return Meters(work_bytes=int(WORK_BYTES_PER_S * worked_s), mirror=mirror)

@@ -37,6 +37,7 @@ from dips.slave.ports import F32
 Plan = Callable[["World"], None]  # plans failures with World.call_later
 STALL_S = 6.0  # a transfer without a new byte for this long is over; longer on a slow link
 EVERYWHERE = 32  # events per slave after which all machines are checked, touched or not
+RESTART_S = 1.0  # until a slave that ended by SIGTERM is restarted
 EVERY = 16  # events between checks that only time can break
 
 
@@ -306,6 +307,12 @@ class SlaveMachine:
         process, self.process = self.process, None
         if process is not None:
             process.kill_process()
+
+    def on_exit(self) -> None:
+        """Process the end of a process that got SIGTERM."""
+        if self.process is not None and self.process.has_ended:
+            self.crash()
+            self.world.call_later(RESTART_S, f"{self.name} starts again", self.start)
 
     def close(self) -> None:
         """End the process with the world."""

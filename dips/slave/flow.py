@@ -147,19 +147,21 @@ class ZmqFlow:
         log: Log | None = None,
         make_lane: MakeLane = Lane,
         in_place: bool = False,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound.
 
         copies_bytes  most bytes of chunks that are sent from copies: sealed, or of updates
         key           of all lanes, which are encrypted and admit ranks of open transfers; None: they are open to all
         in_place      chunks are checked, copied and hashed on their lane's thread, without stages beside it
+        pause         sleeps for so many seconds, while `close` waits for libzmq
         """
         self.public_key = "" if key is None else key.public
         self._log: Log = log or structlog.get_logger(__name__)
         self._in_place = in_place
         self._run, self._slave = run_id(run), slave
         self._chunk_bytes = chunk_bytes
-        self._clock = clock
+        self._clock, self._pause = clock, pause
         self._pool = Transit(transit_bytes)
         self._receiver = Receiver(len(lanes), chunk_bytes, self._pool, concurrent_streams, stall_s)
         self._sender = Sender(chunk_bytes, stall_s, clock, key is not None, copies_bytes)
@@ -314,7 +316,7 @@ class ZmqFlow:
         while self._sender.holds_sources:  # libzmq frees them at lane.close; its trackers report it a moment later
             self._sender.close_all("the data flow ends")  # the shard's thread may have opened a pull meanwhile
             self._do_moves(self._sender.tick(self._clock()))
-            time.sleep(0.001)
+            self._pause(0.001)
 
     # ---- on the lanes' threads -------------------------------------------------------------------------------------
 

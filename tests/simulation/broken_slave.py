@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, cast
+from weakref import WeakSet
 
 from dips.codecs import ITEM_BYTES, Codec
 from dips.ids import PullId, PushId, VersionId
@@ -13,7 +14,7 @@ from dips.sim.disk import SimDisk
 from dips.slave.flow import ZmqFlow
 from dips.slave.ports import Arrays, Released, SourceMoved, Tombstones
 from dips.slave.receiver import Receiver
-from dips.slave.sender import OutgoingPull
+from dips.slave.sender import OutgoingPull, Sender
 from dips.slave.shard import Opened, OpenTransfers, OrderFences, Shard, ShardRound
 from dips.wire.chunks import LayerLayout, put_body
 from dips.wire.frame import BadFrame, Buffer, Header
@@ -83,6 +84,18 @@ def free_at_move() -> list[Patch]:
         cast(Any, self._lanes[0]).loop.call_later(0.0, self._on_event, SourceMoved(pull))
 
     return [(ZmqFlow, "move_pull", move_pull)]
+
+
+def close_pulls_once() -> list[Patch]:
+    honest = Sender.close_all
+    closed: WeakSet[Sender] = WeakSet()
+
+    def close_all(self: Sender, reason: str) -> None:
+        if self not in closed:
+            closed.add(self)
+            honest(self, reason)
+
+    return [(Sender, "close_all", close_all)]
 
 
 def keep_local() -> list[Patch]:

@@ -11,7 +11,10 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from dips.errors import DipsError
+from dips.sim.observer import Observer
+from dips.sim.slave import SlaveProcess
 from dips.sim.world import World
+from dips.wire.generated import slave_pb2
 from tests.simulation.strikes import (
     OPERATOR_S,
     Strike,
@@ -132,6 +135,23 @@ def no_descriptors(world: World, rng: Random) -> None:
     world.call_later(until, "descriptors are free again", mend)
 
 
+class StopAtOpening(Observer):
+    """Sends one SIGTERM, which a slave finds beside the order to open a pull."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._sent = world, False
+
+    def order_arrives(self, process: SlaveProcess, request: slave_pb2.Order) -> None:
+        if not self._sent and request.HasField("open_pull") and self._world.heap.now < self._world.scenario.quiet_at:
+            self._sent = True
+            process.terminate()
+
+
+def stopped_slave(world: World, rng: Random) -> None:
+    """A slave is stopped by SIGTERM as it is about to open a pull, and is started again."""
+    world.monitor.add_observers([StopAtOpening(world)])
+
+
 CROSSINGS: dict[str, Strike] = {
     "mirror_down_at_restart": mirror_down_at_restart,
     "rotten_mirror": rotten_mirror,
@@ -140,6 +160,7 @@ CROSSINGS: dict[str, Strike] = {
     "swapped_disks": swapped_disks,
     "silent_disk": silent_disk,
     "no_descriptors": no_descriptors,
+    "stopped_slave": stopped_slave,
 }
 SHORT_LINEAGE = "short_lineage"  # strikes nowhere: the master remembers three versions (mix.py)
 FEW_RANGES = "few_ranges"  # likewise: each cluster may hold three data ranges, and pushes before it gets more
@@ -154,4 +175,5 @@ DRAWN: dict[str, float] = {
     "swapped_disks": 0.10,
     "silent_disk": 0.15,
     "no_descriptors": 0.15,
+    "stopped_slave": 0.15,
 }

@@ -19,6 +19,7 @@ from dips.protocol.records import (
     VersionCommitted,
 )
 from dips.sim.agent import SimAgent, SimCluster
+from dips.sim.slave import SlaveProcess
 from dips.sim.work import Frozen
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
@@ -38,6 +39,7 @@ class LivenessInvariant(Invariant):
     OUTCOME_S = 45.0  # B1: for a trainer, from when faults stop or from its last Outcome
     HEAD_S = 40.0  # B2: for the head
     HEALED_S = 22.0  # after the faults: what their last transfers and leases left is over
+    END_S = 10.0  # from a slave's SIGTERM to the end of its data flow
     PULLS = 2
     OUTCOMES = 3  # of each cluster without faults: it has healed
 
@@ -91,6 +93,9 @@ class LivenessInvariant(Invariant):
         for cluster in self.living() if since_s > self.OUTCOME_S * self.patience else ():
             done = cluster.agent is not None and cluster.agent.finished is not None
             self.require(done, f"{cluster.name} has not ended {since_s:.1f} s after the run, without any fault")
+
+    def slave_ending(self, process: SlaveProcess, waited_s: float) -> None:
+        self.require(waited_s < self.END_S, f"{process.name} has not ended {waited_s:.1f} s after SIGTERM")
 
     def pull_ended(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         if agent.name in self.dead:

@@ -170,6 +170,15 @@ def former(seed: int) -> Mix:
     return Mix(crossings={})
 
 
+# Agents are stopped by SIGTERM again and again, and nothing else happens.
+LEAVING = Mix(any_time={"leave": 1}, at_a_moment=0.0, gap_s=1.0, crossings={})
+
+
+def crossed(*names: str) -> Mix:
+    """As seeds were before, and each meets these crossings."""
+    return Mix(crossings=dict.fromkeys(names, 1.0))
+
+
 def swarm(seed: int) -> Mix:
     """Half of the faults and moments; weights, gaps, weather and deadlines as they fall."""
     rng = Chance(seed).generator_for("swarm")

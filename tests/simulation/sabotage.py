@@ -17,7 +17,7 @@ from tests.simulation import broken_cluster as cluster
 from tests.simulation import broken_master as master
 from tests.simulation import broken_slave as slave
 from tests.simulation.drawn import crowd_of, plain_of, scenario_of
-from tests.simulation.mix import Mix, former
+from tests.simulation.mix import LEAVING, Mix, crossed, former
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
@@ -98,10 +98,21 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "forget-quarantine": Sabotage("a new master knows whom an operator keeps out", (2,), 17, master.forget_quarantine),
     "lose-a-cancellation": Sabotage(
-        "an agent ends at SIGTERM, whatever arrives with it", (12,), 0, cluster.lose_a_cancellation
+        "an agent ends at SIGTERM, whatever arrives with it",
+        (12,),
+        4,
+        cluster.lose_a_cancellation,
+        mix=lambda seed: LEAVING,
     ),
     "orders-in-turn": Sabotage(
         "no order waits for the answer of another", (12,), 4, master.orders_in_turn, game="long"
+    ),
+    "close-pulls-once": Sabotage(
+        "a slave that ends closes what is opened meanwhile",
+        (12,),
+        3,
+        slave.close_pulls_once,
+        mix=lambda seed: crossed("stopped_slave"),
     ),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
 }

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from dips.errors import ConfigError
+from tests.simulation.__main__ import GAMES
 from tests.simulation.sabotage import SABOTAGES, sabotaged
 from tests.simulation.trial import Failure, SeedTrial, play
 
@@ -18,7 +19,7 @@ def find(name: str) -> tuple[int, Failure]:
     """The seed that finds a sabotage, and what it says: the one that is noted, else the first that does."""
     noted = SABOTAGES[name].found_at
     for seed in (noted, *range(WITHIN)):
-        failure = play((seed, name)).failure
+        failure = GAMES[SABOTAGES[name].game]((seed, name)).failure
         if failure is not None:
             if seed != noted:
                 print(f"{name}: seed {noted} does not find it any more; note found_at={seed} in sabotage.py")
