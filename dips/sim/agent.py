@@ -13,12 +13,13 @@ from dips.client.agent.core import AgentCore
 from dips.client.agent.state import Actions, AgentSettings, AgentState, AskMaster, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.errors import Denied, Diverged, StaleIncarnation, UnavailableMaster
+from dips.identity.names import PeerRole
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
 from dips.sim.heap import ChangeSignal, Gate, Wait
 from dips.sim.loop import SimLog, SimLoop
-from dips.sim.network import Network
+from dips.sim.network import Network, ShownCall, SimAuthority, SimTlsSource
 from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.scenario import Site
 from dips.sim.trainer import SimTrainer
@@ -34,8 +35,8 @@ CALL_S = 2.0  # deadline of a question
 class SimMasterLink:
     """The calls of an agent or a slave to the master, in the place of `MasterLink` and `SlaveServiceLink`."""
 
-    def __init__(self, network: Network, loop: SimLoop, name: str) -> None:
-        self._network, self._loop, self._name = network, loop, name
+    def __init__(self, network: Network, loop: SimLoop, tls: SimTlsSource, name: str) -> None:
+        self._network, self._loop, self._tls, self._name = network, loop, tls, name
 
     async def ask_master(self, event: object) -> Any:
         """Send a question and return the reply; raises as `call_master` does."""
@@ -45,7 +46,8 @@ class SimMasterLink:
         """Send a message and return the reply. Raises UnavailableMaster if none comes in time, or the master's
         error.
         """
-        answer = await self._network.ask_host(self._loop, self._name, "master", message, deadline_s)
+        call = ShownCall(message, self._tls.read_current().cert)
+        answer = await self._network.ask_host(self._loop, self._name, "master", call, deadline_s)
         if answer is None:
             raise UnavailableMaster("the master does not answer")
         if isinstance(answer, Failed):
@@ -114,6 +116,7 @@ class AgentWorld(TrainerWorld, Protocol):
     """The parts of the world that an agent needs."""
 
     network: Network
+    authority: SimAuthority
 
     @property
     def monitor(self) -> ClusterObserver: ...
@@ -202,7 +205,8 @@ class SimAgent:
         self.torchrun = SimTorchrun(world, site, self, self.loop)
         log: Any = SimLog(self.loop.fail)
         with self.loop.running():
-            master = SimMasterLink(world.network, self.loop, self.name)
+            tls = SimTlsSource(world.authority, self.name, PeerRole.CLUSTER, self.loop.time)
+            master = SimMasterLink(world.network, self.loop, tls, self.name)
             self.agent = Agent(
                 0.0, self.core, master, cast(Any, self), log, save=self._save_incarnation, start=self.torchrun.launch
             )

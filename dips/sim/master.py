@@ -16,6 +16,8 @@ from typing import Any, Protocol, cast
 from google.protobuf.message import Message
 
 from dips.client.agent.agent import CALLS
+from dips.identity.names import MASTER_NAME, PeerRole
+from dips.master.app import MasterReload
 from dips.master.core import Action, MasterCore, PollOptions, WriteRecords
 from dips.master.runtime import ClusterServicer, MasterOutside, OperatorServicer, Runtime, SlaveServicer
 from dips.protocol import events
@@ -34,7 +36,9 @@ from dips.protocol.records import LedgerState, Record, VersionCommitted
 from dips.sim.disk import LedgerDisk, SimLedger
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.loop import SimLog, SimLoop
-from dips.sim.network import Network
+from dips.sim.network import Network, SimAuthority, SimTlsSource
+from dips.tasks import start_task
+from dips.transport.gate import PEM_KEY, Guard
 from dips.wire.generated import slave_pb2
 from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 
@@ -124,6 +128,7 @@ class MasterWorld(Protocol):
     chance: Chance
     trace: Trace
     network: Network
+    authority: SimAuthority
     options: Options
     manifest: Manifest
 
@@ -191,10 +196,13 @@ class MasterProcess:
             self.ledger, dial=lambda slave, *_: SimCalls(world.network, self.loop, slave), wall=float
         )
         quiet = SimLog(self.loop.fail)
+        self._guard = Guard(SimTlsSource(world.authority, MASTER_NAME, PeerRole.MASTER, self.loop.time))
         with self.loop.running():
             self.runtime = Runtime(
                 self.core, outside, clock=self.loop.time, log=cast(Any, quiet), timeline=cast(Any, quiet)
             )
+            reload = MasterReload(self._guard, self.runtime, cast(Any, quiet), wall=self.loop.time)
+            start_task(reload.keep_expelling(), self.loop.fail)
         self._methods = _list_methods(self.runtime, self.loop.time)
         self.loop.create_task(self.runtime.run()).add_done_callback(self._on_end)
 
@@ -242,17 +250,20 @@ class MasterProcess:
 
     # ---- messages in -----------------------------------------------------------------------------------------------
 
-    def on_message(self, message: Any, answer: Answer) -> None:
-        """Serve a call that has arrived, as gRPC would."""
-        self.loop.serve_call(partial(self._serve_call, message), answer)
+    def on_message(self, message: Any, answer: Answer, shown: bytes = b"") -> None:
+        """Serve a call that has arrived, as gRPC would; `shown` is the caller's certificate, "": nobody asks."""
+        self.loop.serve_call(partial(self._serve_call, message, shown), answer)
 
     def put_event(self, event: events.Event) -> None:
         """Pass in an event of the process itself (`MasterReload`)."""
         self.loop.deliver(self.runtime.put_event, event)
 
-    async def _serve_call(self, message: Any) -> object:
-        plain = PLAIN_REPLIES.get(type(message))
-        reply = await self._methods[type(message)](to_proto(message), None)
+    async def _serve_call(self, message: Any, shown: bytes) -> object:
+        plain, (path, method) = PLAIN_REPLIES.get(type(message)), self._methods[type(message)]
+        request = to_proto(message)
+        if shown:
+            self._guard.check_call(path, request, {PEM_KEY: (shown,)})
+        reply = await method(request, None)
         return unwrap_oneof(reply) if plain is None else from_proto(reply, plain)
 
     def _step_watched(self, event: events.Event, now: float) -> list[Effect]:
@@ -293,15 +304,15 @@ class MasterProcess:
                 self.world.monitor.record_written(record)
 
 
-def _list_methods(runtime: Runtime, wall: Callable[[], float]) -> dict[type, Serve]:
-    """Return the methods of the master's services, by the message that each takes."""
+def _list_methods(runtime: Runtime, wall: Callable[[], float]) -> dict[type, tuple[str, Serve]]:
+    """Return the methods of the master's services, each with its path, by the message that it takes."""
 
     def begin_run(proposed: events.RunProposed) -> None:
         raise AssertionError("a simulated run has its ledger from the beginning")
 
     clusters, slaves = ClusterServicer(runtime, wall=wall), SlaveServicer(runtime)
     operators = OperatorServicer(runtime, begin_run, wall=wall)
-    return {
+    served: dict[type, Any] = {
         **{question: getattr(clusters, method) for question, (method, _) in CALLS.items()},
         ClusterHeartbeat: clusters.Heartbeat,
         SlaveHeartbeat: slaves.Heartbeat,
@@ -313,6 +324,11 @@ def _list_methods(runtime: Runtime, wall: Callable[[], float]) -> dict[type, Ser
         events.TuningAsked: operators.Tune,
         events.QuarantineAsked: operators.Quarantine,
         events.ReadmissionAsked: operators.Readmit,
+    }
+    services = {clusters: "Cluster", slaves: "Slave", operators: "Operator"}
+    return {
+        asked: (f"/dips.v1.{services[method.__self__]}Service/{method.__name__}", method)
+        for asked, method in served.items()
     }
 
 

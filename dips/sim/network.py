@@ -10,13 +10,112 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol
 
+from cryptography import x509
+
+from dips.identity import certificates
+from dips.identity.certificates import utc_now
+from dips.identity.names import PeerIdentity, PeerRole
+from dips.identity.paths import TlsFiles
+from dips.identity.tls_files import LoadedTls
 from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.loop import SimLoop
+from dips.transport.tls import TlsSource
 
 Answer = Callable[[Any], None]
+
+
+# ---- certificates ----------------------------------------------------------------------------------------------------
+# Certificates are real, their files are not: each process sees the newest when it next looks (transport/tls.py).
+
+
+@cache
+def _make_root(run: str) -> tuple[x509.Certificate, certificates.Key]:
+    key = certificates.new_key()
+    return certificates.make_authority(run, key, utc_now(), LIFE.days), key
+
+
+@cache
+def _issue(identity: PeerIdentity, number: int) -> x509.Certificate:
+    root, key = _make_root(identity.run)
+    return certificates.sign_request(
+        certificates.make_request(identity, certificates.new_key()), root, key, utc_now(), LIFE
+    )
+
+
+LIFE = timedelta(days=90)  # of a certificate
+
+
+class SimAuthority:
+    """Issues the certificates of a run; the master has its list of revoked ones at once, nobody else has."""
+
+    def __init__(self, run: str, heap: Heap) -> None:
+        self.run, self._heap = run, heap
+        self._numbers: dict[str, int] = {}  # cluster → the number of its newest certificate
+        self._revoked: frozenset[int] = frozenset()
+        self._revoked_at: dict[str, float] = {}  # cluster → when its certificate was last revoked
+        self._enrolled_at: dict[str, float] = {}  # cluster → when another one was last issued
+
+    def revoke(self, cluster: str) -> None:
+        """Revoke the newest certificate of a cluster."""
+        identity = PeerIdentity(cluster, PeerRole.CLUSTER, self.run)
+        self._revoked |= {_issue(identity, self._numbers.get(cluster, 0)).serial_number}
+        self._revoked_at[cluster] = self._heap.now
+
+    def enroll(self, cluster: str) -> None:
+        """Issue another certificate for a cluster."""
+        self._numbers[cluster] = self._numbers.get(cluster, 0) + 1
+        self._enrolled_at[cluster] = self._heap.now
+
+    def revoked_s(self, cluster: str) -> float:
+        """Return for how long the last revocation of a cluster has lasted, in seconds."""
+        since, until = self._revoked_at[cluster], self._enrolled_at.get(cluster, 0.0)
+        return (until if until >= since else self._heap.now) - since
+
+    def load_files(self, identity: PeerIdentity) -> LoadedTls:
+        """Return what the files of a process hold."""
+        root, _ = _make_root(self.run)
+        certificate = _issue(identity, self._numbers.get(identity.name, 0))
+        revoked = self._revoked if identity.role is PeerRole.MASTER else frozenset[int]()
+        pems = certificates.to_pem(root), certificates.to_pem(certificate)
+        since, until = certificates.signed_at(certificate), certificate.not_valid_after_utc
+        return LoadedTls(identity, *pems, b"", since, until, revoked, (root,))
+
+    def take_stamp(self, identity: PeerIdentity) -> tuple[int, ...]:
+        """Return a value that changes with the files of a process."""
+        return self._numbers.get(identity.name, 0), len(self._revoked)
+
+
+class SimTlsSource(TlsSource):
+    """A process's certificate, without files."""
+
+    def __init__(self, authority: SimAuthority, name: str, role: PeerRole, clock: Callable[[], float]) -> None:
+        self._authority, self._identity = authority, PeerIdentity(name, role, authority.run)
+        super().__init__(TlsFiles.beside(Path(f"{name}.{role}.crt")), name, role, authority.run, clock=clock)
+
+    def _take_stamp(self) -> tuple[int, ...]:
+        return self._authority.take_stamp(self._identity)
+
+    def _load(self) -> LoadedTls:
+        return self._authority.load_files(self._identity)
+
+    def _require_revocations(self) -> None:
+        """Do nothing: no file is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCall:
+    """A call, and the certificate of its connection in PEM."""
+
+    message: Any
+    shown: bytes
+
+
+# ---- network ---------------------------------------------------------------------------------------------------------
 
 
 class NetworkObserver:

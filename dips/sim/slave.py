@@ -11,6 +11,7 @@ from random import Random
 from typing import Any, Protocol, cast
 
 from dips.errors import DipsError, FailedMirror
+from dips.identity.names import PeerRole
 from dips.ids import VersionId
 from dips.outer.kernel_pool import KernelPool, Kernels
 from dips.outer.versions import Versions
@@ -34,7 +35,7 @@ from dips.sim.disk import SimDisk, Snapshot
 from dips.sim.flow import SimLane
 from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.loop import SimExecutor, SimLog, SimLoop
-from dips.sim.network import Network
+from dips.sim.network import Network, SimAuthority, SimTlsSource
 from dips.sim.scenario import Scenario
 from dips.sim.streams import LANE_KEY, DataNetwork
 from dips.slave.core import SlaveCore
@@ -256,6 +257,7 @@ class SlaveWorld(Protocol):
     heap: Heap
     chance: Chance
     network: Network
+    authority: SimAuthority
     data: DataNetwork
     scenario: Scenario
     options: Options
@@ -376,7 +378,8 @@ class SlaveProcess:
         )
         self._mirror = MirrorShell(machine.mirror, self.loop) if machine.mirror else None
         with self.loop.running():
-            master = SimMasterLink(world.network, self.loop, self.name)
+            tls = SimTlsSource(world.authority, self.name, PeerRole.SLAVE, self.loop.time)
+            master = SimMasterLink(world.network, self.loop, tls, self.name)
             self.runtime = SlaveRuntime(self.core, thread, master, log, self._mirror)
         self.undeceived = False  # whether the master that last sent Hold has the newest ledger
         self._booted = False  # whether its control server answers

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from dips.errors import ConfigError, Denied
+from dips.errors import ConfigError
 from dips.outer import reference
 from dips.outer.kernel_pool import Kernels
-from dips.protocol.effects import Exit, Failed
+from dips.protocol.effects import Exit
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.protocol.slaves import EXIT_OLD_LEDGER
@@ -25,7 +25,7 @@ from dips.sim.disk import LedgerDisk, SimDisk
 from dips.sim.flow import SimLane
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.master import Answer, MasterProcess, MasterWorld
-from dips.sim.network import Network
+from dips.sim.network import Network, ShownCall, SimAuthority
 from dips.sim.observer import Monitor, Observer
 from dips.sim.scenario import NAMES, Scenario, Site
 from dips.sim.seeder import SimSeeder
@@ -66,6 +66,7 @@ class World:
         self.sizes = {i: layer.numel for i, layer in enumerate(self.manifest.layers)}
         self.monitor = Monitor()
         self.network = Network(self.heap, self.chance, self.monitor)
+        self.authority = SimAuthority(scenario.run, self.heap)
         stall_s = scenario.stall_s or STALL_S * max((1.0, *scenario.slowness.values()))
         self.data = DataNetwork(
             self.heap, self.chance.generator_for("data"), self, scenario.run, self.manifest, scenario.slowness, stall_s
@@ -337,7 +338,6 @@ class MasterMachine:
         self.process: MasterProcess | None = None
         self._raised: list[Record] = []  # records raised by a restore, reported when a master starts
         self.zombies: list[MasterProcess] = []  # processes that are stopped and taken for dead; each has a successor
-        self.revoked: dict[str, str] = {}  # senders whose calls are refused (transport/gate.py), with the reason
         world.network.attach_host("master", self)
 
     def start(self) -> None:
@@ -387,7 +387,7 @@ class MasterMachine:
     def on_message(self, sender: str, message: Any, answer: Answer) -> None:
         if self.process is None:
             return
-        if reason := self.revoked.get(sender):
-            answer(Failed(Denied, reason))
+        if isinstance(message, ShownCall):
+            self.process.on_message(message.message, answer, message.shown)
         else:
             self.process.on_message(message, answer)

@@ -22,7 +22,7 @@ from dips.identity.tls_files import LoadedTls, load_tls, require_identity
 
 LOOK_S = 1.0  # least time between two checks of the files
 Report = Callable[[str], None]
-_Stamp = tuple[FileStamp, ...]
+_Stamp = tuple[FileStamp | int, ...]
 
 
 class TlsSource:
@@ -42,7 +42,7 @@ class TlsSource:
         """
         self.files, self._name, self._role, self._run = files, name, role, run
         self._report, self._clock, self._lock = report, clock, threading.Lock()
-        self._looked, self._stamp = clock(), _stamp(files)
+        self._looked, self._stamp = clock(), self._take_stamp()
         self._loaded, self._problem = self._load(), ""
 
     @property
@@ -72,7 +72,7 @@ class TlsSource:
         return ""
 
     def _look_again(self) -> None:
-        stamp = _stamp(self.files)
+        stamp = self._take_stamp()
         if stamp == self._stamp:
             return
         try:
@@ -87,6 +87,11 @@ class TlsSource:
         """Raise ConfigError if the list is gone that revoked something: nobody is let in again by a missing file."""
         if self._loaded.revoked and not self.files.crl.exists():
             raise ConfigError(f"tls: {self.files.crl} is gone, and what it revoked stays revoked: bring it back")
+
+    def _take_stamp(self) -> _Stamp:
+        """Return a value that changes whenever a file does; a missing file has one as well."""
+        files = self.files
+        return tuple(stamp_file(path) for path in (files.ca, files.cert, files.key, files.crl))
 
     def _load(self) -> LoadedTls:
         return require_identity(load_tls(self.files), self._name, self._role, self._run)
@@ -116,8 +121,3 @@ def make_channel_credentials(loaded: LoadedTls) -> grpc.ChannelCredentials:
 
 def _server_configuration(loaded: LoadedTls) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], loaded.ca)
-
-
-def _stamp(files: TlsFiles) -> _Stamp:
-    """Return a value that changes whenever a file does; a missing file has one as well."""
-    return tuple(stamp_file(path) for path in (files.ca, files.cert, files.key, files.crl))

@@ -10,7 +10,9 @@ from typing import Any
 from dips.client.agent import membership
 from dips.client.agent.account import Account, Portion
 from dips.client.agent.agent import Agent
-from dips.client.agent.state import AgentState
+from dips.client.agent.core import AgentCore
+from dips.client.agent.state import Actions, AgentState, AskMaster
+from dips.errors import Denied, DipsError
 from dips.protocol import clusters
 from dips.protocol.entities import Cluster
 from dips.protocol.enums import OutcomeKind
@@ -76,6 +78,19 @@ def forget_a_range() -> list[Patch]:
             honest(self, used)
 
     return [(Account, "use_up", use_up)]
+
+
+def end_at_a_refusal() -> list[Patch]:
+    honest = AgentCore.on_error
+
+    def on_error(self: AgentCore, ask: AskMaster, error: DipsError, now: float) -> Actions:
+        if isinstance(error, Denied):
+            self.state.now = now
+            self.state.fail_training(error)
+            return self._take_actions()
+        return honest(self, ask, error, now)
+
+    return [(AgentCore, "on_error", on_error)]
 
 
 def lose_a_cancellation() -> list[Patch]:

@@ -80,7 +80,7 @@ POINTS: dict[str, str] = {
 
 NOTED = {"push_gated": "quarantine", "push_held": "held", "push_flagged": "flagged"}
 
-EXPELLED = "expelled by the operator of this simulation"
+EXPELLED = "is revoked"  # stands in the reason of who is expelled here
 
 # Ways to run a cluster and a run; each is seen in a third of the seeds at least.
 WAYS: dict[str, str] = {

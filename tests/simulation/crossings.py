@@ -6,6 +6,7 @@ or play it alone. Each once found its bug on the code before it was mended (docs
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -152,6 +153,15 @@ def stopped_slave(world: World, rng: Random) -> None:
     world.monitor.add_observers([StopAtOpening(world)])
 
 
+def enrolled_again(world: World, rng: Random) -> None:
+    """A cluster's certificate is revoked and another one issued at once, again and again: its agent goes on."""
+    name, at = choose_cluster(world, rng).name, 0.0
+    for _ in range(4):
+        world.call_later(at, f"{name} is revoked", partial(world.authority.revoke, name))
+        world.call_later(at + 0.9 * rng.random(), f"{name} is enrolled again", partial(world.authority.enroll, name))
+        at += 2.0 + 4.0 * rng.random()
+
+
 CROSSINGS: dict[str, Strike] = {
     "mirror_down_at_restart": mirror_down_at_restart,
     "rotten_mirror": rotten_mirror,
@@ -161,6 +171,7 @@ CROSSINGS: dict[str, Strike] = {
     "silent_disk": silent_disk,
     "no_descriptors": no_descriptors,
     "stopped_slave": stopped_slave,
+    "enrolled_again": enrolled_again,
 }
 SHORT_LINEAGE = "short_lineage"  # strikes nowhere: the master remembers three versions (mix.py)
 FEW_RANGES = "few_ranges"  # likewise: each cluster may hold three data ranges, and pushes before it gets more
@@ -176,4 +187,5 @@ DRAWN: dict[str, float] = {
     "silent_disk": 0.15,
     "no_descriptors": 0.15,
     "stopped_slave": 0.15,
+    "enrolled_again": 0.15,
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from dips.client.agent.membership import HEAL_S
 from dips.ids import VersionId
 from dips.protocol.events import (
-    ClusterExpelled,
     OperatorReported,
     OperatorRequest,
     QuarantineAsked,
@@ -26,8 +26,10 @@ from dips.protocol.records import (
     RoundReserved,
     VersionCommitted,
 )
+from dips.sim.agent import SimAgent
 from dips.sim.observer import Observer
 from dips.sim.world import World
+from dips.transport.tls import LOOK_S
 from tests import rules_reference
 from tests.simulation.checks import Invariant
 from tests.simulation.coverage import EXPELLED
@@ -91,16 +93,13 @@ class TuningOperator(Observer):
             process.put_event(OperatorReported("eve.viewer", "drain", "slave-0", "for operators", True, 0.0))
 
     def _expel(self) -> None:
-        """The shell refuses its calls: its agent ends, or goes on if it is enrolled again soon."""
-        process, name = self.world.master.process, self._rng.choice(list(self.world.clusters))
-        if process is None:
-            return
-        process.put_event(ClusterExpelled(name, EXPELLED))
-        self.world.master.revoked[name] = EXPELLED
+        """Its certificate is revoked: its agent ends, or goes on if it is enrolled again soon."""
+        name = self._rng.choice(list(self.world.clusters))
+        self.world.authority.revoke(name)
         self.world.call_later(DOWN_S * self._rng.random(), f"{name} is enrolled again", partial(self._enroll, name))
 
     def _enroll(self, cluster: str) -> None:
-        self.world.master.revoked.pop(cluster, None)
+        self.world.authority.enroll(cluster)
         self.world.clusters[cluster].start()
 
     def _ask(self, request: OperatorRequest) -> None:
@@ -151,11 +150,17 @@ class OperatorInvariant(Invariant):
                 self.out = frozenset(self.quarantined)
             case VersionCommitted():
                 self._check_version(record.version, record)
-            case ClusterEnded(reason=reason, open_seq=0) if reason == EXPELLED:
+            case ClusterEnded(reason=reason, open_seq=0) if EXPELLED in reason:
                 self.world.monitor.rare_event_occurred("expelled")
         outcomes = record.outcomes if isinstance(record, VersionCommitted | RoundEnded) else ()
         if any(outcome.reason.startswith(QUARANTINED) for outcome in outcomes):
             self.world.monitor.rare_event_occurred("operator_quarantine")
+
+    def agent_exits(self, agent: SimAgent, reason: str) -> None:
+        """Whoever is enrolled again within a moment goes on: every process looks at its files once a second."""
+        if EXPELLED in reason and agent.inc:
+            lasted_s = self.world.authority.revoked_s(agent.name)
+            self.require(lasted_s >= HEAL_S - LOOK_S, f"{agent.name} ends, revoked for {lasted_s:.1f} s: {reason}")
 
     def _check_version(self, version: VersionId, record: VersionCommitted) -> None:
         lr, numbers = record.step.lr, record.step.numbers

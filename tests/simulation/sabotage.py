@@ -114,6 +114,13 @@ SABOTAGES: dict[str, Sabotage] = {
         slave.close_pulls_once,
         mix=lambda seed: crossed("stopped_slave"),
     ),
+    "end-at-a-refusal": Sabotage(
+        "who is revoked and enrolled again within a moment goes on",
+        (2,),
+        3,
+        cluster.end_at_a_refusal,
+        mix=lambda seed: crossed("enrolled_again"),
+    ),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,6 @@ from dips.client.agent.membership import HEAL_S
 from dips.ids import PushId
 from dips.protocol.effects import Outcome
 from dips.protocol.enums import OutcomeKind
-from dips.protocol.events import ClusterExpelled
 from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
 from dips.sim.agent import SimAgent
 from dips.sim.observer import Observer
@@ -21,7 +21,7 @@ from tests.simulation.trial import Trial
 
 HEARTBEAT_S, CALL_S = 1.5, 0.2  # a call's way to and fro, at most
 REVOKED_AFTER_S = 20.0
-REASON = "the certificate of cluster 'b' is revoked"
+REASON = "the certificate of cluster 'b' of run 'simulated' is revoked"
 
 
 class Revocation(Observer):
@@ -38,10 +38,8 @@ class Revocation(Observer):
         world = self.world
         if agent.name == "b" and world.heap.now > REVOKED_AFTER_S and not self.revoked_at:
             self.revoked_at = world.heap.now
-            world.master.revoked["b"] = REASON
-            assert world.master.process is not None
-            world.master.process.put_event(ClusterExpelled("b", REASON))
-            world.call_later(self.lasts_s, "b is enrolled again", lambda: world.master.revoked.clear())
+            world.authority.revoke("b")
+            world.call_later(self.lasts_s, "b is enrolled again", partial(world.authority.enroll, "b"))
 
     def agent_exits(self, agent: SimAgent, reason: str) -> None:
         assert agent.name == "b" and REASON in reason
