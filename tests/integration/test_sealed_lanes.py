@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from random import Random
 
 import numpy as np
 import pytest
@@ -134,6 +136,27 @@ def test_a_rank_that_is_early_comes_again() -> None:
         slot = zeros()
         flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0, keys=(keys.public,))
         assert moving.result(30).connections > 1 and (slot[0] == 2.5).all()
+
+
+def test_a_rank_whose_key_is_refused_waits_for_nothing() -> None:
+    """The refusal takes the socket's pipe, and a DEALER without one blocks whoever sends: its frames stay posted."""
+    with running_flow(seal.new_keys()) as flow, zmq.Context() as context:
+        keys = seal.new_keys(), flow.public_key
+        refused = stream.Stream(context, flow.lane_addresses()[0], PULL, (), 10.0, Random(0), keys)
+
+        def send_on() -> None:
+            try:
+                while not flow.refused_frames["key"]:
+                    refused.advance_connection(time.monotonic())
+                refused.post_frame(b"header", b"body")
+                refused.flush_outbox()
+            finally:
+                refused.close()
+
+        sending = threading.Thread(target=send_on, daemon=True)
+        sending.start()
+        sending.join(WITHIN_MS / 1000)
+        assert not sending.is_alive()  # if it is, the context's end wakes it
 
 
 @pytest.mark.parametrize("who", ["plain", "mistaken", "stranger"])
