@@ -94,7 +94,7 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "tell-old-lists": Sabotage("a list of what is live has a number of its own", (12,), 0, master.tell_old_lists),
     "row-of-what-is-tuned": Sabotage(
-        "a version's row has the numbers of its Apply", (1,), 9, master.row_of_what_is_tuned, plain_of
+        "a version's row has the numbers of its Apply", (1,), 16, master.row_of_what_is_tuned, plain_of
     ),
     "forget-quarantine": Sabotage("a new master knows whom an operator keeps out", (2,), 17, master.forget_quarantine),
     "lose-a-cancellation": Sabotage(
