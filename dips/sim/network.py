@@ -33,6 +33,9 @@ Answer = Callable[[Any], None]
 # Certificates are real, their files are not: each process sees the newest when it next looks (transport/tls.py).
 
 
+LIFE = timedelta(days=90)  # of a certificate
+
+
 @cache
 def _make_root(run: str) -> tuple[x509.Certificate, certificates.Key]:
     key = certificates.new_key()
@@ -45,9 +48,6 @@ def _issue(identity: PeerIdentity, number: int) -> x509.Certificate:
     return certificates.sign_request(
         certificates.make_request(identity, certificates.new_key()), root, key, utc_now(), LIFE
     )
-
-
-LIFE = timedelta(days=90)  # of a certificate
 
 
 class SimAuthority:
