@@ -77,8 +77,9 @@ MAY: dict[str, set[str]] = {
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.wire", "dips.tasks"}
     | {"dips.transport.intake", "dips.transport.lane", "dips.transport.seal"}
+    | {"dips.transport.gate", "dips.transport.tls", "dips.identity"}
     | {f"dips.slave.{pure}" for pure in ("core", "flow", "mirror_plan", "ports", "runtime", "sender", "shard")}
-    | {f"dips.master.{pure}" for pure in ("core", "ledger", "restore", "runtime")}
+    | {f"dips.master.{pure}" for pure in ("app", "core", "ledger", "restore", "runtime")}
     | {"dips.transport.backoff"}
     | {f"dips.client.agent.{pure}" for pure in ("agent", "core", "state", "account", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},
