@@ -29,6 +29,7 @@ NAMES = (
     "scale",
 )  # fmt: skip
 APART = (
+    "adapter",
     "recovery",
     "overhead",
     "pace",
@@ -57,6 +58,7 @@ LIMITS_S = {
     "goodput": 3 * 3600.0,
     "peers": 3600.0,
     "convergence": 6 * 3600.0,
+    "adapter": 1800.0,
     "pipeline": 1200.0,
     "planning": 3600.0,
 }  # but for those that train or search

@@ -1,27 +1,48 @@
-"""Runs planned pipelines on forked gloo ranks, their layers slept by the seconds of the plan."""
+"""Runs planned pipelines on gloo ranks, their layers slept by the seconds of the plan.
+
+`measure_step` forks the ranks. As a program one is a rank in a network namespace, whose links change between steps:
+
+    pipeline_rank.py RANK RANKS STORE
+    ["begin", plan, [F, I, W], fixed, rows, adapt]     a Pipeline whose layers sleep like that for a micro-batch of the
+                                                       plan; rows of 32 bytes go over a border for each sample
+    ["step"]                                           → [begin, end, gear, reason of the last change]
+    ["end"]
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.harness import gather_ranks
+from benchmarks.line_program import print_answer, read_requests
 from dips.inside.pipeline import Pipeline
+from dips.inside.planning.adapt import spell_gears
 from dips.inside.planning.simulate import PassSeconds, PipelineDevice, Prediction, SimulatedPipeline
 
 WIDTH, TIMEOUT_S = 8, 180
 
 
 def spell_plan(
-    pipeline: SimulatedPipeline, played: Prediction, cuts: Sequence[int], samples: int, recompute: bool = False
+    pipeline: SimulatedPipeline,
+    played: Prediction,
+    cuts: Sequence[int],
+    samples: int,
+    recompute: bool = False,
+    gears: Mapping[int, SimulatedPipeline] | None = None,
 ) -> dict[str, Any]:
     """Return what plan.yaml would hold of a pipeline that was simulated without a planner."""
     p = len(pipeline.stages)
@@ -43,6 +64,7 @@ def spell_plan(
                 for s, stage in enumerate(pipeline.stages)
             ],
             "orders": {device: " ".join(map(str, order)) for device, order in played.orders.items()},
+            **(spell_gears(gears) if gears else {}),
         },
     }
 
@@ -66,15 +88,18 @@ class Slow(torch.autograd.Function):
 class SlowLayer(nn.Module):
     """A layer that takes the seconds of its part on this device: I on the way to the input, W to the weights.
 
-    The sum in front gives the first layer of the model an I, too.
+    The sum in front gives the first layer of the model an I, too. Of the seconds, those of `samples`, a share is
+    `fixed`, whatever the number of samples.
     """
 
-    def __init__(self, took: PassSeconds) -> None:
+    def __init__(self, took: PassSeconds, samples: int = 1, fixed: float = 1.0) -> None:
         super().__init__()
+        self.samples, self.fixed = samples, fixed
         self.took, self.start, self.weight = took, nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.eye(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Slow.apply(x + self.start, self.took.f, self.took.i) @ Slow.apply(self.weight, 0.0, self.took.w)
+        f, i, w = ((self.fixed + (1 - self.fixed) * len(x) / self.samples) * s for s in astuple(self.took))
+        return Slow.apply(x + self.start, f, i) @ Slow.apply(self.weight, 0.0, w)
 
 
 def measure_step(pipeline: SimulatedPipeline, played: Prediction, steps: int) -> tuple[float, int]:
@@ -123,7 +148,57 @@ def _play_rank(
         begins.append(time.monotonic())
         pipe.step((batch, 0 * batch))
         ends.append(time.monotonic())
-    queue.put((begins[1:], ends[1:], len(pipe._train_order)))  # the first step makes connections and buffers
+    queue.put((begins[1:], ends[1:], len(pipe._gear.train_order)))  # the first step makes connections and buffers
     pipe.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+# ---- in a namespace --------------------------------------------------------------------------------------------------
+
+
+def main(rank: int, ranks: int, store: str) -> None:
+    """Join the others, then play what is asked for."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "w0"
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers are on the other
+    torch.set_num_threads(1)
+    wait = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=wait)
+    print_answer("ready")
+    pipe: Pipeline | None = None
+    batch = torch.empty(0)
+    for word, *given in read_requests():
+        if word == "begin":
+            pipe, batch = _begin(*given)
+            print_answer("begun")
+            continue
+        assert pipe is not None
+        if word == "end":
+            pipe.close()
+            print_answer("ended")
+            continue
+        dist.barrier()
+        begin_s = time.monotonic()
+        pipe.step((batch, 0 * batch))
+        print_answer([begin_s, time.monotonic(), pipe.gear, str(pipe.last_change or "")])
+    dist.destroy_process_group()
+
+
+def _begin(
+    plan: dict[str, Any], took: tuple[float, float, float], fixed: float, rows: int, adapt: bool
+) -> tuple[Pipeline, torch.Tensor]:
+    found = plan["pipeline"]
+    pipe = Pipeline(
+        lambda: (SlowLayer(PassSeconds(*took), found["samples"], fixed) for _ in found["stages"]),
+        plan,
+        loss=lambda output, targets: (output - targets).square().sum(),
+        optimizer=lambda part: torch.optim.SGD(part.parameters(), lr=0.0),
+        collective_s=TIMEOUT_S / 2,
+        adapt=adapt,
+    )
+    total = found["samples"] * sum(found["stages"][0]["microbatches"])
+    return pipe, torch.ones(total, rows, WIDTH)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -539,7 +539,7 @@ DEAD_S = 5.0
 
 def end_after(pipe: Pipeline, point: int, steps: int = 0) -> None:
     """Let this rank die when it has played so many actions, after some whole steps."""
-    play, played = pipe._runtime.play, []
+    play, played = pipe._gear.runtime.play, []
 
     def play_some(order: Any, *rest: Any) -> Any:
         played.append(order)
@@ -550,7 +550,7 @@ def end_after(pipe: Pipeline, point: int, steps: int = 0) -> None:
             play(order[:point], *rest)
         return die()
 
-    pipe._runtime.play = play_some
+    pipe._gear.runtime.play = play_some
 
 
 def a_rank_stops(_: int) -> list[Any]:

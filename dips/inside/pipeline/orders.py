@@ -7,17 +7,16 @@ simulator does by itself: receives ahead of their use, sends, and the RESHARD af
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from dips.errors import ConfigError
-from dips.inside.planning.schedules import COMPUTING, Op, ScheduledAction
+from dips.inside.planning.adapt import Gears, TimedTransfer, parse_gears
+from dips.inside.planning.schedules import COMPUTING, Op, ScheduledAction, list_share, parse_order
 
 AHEAD = 2  # computations before its use at which a receive begins: one transfer runs beside the computation before
-SPELLED = re.compile(rf"(\d+)({'|'.join(Op)})(\d*)")
 NOT_PLAYED = frozenset({Op.STEP, Op.FETCH, Op.OFFLOAD})  # a step follows its REDUCE_GRAD at once
 
 
@@ -71,6 +70,16 @@ class PipelinePlan:
         """Return the device that computes a micro-batch on a part."""
         return next(d for d in self.stages[part % len(self.stages)] if microbatch in self.shares[d])
 
+    def cut(self, pieces: int, orders: Mapping[str, tuple[ScheduledAction, ...]]) -> PipelinePlan:
+        """Return the plan whose micro-batches are cut into pieces, with the orders for them."""
+        shares = {device: list_share(order) for device, order in orders.items()}
+        return replace(self, samples=self.samples // pieces, orders=orders, shares=shares)
+
+    def tag(self, transfer: BorderTransfer, part: int, microbatch: int) -> int:
+        """Return the number of a SEND_F or SEND_B of a part, which its receiver knows it by."""
+        way = (BorderTransfer.SEND_F, BorderTransfer.SEND_B).index(transfer)
+        return (2 * part + way) * self.microbatches + microbatch
+
     def crosses(self, device: str, part: int, microbatch: int) -> bool:
         """Return whether a micro-batch's neighbour on this part exists, and is another device."""
         return 0 <= part < len(self.layers) and self.owner(part, microbatch) != device
@@ -86,7 +95,7 @@ def read_pipeline(data: Any, name: str) -> PipelinePlan:
         stages = tuple(tuple(map(str, stage["devices"])) for stage in found["stages"])
         count = int(found["ministages"])
         layers = tuple((int(a), int(b)) for v in range(count) for a, b in (s["layers"][v] for s in found["stages"]))
-        orders = {str(d): tuple(map(_parse_action, str(text).split())) for d, text in found["orders"].items()}
+        orders = {str(d): parse_order(str(text)) for d, text in found["orders"].items()}
         plan = PipelinePlan(
             model=str(data["model"]),
             samples=int(found["samples"]),
@@ -94,29 +103,33 @@ def read_pipeline(data: Any, name: str) -> PipelinePlan:
             layers=layers,
             recompute=bool(found["recompute"]),
             orders=orders,
-            shares={device: _list_share(order) for device, order in orders.items()},
+            shares={device: list_share(order) for device, order in orders.items()},
         )
         offload = bool(found["offload"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(f"{name}: pipeline: expected what `dips plan cluster` writes, got {error!r}") from error
     if offload:
         raise ConfigError(f"{name}: pipeline.offload: expected false: activations in host memory are not built yet")
-    _check_plan(plan, name)
+    _check_plan(plan, f"{name}: pipeline")
     return plan
 
 
-def _parse_action(text: str) -> ScheduledAction:
-    found = SPELLED.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{text} is no action")
-    part, op, microbatch = found.groups()
-    return ScheduledAction(Op(op), int(part), int(microbatch) if microbatch else None)
-
-
-def _list_share(order: Sequence[ScheduledAction]) -> tuple[int, ...]:
-    """The micro-batches of a device, in the order of the forwards of its last part."""
-    last = max((a.part for a in order), default=0)
-    return tuple(a.microbatch for a in order if a.op is Op.F and a.part == last and a.microbatch is not None)
+def read_gears(data: Mapping[str, Any], plan: PipelinePlan, name: str) -> tuple[dict[int, PipelinePlan], Gears]:
+    """Return the gears of a plan.yaml by pieces of a micro-batch, to play and to simulate; the plan's own, of one
+    piece, is always there. Raises ConfigError for gears that cannot be played.
+    """
+    gears = parse_gears(data["pipeline"], name)
+    plans = {1: plan}
+    for pieces, gear in gears.items():
+        orders = {d.name: d.order for stage in gear.stages for d in stage.devices}
+        plans[pieces] = plan.cut(pieces, orders)
+        if plan.samples % pieces or plans[pieces].microbatches != pieces * plan.microbatches:
+            raise ConfigError(
+                f"{name}: pipeline.gears: expected {pieces * plan.microbatches} pieces of micro-batches of "
+                f"{plan.samples} samples, cut into {pieces}, got {plans[pieces].microbatches}"
+            )
+        _check_plan(plans[pieces], f"{name}: pipeline.gears of {pieces} pieces")
+    return plans, gears
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -124,7 +137,7 @@ def _list_share(order: Sequence[ScheduledAction]) -> tuple[int, ...]:
 
 def _check_plan(plan: PipelinePlan, name: str) -> None:
     def refuse(text: str) -> None:
-        raise ConfigError(f"{name}: pipeline: {text}")
+        raise ConfigError(f"{name}: {text}")
 
     edges = [edge for part in plan.layers for edge in part]
     if not plan.stages or edges[0] != 0 or any(a >= b for a, b in plan.layers) or edges[1:-1:2] != edges[2::2]:
@@ -258,3 +271,36 @@ def _add_transfers(plan: PipelinePlan, device: str, actions: Sequence[RankAction
         if m is not None and op in (Op.I, Op.B) and plan.crosses(device, part - 1, m):
             made.append(RankAction(BorderTransfer.SEND_B, part, m))
     return made
+
+
+# ---- seconds of transfers --------------------------------------------------------------------------------------------
+
+WAITED_S = 0.002  # a receiver that waits for less has not waited: so long takes a look at what is there
+
+
+def match_transfers(
+    plan: PipelinePlan, ranks: Sequence[Mapping[str, Any]], border_bytes: Sequence[float], pieces: int
+) -> list[TimedTransfer]:
+    """Return the transfers of a step, in the order of their arrival, with the seconds that each took.
+
+    ranks         of each rank `sent` and `came` as `TransferTimes` has them, by tags as text, in seconds of the step
+    border_bytes  of a micro-batch that is not cut, after each part
+
+    Gloo moves a tensor when both ends have named it, one after the other between two ranks: a transfer takes from the
+    last of these until it is here. If it, or the one before it, came before it was waited for, that is only a bound.
+    """
+    sent = {int(tag): at for of in ranks for tag, at in of["sent"].items()}
+    came = {int(tag): times for of in ranks for tag, times in of["came"].items()}
+    found = []
+    before = dict[tuple[str, str], tuple[float, bool]]()  # the last transfer of two devices: when it was here, exactly
+    for tag, (asked, waited, here) in sorted(came.items(), key=lambda row: row[1][2]):
+        (part, back), m = divmod(tag // plan.microbatches, 2), tag % plan.microbatches
+        sender, receiver = plan.owner(part, m), plan.owner(part + (-1 if back else 1), m)
+        begin, exact = max(sent[tag], asked), here - waited > WAITED_S
+        last, was_exact = before.get((sender, receiver), (0.0, True))
+        before[sender, receiver] = here, exact
+        if last > begin and was_exact:
+            begin = last
+        nbytes = border_bytes[part - back] / pieces
+        found.append(TimedTransfer(sender, receiver, nbytes, here - begin, exact and (was_exact or last <= begin)))
+    return found

@@ -26,13 +26,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 import yaml
@@ -55,14 +58,40 @@ from dips.inside.pipeline.orders import (
     RankAction,
     lower_forward,
     lower_order,
+    match_transfers,
+    read_gears,
     read_pipeline,
 )
 from dips.inside.pipeline.parts import Build, LayerShapes, PipelinePart, build_layers, make_part
-from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage
+from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage, TransferTimes
+from dips.inside.planning.adapt import Adapter, GearChange, Gears
 
 IGNORED = -100  # a target that does not count, as torch's cross_entropy has it by default
+LOG = structlog.get_logger()
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by names of parameters, as other plans have them
+
+
+@dataclass(slots=True)
+class RankGear:
+    """What a rank plays in one gear of the plan (dips/inside/planning/adapt.py)."""
+
+    pieces: int  # of a micro-batch of the plan
+    plan: PipelinePlan
+    own: tuple[int, ...]  # micro-batches of this rank
+    runtime: RankRuntime
+    borders: Mapping[int, PartBorders]  # by part
+    train_order: list[RankAction] = field(init=False)
+    forward_order: list[RankAction] = field(init=False)
+    traced: tuple[Any, ...] | None = None  # inputs for which the shapes of the borders are known
+
+    def set_orders(self, device: str) -> None:
+        """Take this device's orders from the plan, with its micro-batches numbered from 0, as torch's runtime does."""
+        number = {m: i for i, m in enumerate(self.own)}
+        self.train_order, self.forward_order = (
+            [a if a.microbatch is None else a._replace(microbatch=number[a.microbatch]) for a in order]
+            for order in (lower_order(self.plan, device), lower_forward(self.plan, device))
+        )
 
 
 class Pipeline:
@@ -80,6 +109,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         device_name: str | None = None,
         collective_s: float = 600.0,
+        adapt: bool = False,
     ) -> None:
         """Build this rank's layers, and shard them over its stage.
 
@@ -92,6 +122,8 @@ class Pipeline:
         device         of this rank
         device_name    this rank's device in the plan; by default rank i is the i-th, stage by stage
         collective_s   a rank that misses a transfer or a collective for this long ends the job, with a sentence
+        adapt          changes the plan's gear between steps when links sag: micro-batches are cut into more or fewer
+                       pieces, and gradients stay as they are. A plan without gears is played as it is
         Errors         ConfigError, the same on every rank: a plan for another model, other devices or another number of
                        ranks, no sequence of layers, a layer that a pipeline cannot run, ranks that differ
         """
@@ -99,13 +131,13 @@ class Pipeline:
             raise ConfigError("Pipeline: call torch.distributed.init_process_group first")
         self._collectives = JobCollectives(collective_s)
         self._collective_s, self._rank = collective_s, dist.get_rank()
-        data, self._plan = agree(self._collectives, lambda: _read_plan(plan, max_grad_norm))
+        data, self._plan, (plans, gears) = agree(self._collectives, lambda: _read_plan(plan, max_grad_norm))
         everyone = [list(range(dist.get_world_size()))]
         given = {"plan": data, "seed": seed, "max_grad_norm": max_grad_norm, "optimizer": optimizer is not None}
+        given["adapt"] = adapt
         compare(self._collectives, "the arguments of Pipeline", given, everyone)
         self._ranks = self._place_ranks(device_name)
         self._name = next(name for name, rank in self._ranks.items() if rank == self._rank)
-        self._own = self._plan.shares[self._name]
         self._numbers = list(self._plan.parts_of(self._name))
         wanted = [range(*self._plan.layers[number]) for number in self._numbers]
         kept, self._shapes = agree(self._collectives, lambda: _build(build, seed, wanted, self._plan))
@@ -122,18 +154,27 @@ class Pipeline:
         trained = {n: part for n, part in self._by_number.items() if any(p.requires_grad for p in part.parameters())}
         self._optimizers = {n: optimizer(part) for n, part in trained.items()} if optimizer else {}
         self._loss, self._batch_tokens = loss, 1
-        self._borders: dict[int, PartBorders] = {}
-        self._runtime = self._make_runtime()
-        self._train_order = self._number_own(lower_order(self._plan, self._name))
-        self._forward_order = self._number_own(lower_forward(self._plan, self._name))
+        self._times = TransferTimes()
+        self._gears = {n: self._make_gear(n, one) for n, one in plans.items() if n == 1 or adapt}
+        self._gear = self._gears[1]
+        # Rank 0 decides. What it decided after a step goes to all with the losses of the next.
+        self._adapter = Adapter(gears) if len(self._gears) > 1 and not self._rank else None
+        self._border_bytes = gears[1].border_bytes if gears else ()
+        self._decided: GearChange | None = None
         self._failed, self._closed = "", False
-        self._traced: tuple[Any, ...] | None = None
+        self.last_change: GearChange | None = None
+        """The last change of gear, with its reason; None before the first."""
         self.steps = 0
         """Steps since the pipeline was made, plus those of the loaded checkpoint."""
         self.tokens = 0
         """Tokens of the last step, of all ranks together: targets that are not -100."""
         self.grad_norm: float | None = None
         """Norm of the last step's gradient before it was clipped; None without `max_grad_norm`."""
+
+    @property
+    def gear(self) -> int:
+        """The pieces that each micro-batch of the plan is cut into, now; 1 without `adapt`."""
+        return self._gear.pieces
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -153,12 +194,14 @@ class Pipeline:
         """
         inputs, targets = self._take_batch("step", batch)
         with self._explained():
-            losses = self._runtime.play(self._train_order, inputs, targets)
+            self._times.clear()
+            begin_s = time.monotonic()  # the same moment on all ranks, within the seconds of a small message
+            losses = self._gear.runtime.play(self._gear.train_order, inputs, targets)
             if self._max_grad_norm is not None:
                 self._clip_gradients()
             for optimizer in self._optimizers.values() if self._max_grad_norm is not None else ():
                 _step_optimizer(optimizer)
-            loss = self._sum_over_ranks(losses)
+            loss = self._end_step(losses, begin_s)
         self.steps, self.tokens = self.steps + 1, self._batch_tokens
         if not isfinite(loss):
             self._failed = f"the loss of step {self.steps} is {loss}: load a checkpoint from before, in a new job"
@@ -173,7 +216,7 @@ class Pipeline:
             with self._explained(), torch.no_grad():
                 for part in self.parts:
                     part.eval()
-                losses = self._runtime.play(self._forward_order, inputs, targets, backward=False)
+                losses = self._gear.runtime.play(self._gear.forward_order, inputs, targets, backward=False)
                 return self._sum_over_ranks(losses)
         finally:
             for part, was in zip(self.parts, training, strict=True):
@@ -186,10 +229,11 @@ class Pipeline:
         with self._explained():
             self._batch_tokens = agree(self._collectives, lambda: self._check_batch(inputs, targets))
             shapes = {"inputs": list(inputs.shape), "targets": list(targets.shape)}
-            here = {"method": call, "tokens": self._batch_tokens, "step": self.steps, **shapes}
+            here = {"method": call, "tokens": self._batch_tokens, "step": self.steps, "gear": self.gear, **shapes}
             compare(self._collectives, "their calls", here, [list(range(dist.get_world_size()))])
             agree(self._collectives, lambda: self._trace_borders(inputs))
-        rows = [slice(m * self._plan.samples, (m + 1) * self._plan.samples) for m in self._own]
+        samples = self._gear.plan.samples
+        rows = [slice(m * samples, (m + 1) * samples) for m in self._gear.own]
         first, last = 0 in self._by_number, len(self._plan.layers) - 1 in self._by_number
         return (
             [inputs[row].to(self._device) if first else inputs[row] for row in rows],
@@ -212,12 +256,12 @@ class Pipeline:
     def _trace_borders(self, inputs: torch.Tensor) -> None:
         """Find the shapes of what goes over borders, if the inputs have another shape than before."""
         key = (inputs.shape, inputs.dtype)
-        if self._traced != key:
-            outputs = self._shapes.trace(inputs[: self._plan.samples])
-            for number, borders in self._borders.items():
+        if self._gear.traced != key:
+            outputs = self._shapes.trace(inputs[: self._gear.plan.samples])
+            for number, borders in self._gear.borders.items():
                 first, end = self._plan.layers[number]
                 borders.taken, borders.given = outputs[first - 1] if first else None, outputs[end - 1]
-            self._traced = key
+            self._gear.traced = key
 
     def _on_reduced(self, number: int) -> None:
         """Step the optimizer of a part whose gradients are whole, unless the norm of all is waited for."""
@@ -243,6 +287,30 @@ class Pipeline:
     def _sum_over_ranks(self, losses: Sequence[torch.Tensor]) -> float:
         mine = float(sum(float(one.detach()) for one in losses))
         return float(sum(json.loads(one) for one in self._collectives.all_gather(json.dumps(mine).encode())))
+
+    # ---- gears -------------------------------------------------------------------------------------------------------
+
+    def _end_step(self, losses: Sequence[torch.Tensor], begin_s: float) -> float:
+        """Return the loss of all ranks; with gears tell rank 0 the transfers, and follow what it decided."""
+        if len(self._gears) == 1:
+            return self._sum_over_ranks(losses)
+        told = {
+            "loss": float(sum(float(one.detach()) for one in losses)),
+            "sent": {tag: round(at - begin_s, 5) for tag, at in self._times.sent.items()},
+            "came": {tag: [round(at - begin_s, 5) for at in each] for tag, each in self._times.came.items()},
+            "gear": None if self._decided is None else astuple(self._decided),
+        }
+        ranks = [json.loads(one) for one in self._collectives.all_gather(json.dumps(told).encode())]
+        change = ranks[0]["gear"]
+        if self._adapter is not None:
+            measured = match_transfers(self._gear.plan, ranks, self._border_bytes, self._gear.pieces)
+            self._decided = self._adapter.take_transfers(measured)
+        if change is not None:
+            self.last_change = GearChange(*change)
+            self._gear = self._gears[self.last_change.new]
+            if not self._rank:
+                LOG.info("gear_changed", old=self.last_change.old, new=self.last_change.new, why=str(self.last_change))
+        return float(sum(told["loss"] for told in ranks))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -310,34 +378,33 @@ class Pipeline:
                 mine = group if self._name in stage else mine
         return mine
 
-    def _make_runtime(self) -> RankRuntime:
-        plan, stages = self._plan, []
-        for number, part in self._by_number.items():
-            near = {at: [self._rank_of(at, m) for m in self._own] for at in (number - 1, number + 1)}
-            borders = PartBorders(self._between, near[number - 1], near[number + 1], self._tag)
-            self._borders[number] = borders
-            stages.append(
-                RankStage(part, number, len(plan.layers), self._device, self._alone, borders, self._seeding(part))
-            )
-        return RankRuntime(stages, len(self._own), self._part_of_loss, self._on_reduced)
+    def _make_gear(self, pieces: int, plan: PipelinePlan) -> RankGear:
+        own = plan.shares[self._name]
 
-    def _rank_of(self, part: int, microbatch: int) -> int:
-        return self._ranks[self._plan.owner(part, microbatch)] if 0 <= part < len(self._plan.layers) else -1
+        def rank_of(part: int, microbatch: int) -> int:
+            return self._ranks[plan.owner(part, microbatch)] if 0 <= part < len(plan.layers) else -1
 
-    def _tag(self, transfer: BorderTransfer, part: int, number: int) -> int:
-        way = (BorderTransfer.SEND_F, BorderTransfer.SEND_B).index(transfer)
-        return (2 * part + way) * self._plan.microbatches + self._own[number]
+        def tag(transfer: BorderTransfer, part: int, number: int) -> int:
+            return plan.tag(transfer, part, own[number])
 
-    def _seeding(self, part: PipelinePart) -> Callable[[int], Any]:
-        return lambda number: part.seeded(self.steps, self._own[number])
+        def seeding(part: PipelinePart) -> Callable[[int], Any]:
+            return lambda number: part.seeded(self.steps, own[number])
+
+        borders = {}
+        for number in self._by_number:
+            before, after = ([rank_of(at, m) for m in own] for at in (number - 1, number + 1))
+            borders[number] = PartBorders(self._between, before, after, tag, self._times)
+        stages = [
+            RankStage(part, number, len(plan.layers), self._device, self._alone, borders[number], seeding(part))
+            for number, part in self._by_number.items()
+        ]
+        runtime = RankRuntime(stages, len(own), self._part_of_loss, self._on_reduced)
+        gear = RankGear(pieces, plan, own, runtime, borders)
+        gear.set_orders(self._name)
+        return gear
 
     def _part_of_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self._loss(output, targets) / self._batch_tokens
-
-    def _number_own(self, order: Sequence[RankAction]) -> list[RankAction]:
-        """Return the order with this rank's micro-batches numbered from 0, as torch's runtime does."""
-        number = {m: i for i, m in enumerate(self._own)}
-        return [a if a.microbatch is None else a._replace(microbatch=number[a.microbatch]) for a in order]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -351,7 +418,7 @@ class Pipeline:
                 f"a step did not end: a rank is gone, or did not come within {self._collective_s:g} s. Restart the job "
                 "from a checkpoint"
             )
-            if self._runtime.failed_here:
+            if self._gear.runtime.failed_here:
                 raise
             raise Unavailable(self._failed) from error
 
@@ -364,16 +431,20 @@ class Pipeline:
 
 def _read_plan(
     plan: str | os.PathLike[str] | Mapping[str, Any], max_grad_norm: float | None
-) -> tuple[Mapping[str, Any], PipelinePlan]:
+) -> tuple[Mapping[str, Any], PipelinePlan, tuple[dict[int, PipelinePlan], Gears]]:
+    """Return the plan's contents, its pipeline, and its gears to play and to simulate."""
     if max_grad_norm is not None and not 0 < max_grad_norm < float("inf"):
         raise ConfigError(f"max_grad_norm: expected a number above 0, got {max_grad_norm}")
-    if isinstance(plan, Mapping):
-        return plan, read_pipeline(plan, "plan")
-    try:
-        data = yaml.safe_load(Path(plan).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{plan}: expected a plan of `dips plan cluster`: {error}") from error
-    return data, read_pipeline(data, str(plan))
+    data, name = plan, "plan"
+    if not isinstance(plan, Mapping):
+        name = str(plan)
+        try:
+            data = yaml.safe_load(Path(plan).read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{plan}: expected a plan of `dips plan cluster`: {error}") from error
+    pipeline = read_pipeline(data, name)
+    assert isinstance(data, Mapping)
+    return data, pipeline, read_gears(data, pipeline, name)
 
 
 def _build(

@@ -10,6 +10,7 @@ Must stay true: one tensor goes over a border, and each action of `RankAction` i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,35 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
+class TransferTimes:
+    """When a rank's transfers went and came, by tag, in seconds of this machine's clock."""
+
+    sent: dict[int, float] = field(default_factory=dict)  # offered to the receiver
+    came: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # asked for, waited for, here
+
+    def clear(self) -> None:
+        """Forget them, before a step."""
+        self.sent.clear()
+        self.came.clear()
+
+
+@dataclass(slots=True)
+class TimedReceive:
+    """A receive under way; its `wait` tells when it was asked for, waited for, and here."""
+
+    work: Any
+    tag: int
+    times: TransferTimes
+    asked_s: float
+
+    def wait(self) -> None:
+        """Wait for the transfer, as torch's runtime does right before its use."""
+        waited_s = time.monotonic()
+        self.work.wait()
+        self.times.came[self.tag] = (self.asked_s, waited_s, time.monotonic())
+
+
+@dataclass(slots=True)
 class PartBorders:
     """The ends of a part on one rank: who is beyond each, by the rank's own number of the micro-batch."""
 
@@ -49,6 +79,7 @@ class PartBorders:
     before: Sequence[int]  # rank that computes the part before, for each of this rank's micro-batches
     after: Sequence[int]
     tag: Callable[[BorderTransfer, int, int], int]  # of a send, its part and micro-batch
+    times: TransferTimes
     taken: Spec | None = field(default=None)  # of what the part before gives; the pipeline tells them before each step
     given: Spec | None = field(default=None)
 
@@ -108,10 +139,17 @@ class RankStage(_PipelineStageBase):
         return [self._send(gradient, self._borders.before[bwd_chunk_id], tag)]
 
     def _receive(self, buffer: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
-        return dist.P2POp(dist.irecv, buffer, rank, self._borders.group, tag)
+        made = dist.P2POp(dist.irecv, buffer, rank, self._borders.group, tag)
+        made.op = self._begin_receive  # torch refuses another operation in the constructor
+        return made
+
+    def _begin_receive(self, buffer: torch.Tensor, tag: int, **source: Any) -> TimedReceive:
+        return TimedReceive(dist.irecv(buffer, tag=tag, **source), tag, self._borders.times, time.monotonic())
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
-        return dist.P2POp(dist.isend, tensor.detach().cpu().contiguous(), rank, self._borders.group, tag)
+        ready = tensor.detach().cpu().contiguous()
+        self._borders.times.sent[tag] = time.monotonic()
+        return dist.P2POp(dist.isend, ready, rank, self._borders.group, tag)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self._activations[mb_index] = prev_stage_outputs.detach()

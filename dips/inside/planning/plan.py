@@ -8,15 +8,16 @@ dips/inside/pipeline plays. `hand_over` writes what frameworks run themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from dips.errors import ConfigError
+from dips.inside.planning.adapt import PIECES, Gears, keep_useful, spell_gears
 from dips.inside.planning.profile import GB, ClusterProfile, ModelProfile, is_estimated
 from dips.inside.planning.schedules import COMPUTING, Engine, ScheduledAction, ScheduleName
 from dips.inside.planning.search import PipelineChoice, Planner, RankedPlan
-from dips.inside.planning.simulate import Prediction
+from dips.inside.planning.simulate import Prediction, SimulatedPipeline, freeze_orders, simulate
 
 NEXT = 3  # plans that are shown after the first
 HALF = 0.5
@@ -64,6 +65,7 @@ class ClusterPlan:
     decoder: bool  # the model is a `transformer`, whose layers frameworks know by name
     shares: Mapping[str, tuple[int, int]]  # of data parallelism: a device's samples of a step, and its micro-batches
     recompute: bool
+    gears: Gears  # of a pipeline: its own, and those to change to when links sag
 
     @property
     def tokens_s(self) -> float:
@@ -91,11 +93,13 @@ def make_plan(profile: ClusterProfile, model: ModelProfile, target: Framework | 
     stages: tuple[PlannedStage, ...] = ()
     half: float | None = None
     shares = dict(zip(planner.devices, best.shares, strict=False))
+    gears: Gears = {}
     if best.choice is not None:
         choice, prediction = planner.finish(best.choice)
         best = RankedPlan(best.name, prediction.seconds, best.samples, choice, best.why)
         stages = _list_stages(planner, choice, prediction)
         shares = _list_shares(choice, stages)
+        gears = _make_gears(planner, choice, prediction)
         half = Planner(profile.scale_links(HALF), model).finish(choice)[1].seconds
     else:
         slow = Planner(profile.scale_links(HALF), model).list_others()
@@ -118,7 +122,21 @@ def make_plan(profile: ClusterProfile, model: ModelProfile, target: Framework | 
         decoder=model.transformer is not None,
         shares=shares,
         recompute=model.recompute,
+        gears=gears,
     )
+
+
+def _make_gears(planner: Planner, choice: PipelineChoice, prediction: Prediction) -> dict[int, SimulatedPipeline]:
+    """The plan with its micro-batches in pieces, where that helps if links sag."""
+    if len(choice.groups) == 1 or choice.offload:
+        return {}
+    gears = {1: freeze_orders(planner.make_pipeline(choice), prediction.orders)}
+    for pieces in PIECES[1:]:
+        if choice.samples % pieces == 0:
+            depths = tuple(pieces * depth for depth in choice.depths)  # as much memory as before
+            cut = planner.make_pipeline(replace(choice, samples=choice.samples // pieces, depths=depths))
+            gears[pieces] = freeze_orders(cut, simulate(cut, spans=False).orders)
+    return keep_useful(gears)
 
 
 def _list_shares(choice: PipelineChoice, stages: Sequence[PlannedStage]) -> dict[str, tuple[int, int]]:
@@ -186,6 +204,7 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
                 device: " ".join(map(str, order))
                 for device, order in (plan.prediction.orders.items() if plan.prediction else ())
             },
+            **(spell_gears(plan.gears) if plan.gears else {}),
         },
         "shares": {d: {"samples": n, "microbatches": m} for d, (n, m) in plan.shares.items()} or None,
         "others": [

@@ -19,7 +19,9 @@ account. Here W only fills gaps within a step and updates stay synchronous: grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,6 +65,28 @@ class ScheduledAction:
     def __str__(self) -> str:
         """Return the action as torch's CSV spells it: 3F0, 1REDUCE_GRAD."""
         return f"{self.part}{self.op}{'' if self.microbatch is None else self.microbatch}"
+
+
+_SPELLED = re.compile(rf"(\d+)({'|'.join(Op)})(\d*)")
+
+
+def parse_order(text: str) -> tuple[ScheduledAction, ...]:
+    """Return the order that was spelled as its actions, with spaces between. Raises ValueError."""
+    return tuple(map(_parse_action, text.split()))
+
+
+def _parse_action(text: str) -> ScheduledAction:
+    found = _SPELLED.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text} is no action")
+    part, op, microbatch = found.groups()
+    return ScheduledAction(Op(op), int(part), int(microbatch) if microbatch else None)
+
+
+def list_share(order: Sequence[ScheduledAction]) -> tuple[int, ...]:
+    """Return the micro-batches of a device, in the order of the forwards of its last part."""
+    last = max((a.part for a in order), default=0)
+    return tuple(a.microbatch for a in order if a.op is Op.F and a.part == last and a.microbatch is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +363,28 @@ class ZeroBubbleH1(OneForwardOneBackward):
     """The order of 1F1B with I instead of B; W where the next of these has not arrived (Qi et al. 2023, ZB-H1)."""
 
     split = True
+
+
+class FrozenOrder(ScheduleMachine):
+    """Repeats the computations of an order, as an executor does: the next one waits for its input, and others behind
+    it.
+    """
+
+    def __init__(self, seat: Seat, order: Sequence[ScheduledAction]) -> None:
+        super().__init__(seat)
+        self._left = deque(action for action in order if action.op in COMPUTING)
+
+    def choose_computation(self) -> tuple[Op, int, int] | None:
+        if not self._left:
+            return None
+        action = self._left[0]
+        op, v, m = action.op, self.ministage_of(action), action.microbatch
+        assert m is not None
+        waiting = self._owed[v] if op is Op.W else self._ready[Op.F if op is Op.F else Op.I][v]
+        if m not in waiting or not self._gathered[v]:
+            return None
+        self._left.popleft()
+        return op, v, m
 
 
 class ScheduleName(StrEnum):

@@ -24,6 +24,7 @@ from dips.inside.planning.schedules import (
     SCHEDULES,
     CompactZeroBubble,
     Engine,
+    FrozenOrder,
     Op,
     ScheduledAction,
     ScheduleMachine,
@@ -83,6 +84,7 @@ class PipelineDevice:
     sizes: tuple[PartBytes, ...] = ()
     copy_byte_s: float = 0.0  # between device and host memory
     workspace_bytes: float = 0.0  # what any action needs while it runs
+    order: tuple[ScheduledAction, ...] = ()  # frozen: repeated, whatever the schedule would choose; none: it chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ class _Play:
         if p.offload and p.ministages > 2:  # two ministages at a time; the rest is in host memory
             states = 2 * max((size.states for size in sizes), default=0.0)
         whole = 0.0 if stage.gather_s else sum(size.whole for size in sizes)
-        return _Desk(s, device, SCHEDULES[p.schedule](seat), states + whole + device.workspace_bytes)
+        machine = FrozenOrder(seat, device.order) if device.order else SCHEDULES[p.schedule](seat)
+        return _Desk(s, device, machine, states + whole + device.workspace_bytes)
 
     def play_step(self) -> Prediction:
         desks = [desk for row in self._desks for desk in row]
@@ -482,6 +485,17 @@ def tune_depths(pipeline: SimulatedPipeline, most_plays: int = 400) -> tuple[Sim
                     best, improved = moved, True
     made = with_depths(pipeline, best)
     return made, simulate(made)
+
+
+def freeze_orders(pipeline: SimulatedPipeline, orders: Mapping[str, Sequence[ScheduledAction]]) -> SimulatedPipeline:
+    """Return the pipeline whose devices repeat these orders."""
+    return replace(
+        pipeline,
+        stages=tuple(
+            replace(stage, devices=tuple(replace(d, order=tuple(orders[d.name])) for d in stage.devices))
+            for stage in pipeline.stages
+        ),
+    )
 
 
 def with_depths(pipeline: SimulatedPipeline, depths: Sequence[int]) -> SimulatedPipeline:

@@ -1,0 +1,292 @@
+"""What changing gears gains when links sag, and that it never costs much (docs/guides/inside.md, SpanTrain §3.4).
+
+    python -m benchmarks adapter --part cut       # a real pipeline on shaped links whose rate is cut in mid-run
+    python -m benchmarks adapter --part traces    # 40 random traces of rates, in the simulator
+
+Layers are slept: what is measured are the orders, the transfers and the adapter, not this machine's arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.harness import Bench, main
+from benchmarks.line_program import LineProgram, open_programs
+from benchmarks.namespaces import End, missing, network, slowed
+from dips.inside.planning.adapt import PIECES, Adapter, Gears, TimedTransfer, Way, predict_steps
+from dips.inside.planning.schedules import ScheduleName
+from dips.inside.planning.simulate import (
+    PassSeconds,
+    Route,
+    SimulatedPipeline,
+    freeze_orders,
+    make_chain,
+    simulate,
+    tune_depths,
+)
+
+FIXED = 0.05  # of an action's seconds: what a piece takes however small it is
+
+
+def make_gears(chain: SimulatedPipeline, fixed: float = FIXED) -> dict[int, SimulatedPipeline]:
+    """Return the gears of a chain of single devices, as `dips plan cluster` makes them."""
+    gears = {}
+    for pieces in PIECES:
+        share = fixed + (1 - fixed) / pieces
+        stages = tuple(
+            replace(
+                stage,
+                devices=tuple(
+                    replace(
+                        d,
+                        microbatches=tuple(range(pieces * len(d.microbatches))),
+                        seconds=tuple(PassSeconds(share * t.f, share * t.i, share * t.w) for t in d.seconds),
+                    )
+                    for d in stage.devices
+                ),
+            )
+            for stage in chain.stages
+        )
+        cut = replace(chain, stages=stages, border_bytes=tuple(n / pieces for n in chain.border_bytes))
+        tuned, played = (
+            tune_depths(cut) if cut.schedule is ScheduleName.COMPACT_ZB else (cut, simulate(cut, spans=False))
+        )
+        gears[pieces] = freeze_orders(tuned, played.orders)
+    return gears
+
+
+# ---- a cut link ------------------------------------------------------------------------------------------------------
+
+STAGES, MICROBATCHES, SAMPLES = 4, 4, 32  # S§4.1: a batch of 128, by 32
+FORWARD_S, TRANSFER = 0.4, 0.75  # of a micro-batch; seconds of a border's transfer over those of a forward
+LINK_MBIT, LATENCY_S = 100.0, 0.0005
+CUTS = (0.4, 0.6)  # of the rate; S§4.4
+GAINED = 1.25  # × the tokens of a run without
+BEFORE, REACTS, AFTER = 2, 12, 7  # steps: before the cut, until the gear is judged, and judged
+
+
+def measure_cut(bench: Bench) -> None:
+    """Tokens a second after the cut, with the adapter over without; first over the best constant number of pieces."""
+    if reason := missing():
+        bench.note(f"nothing was measured: {reason}")
+        return
+    byte_s = 8 / (LINK_MBIT * 1e6) * 1514 / 1448  # a packet has headers
+    rows = round(TRANSFER * FORWARD_S / byte_s / SAMPLES / 32)
+    chain = make_chain(ScheduleName.COMPACT_ZB, [PassSeconds(*[FORWARD_S] * 3)] * STAGES, [0.0] * 3, MICROBATCHES)
+    chain = replace(
+        chain,
+        border_bytes=(32.0 * rows * SAMPLES,) * (STAGES - 1),
+        route=lambda a, b: Route(LATENCY_S, ((("out", a), byte_s), (("in", b), byte_s))),
+    )
+    gears = make_gears(chain)
+    for cut in CUTS[:1] if bench.quick else CUTS:
+        with _open_ranks() as (hosts, ranks):
+
+            def play(pieces: int, adapt: bool, cut: float = cut) -> float:
+                """Median seconds of a step after the cut."""
+                _begin(ranks, gears, pieces, rows, adapt)
+                before = [_step(ranks) for _ in range(BEFORE)]
+                with ExitStack() as stack:
+                    for host in hosts:
+                        stack.enter_context(slowed(host, 1 - cut))
+                    reacts = [_step(ranks) for _ in range(REACTS if adapt else 1)]
+                    after = [_step(ranks) for _ in range(AFTER if adapt else (AFTER + 1) // 2)]
+                for rank in ranks:
+                    rank.ask_program("end")
+                took = median(seconds for seconds, *_ in after)
+                called = "adapter" if adapt else f"{pieces} pieces"
+                shown = " ".join(f"{seconds:.2f}/{gear}" for seconds, gear, _ in (*before, *reacts, *after))
+                bench.say(f"cut by {cut:.0%}, {called}: {shown} (seconds/gear)")
+                if adapt and after[-1][2]:
+                    bench.say(after[-1][2])
+                return took
+
+            on, off = play(1, adapt=True), play(1, adapt=False)
+            constant = {pieces: play(pieces, adapt=False) for pieces in gears if pieces > 1} | {1: off}
+        best = min(constant, key=constant.__getitem__)
+        slow = {(a, b): 1 / (1 - cut) for a in range(STAGES) for b in range(STAGES)}
+        wanted = predict_steps(gears, slow)
+        tokens, name = SAMPLES * MICROBATCHES, f"rate cut by {cut:.0%}: samples/s with the adapter"
+        bench.row(name, tokens / on, "", against=f"always {best} pieces, the best constant", of=tokens / constant[best])
+        bench.row(name, tokens / on, "", against="without", of=tokens / off, least=GAINED)
+        bench.row(f"rate cut by {cut:.0%}: a step without", off, "s", against="the simulator", of=wanted[1])
+        bench.row(f"rate cut by {cut:.0%}: a step with", on, "s", against="the simulator", of=min(wanted.values()))
+    bench.note(
+        f"{STAGES} stages, {MICROBATCHES} micro-batches, F = I = W = {FORWARD_S:g} s slept, {FIXED:.0%} of it whatever "
+        f"the size, a transfer {TRANSFER:g} of a forward; the bound is ≥ {GAINED:g}, medians of {AFTER} steps; "
+        f"load of the machine {os.getloadavg()[0]:.1f}"
+    )
+
+
+@contextmanager
+def _open_ranks() -> Iterator[tuple[Sequence[End], Sequence[LineProgram]]]:
+    with (
+        TemporaryDirectory() as directory,
+        network({f"r{i}": LINK_MBIT for i in range(STAGES)}, "10.231.11") as hosts,
+        open_programs() as start,
+    ):
+        ends = list(hosts.values())
+        words = [("pipeline_rank", str(i), str(STAGES), f"{directory}/store") for i in range(STAGES)]
+        with ThreadPoolExecutor(STAGES) as pool:  # each answers when all have come
+            yield ends, list(pool.map(lambda i: start(ends[i], *words[i]), range(STAGES)))
+
+
+def _begin(ranks: Sequence[LineProgram], gears: Gears, pieces: int, rows: int, adapt: bool) -> None:
+    from benchmarks.pipeline_rank import spell_plan
+
+    gear = gears[pieces]
+    plan = spell_plan(gear, simulate(gear), range(STAGES + 1), SAMPLES // pieces, gears=gears if adapt else None)
+    seconds = [getattr(gear.stages[0].devices[0].seconds[0], op) for op in "fiw"]
+    fixed = FIXED / (FIXED + (1 - FIXED) / pieces)
+    for rank in ranks:
+        rank.send_request("begin", plan, seconds, fixed, rows, adapt)
+    for rank in ranks:
+        rank.read_answer()
+
+
+def _step(ranks: Sequence[LineProgram]) -> tuple[float, int, str]:
+    """Play a step; return its seconds, the gear after it and the reason of the last change."""
+    for rank in ranks:
+        rank.send_request("step")
+    told: list[Any] = [rank.read_answer() for rank in ranks]
+    assert len({(gear, why) for _, _, gear, why in told}) == 1, "ranks are in different gears"
+    return max(of[1] for of in told) - min(of[0] for of in told), told[0][2], told[0][3]
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+TRACES, STEPS, SEED = 40, 150, 34
+NO_WORSE = 0.97  # of a run without
+JITTER, WAITED = 0.1, 0.5  # of the logarithm of a transfer's seconds; share of transfers that a receiver waits for
+
+
+def measure_traces(bench: Bench) -> None:
+    """Seconds of a run without the adapter over those of one with it, for each random trace."""
+    found = list[tuple[float, float, int]]()
+    for number in range(8 if bench.quick else TRACES):
+        rng = random.Random(SEED * 1000 + number)
+        gears = draw_gears(rng)
+        kind, trace = draw_trace(rng, STEPS, len(gears[1].stages) - 1)
+        on, constant, changes = play_trace(rng, gears, trace)
+        found.append((constant[1] / on, min(constant.values()) / on, changes))
+        if number % 8 == 7:
+            bench.say(f"{number + 1} traces, the last one a {kind}: {found[-1][0]:.2f} with {changes} changes")
+    gained, best, changes_made = zip(*found, strict=True)
+    bench.row("worst trace, over the best constant number of pieces", min(best), "×", against="it", of=1.0)
+    bench.row("worst trace, over a run without", min(gained), "×", against="it", of=1.0, least=NO_WORSE)
+    bench.row("mean of the traces, over a run without", fmean(gained), "×", against="it", of=1.0)
+    bench.row("most changes of gear in a trace", max(changes_made), "")
+    bench.note(f"{len(found)} traces of {STEPS} steps; the bound is ≥ {NO_WORSE:g} of a run without, for every trace")
+
+
+def draw_gears(rng: random.Random) -> dict[int, SimulatedPipeline]:
+    """Chains of 2 to 4 stages, 2 to 8 micro-batches, any schedule, fixed seconds of 2 to 20 % of an action."""
+    p = rng.randint(2, 4)
+    seconds = [PassSeconds(*(rng.uniform(0.05, 0.15) for _ in range(3))) for _ in range(p)]
+    links = [rng.uniform(0.005, 0.1) for _ in range(p - 1)]
+    chain = make_chain(
+        rng.choice(list(ScheduleName)), seconds, links, rng.choice((2, 4, 6, 8)), rng.choice((0.0, 0.002, 0.02))
+    )
+    return make_gears(chain, rng.choice((0.02, 0.05, 0.1, 0.2)))
+
+
+def draw_trace(rng: random.Random, steps: int, borders: int) -> tuple[str, list[list[float]]]:
+    """Draw the kind of a trace, and by border and step by how much its transfers are slower than planned."""
+    kind = rng.choice(list(KINDS))
+    return kind, [KINDS[kind](rng, steps) for _ in range(borders)]
+
+
+def _sag(rng: random.Random, steps: int) -> list[float]:
+    begin = rng.randrange(steps)
+    end, slow = rng.randint(begin, steps), rng.uniform(1, 8)
+    return [slow if begin <= step < end else 1.0 for step in range(steps)]
+
+
+def _flap(rng: random.Random, steps: int) -> list[float]:
+    half, slow = rng.choice((1, 2, 3, 5, 10, 20, 40)), rng.uniform(1, 8)
+    return [slow if step // half % 2 else 1.0 for step in range(steps)]
+
+
+def _drift(rng: random.Random, steps: int) -> list[float]:
+    now, made = 1.0, []
+    for step in range(steps):
+        if step % 10 == 0:
+            now = min(8.0, max(0.5, now * rng.lognormvariate(0, 0.3)))
+        made.append(now)
+    return made
+
+
+def _jump(rng: random.Random, steps: int) -> list[float]:
+    now, made = 1.0, []
+    for _ in range(steps):
+        now = rng.choice((0.5, 1.0, 1.0, 1.5, 2.5, 4.0, 8.0)) if rng.random() < 0.03 else now
+        made.append(now)
+    return made
+
+
+KINDS: Mapping[str, Callable[[random.Random, int], list[float]]] = {
+    "sag": _sag, "flap": _flap, "drift": _drift, "jump": _jump
+}  # fmt: skip
+
+
+def play_trace(
+    rng: random.Random, gears: Gears, trace: Sequence[Sequence[float]]
+) -> tuple[float, dict[int, float], int]:
+    """Return the seconds of all steps with the adapter and in each gear, and how often it changed gears."""
+    adapter, on, changes = Adapter(gears), 0.0, 0
+    constant = dict.fromkeys(gears, 0.0)
+
+    @lru_cache
+    def seconds_of(slow: tuple[float, ...]) -> dict[int, float]:
+        return predict_steps(gears, _both_ways(slow))
+
+    for slow in zip(*trace, strict=True):
+        on += seconds_of(slow)[adapter.gear]
+        for pieces, seconds in seconds_of(slow).items():
+            constant[pieces] += seconds
+        changes += adapter.take_transfers(_time_transfers(rng, gears[adapter.gear], _both_ways(slow))) is not None
+    return on, constant, changes
+
+
+def _both_ways(slow: Sequence[float]) -> dict[Way, float]:
+    return {way: factor for border, factor in enumerate(slow) for way in ((border, border + 1), (border + 1, border))}
+
+
+def _time_transfers(
+    rng: random.Random, gear: SimulatedPipeline, slowdowns: Mapping[Way, float]
+) -> Iterator[TimedTransfer]:
+    """What ranks would measure: some transfers came before they were waited for, and are only known to be no slower."""
+    for (a, b), slow in slowdowns.items():
+        sender, receiver = gear.stages[a].devices[0], gear.stages[b].devices[0]
+        nbytes, route = gear.border_bytes[min(a, b)], gear.route(sender.name, receiver.name)
+        for _ in sender.microbatches:
+            seconds = route.latency_s + nbytes * route.byte_s * slow * rng.lognormvariate(0, JITTER)
+            waited = rng.random() < WAITED
+            yield TimedTransfer(
+                sender.name, receiver.name, nbytes, seconds if waited else seconds * rng.uniform(1, 3), waited
+            )
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {"cut": measure_cut, "traces": measure_traces}
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", choices=list(PARTS), default="cut", help="what to compare")
+
+
+def measure(bench: Bench) -> None:
+    PARTS[bench.args.part](bench)
+
+
+if __name__ == "__main__":
+    main("adapter", __doc__, measure, _arguments)
