@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.harness import Bench, main
 from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network, slowed
-from dips.inside.planning.adapt import PIECES, Adapter, Gears, TimedTransfer, Way, predict_steps
+from dips.inside.planning.adapt import PIECES, GearAdapter, Gears, TimedTransfer, Way, predict_steps
 from dips.inside.planning.schedules import ScheduleName
 from dips.inside.planning.simulate import (
     PassSeconds,
@@ -59,7 +59,7 @@ def make_gears(chain: SimulatedPipeline, fixed: float = FIXED) -> dict[int, Simu
         )
         cut = replace(chain, stages=stages, border_bytes=tuple(n / pieces for n in chain.border_bytes))
         tuned, played = (
-            tune_depths(cut) if cut.schedule is ScheduleName.COMPACT_ZB else (cut, simulate(cut, spans=False))
+            tune_depths(cut, 100) if cut.schedule is ScheduleName.COMPACT_ZB else (cut, simulate(cut, spans=False))
         )
         gears[pieces] = freeze_orders(tuned, played.orders)
     return gears
@@ -75,52 +75,47 @@ GAINED = 1.25  # × the tokens of a run without
 BEFORE, REACTS, AFTER = 2, 12, 7  # steps: before the cut, until the gear is judged, and judged
 
 
-def measure_cut(bench: Bench) -> None:
-    """Tokens a second after the cut, with the adapter over without; first over the best constant number of pieces."""
-    if reason := missing():
-        bench.note(f"nothing was measured: {reason}")
-        return
+def make_chain_of(forward_s: float, transfer: float, fixed: float = FIXED) -> tuple[dict[int, SimulatedPipeline], int]:
+    """Return the gears of the chain on links of `LINK_MBIT`, and the rows of 32 bytes that go over a border."""
     byte_s = 8 / (LINK_MBIT * 1e6) * 1514 / 1448  # a packet has headers
-    rows = round(TRANSFER * FORWARD_S / byte_s / SAMPLES / 32)
-    chain = make_chain(ScheduleName.COMPACT_ZB, [PassSeconds(*[FORWARD_S] * 3)] * STAGES, [0.0] * 3, MICROBATCHES)
+    rows = round(transfer * forward_s / byte_s / SAMPLES / 32)
+    chain = make_chain(ScheduleName.COMPACT_ZB, [PassSeconds(*[forward_s] * 3)] * STAGES, [0.0] * 3, MICROBATCHES)
     chain = replace(
         chain,
         border_bytes=(32.0 * rows * SAMPLES,) * (STAGES - 1),
         route=lambda a, b: Route(LATENCY_S, ((("out", a), byte_s), (("in", b), byte_s))),
     )
-    gears = make_gears(chain)
+    return make_gears(chain, fixed), rows
+
+
+def measure_cut(bench: Bench) -> None:
+    """Tokens a second after the cut, with the adapter over without; first over the best constant number of pieces."""
+    if reason := missing():
+        bench.note(f"nothing was measured: {reason}")
+        return
+    gears, rows = make_chain_of(FORWARD_S, TRANSFER)
     for cut in CUTS[:1] if bench.quick else CUTS:
-        with _open_ranks() as (hosts, ranks):
+        with open_ranks() as (hosts, ranks):
 
             def play(pieces: int, adapt: bool, cut: float = cut) -> float:
                 """Median seconds of a step after the cut."""
-                _begin(ranks, gears, pieces, rows, adapt)
-                before = [_step(ranks) for _ in range(BEFORE)]
-                with ExitStack() as stack:
-                    for host in hosts:
-                        stack.enter_context(slowed(host, 1 - cut))
-                    reacts = [_step(ranks) for _ in range(REACTS if adapt else 1)]
-                    after = [_step(ranks) for _ in range(AFTER if adapt else (AFTER + 1) // 2)]
-                for rank in ranks:
-                    rank.ask_program("end")
-                took = median(seconds for seconds, *_ in after)
-                called = "adapter" if adapt else f"{pieces} pieces"
-                shown = " ".join(f"{seconds:.2f}/{gear}" for seconds, gear, _ in (*before, *reacts, *after))
-                bench.say(f"cut by {cut:.0%}, {called}: {shown} (seconds/gear)")
-                if adapt and after[-1][2]:
-                    bench.say(after[-1][2])
-                return took
+                reacts = REACTS if adapt else 1
+                steps = play_cut(hosts, ranks, (gears, rows, FIXED), pieces, adapt, cut, (BEFORE, reacts + AFTER))
+                shown = " ".join(f"{of.seconds:.2f}/{of.gear}" for of in steps)
+                bench.say(f"cut by {cut:.0%}, {'adapter' if adapt else f'{pieces} pieces'}: {shown} (seconds/gear)")
+                for why in {of.why: None for of in steps if of.why}:
+                    bench.say(why)
+                return median(of.seconds for of in steps[BEFORE + reacts :])
 
             on, off = play(1, adapt=True), play(1, adapt=False)
-            constant = {pieces: play(pieces, adapt=False) for pieces in gears if pieces > 1} | {1: off}
+            constant = {1: off} | {pieces: play(pieces, adapt=False) for pieces in gears if pieces > 1}
         best = min(constant, key=constant.__getitem__)
-        slow = {(a, b): 1 / (1 - cut) for a in range(STAGES) for b in range(STAGES)}
-        wanted = predict_steps(gears, slow)
-        tokens, name = SAMPLES * MICROBATCHES, f"rate cut by {cut:.0%}: samples/s with the adapter"
-        bench.row(name, tokens / on, "", against=f"always {best} pieces, the best constant", of=tokens / constant[best])
-        bench.row(name, tokens / on, "", against="without", of=tokens / off, least=GAINED)
-        bench.row(f"rate cut by {cut:.0%}: a step without", off, "s", against="the simulator", of=wanted[1])
-        bench.row(f"rate cut by {cut:.0%}: a step with", on, "s", against="the simulator", of=min(wanted.values()))
+        wanted = predict_steps(gears, {(a, b): 1 / (1 - cut) for a in range(STAGES) for b in range(STAGES)})
+        tokens, name = SAMPLES * MICROBATCHES, f"rate cut by {cut:.0%}"
+        bench.row(f"{name}: samples/s", tokens / on, "", against=f"always {best} pieces", of=tokens / constant[best])
+        bench.row(f"{name}: samples/s", tokens / on, "", against="without", of=tokens / off, least=GAINED)
+        bench.row(f"{name}: a step without", off, "s", against="the simulator", of=wanted[1])
+        bench.row(f"{name}: a step with", on, "s", against="the simulator", of=min(wanted.values()))
     bench.note(
         f"{STAGES} stages, {MICROBATCHES} micro-batches, F = I = W = {FORWARD_S:g} s slept, {FIXED:.0%} of it whatever "
         f"the size, a transfer {TRANSFER:g} of a forward; the bound is ≥ {GAINED:g}, medians of {AFTER} steps; "
@@ -128,8 +123,18 @@ def measure_cut(bench: Bench) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PlayedStep:
+    """A step of all ranks; gear and reason are those after it."""
+
+    seconds: float
+    gear: int
+    why: str
+    loss: float
+
+
 @contextmanager
-def _open_ranks() -> Iterator[tuple[Sequence[End], Sequence[LineProgram]]]:
+def open_ranks() -> Iterator[tuple[Sequence[End], Sequence[LineProgram]]]:
     with (
         TemporaryDirectory() as directory,
         network({f"r{i}": LINK_MBIT for i in range(STAGES)}, "10.231.11") as hosts,
@@ -141,31 +146,52 @@ def _open_ranks() -> Iterator[tuple[Sequence[End], Sequence[LineProgram]]]:
             yield ends, list(pool.map(lambda i: start(ends[i], *words[i]), range(STAGES)))
 
 
-def _begin(ranks: Sequence[LineProgram], gears: Gears, pieces: int, rows: int, adapt: bool) -> None:
+def play_cut(
+    hosts: Sequence[End],
+    ranks: Sequence[LineProgram],
+    made: tuple[Gears, int, float],
+    pieces: int,
+    adapt: bool,
+    cut: float,
+    steps: tuple[int, int],
+) -> list[PlayedStep]:
+    """Play steps of a new pipeline before and after all links are cut.
+
+    made    gears, rows and fixed share of `make_chain_of`
+    pieces  of a micro-batch in the plan's own orders
+    """
     from benchmarks.pipeline_rank import spell_plan
 
+    gears, rows, fixed = made
     gear = gears[pieces]
     plan = spell_plan(gear, simulate(gear), range(STAGES + 1), SAMPLES // pieces, gears=gears if adapt else None)
-    seconds = [getattr(gear.stages[0].devices[0].seconds[0], op) for op in "fiw"]
-    fixed = FIXED / (FIXED + (1 - FIXED) / pieces)
-    for rank in ranks:
-        rank.send_request("begin", plan, seconds, fixed, rows, adapt)
-    for rank in ranks:
-        rank.read_answer()
+    of_piece = fixed / (fixed + (1 - fixed) / pieces)
+    _ask_all(ranks, "begin", plan, astuple(gear.stages[0].devices[0].seconds[0]), of_piece, rows, adapt)
+    played = [_step(ranks) for _ in range(steps[0])]
+    with ExitStack() as stack:
+        for host in hosts:
+            stack.enter_context(slowed(host, 1 - cut))
+        played += [_step(ranks) for _ in range(steps[1])]
+    _ask_all(ranks, "end")
+    return played
 
 
-def _step(ranks: Sequence[LineProgram]) -> tuple[float, int, str]:
-    """Play a step; return its seconds, the gear after it and the reason of the last change."""
+def _step(ranks: Sequence[LineProgram]) -> PlayedStep:
+    begins, ends, *told = zip(*_ask_all(ranks, "step"), strict=True)
+    gears, reasons, losses = (set(of) for of in told)
+    assert len(gears) == len(reasons) == len(losses) == 1, f"ranks differ: {told}"
+    return PlayedStep(max(ends) - min(begins), gears.pop(), reasons.pop(), losses.pop())
+
+
+def _ask_all(ranks: Sequence[LineProgram], *words: Any) -> list[Any]:
     for rank in ranks:
-        rank.send_request("step")
-    told: list[Any] = [rank.read_answer() for rank in ranks]
-    assert len({(gear, why) for _, _, gear, why in told}) == 1, "ranks are in different gears"
-    return max(of[1] for of in told) - min(of[0] for of in told), told[0][2], told[0][3]
+        rank.send_request(*words)
+    return [rank.read_answer() for rank in ranks]
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
 
-TRACES, STEPS, SEED = 40, 150, 34
+TRACES, STEPS, SEED = 40, 100, 34
 NO_WORSE = 0.97  # of a run without
 JITTER, WAITED = 0.1, 0.5  # of the logarithm of a transfer's seconds; share of transfers that a receiver waits for
 
@@ -190,12 +216,12 @@ def measure_traces(bench: Bench) -> None:
 
 
 def draw_gears(rng: random.Random) -> dict[int, SimulatedPipeline]:
-    """Chains of 2 to 4 stages, 2 to 8 micro-batches, any schedule, fixed seconds of 2 to 20 % of an action."""
+    """Chains of 2 to 4 stages, 2 to 6 micro-batches, any schedule, fixed seconds of 2 to 20 % of an action."""
     p = rng.randint(2, 4)
     seconds = [PassSeconds(*(rng.uniform(0.05, 0.15) for _ in range(3))) for _ in range(p)]
     links = [rng.uniform(0.005, 0.1) for _ in range(p - 1)]
     chain = make_chain(
-        rng.choice(list(ScheduleName)), seconds, links, rng.choice((2, 4, 6, 8)), rng.choice((0.0, 0.002, 0.02))
+        rng.choice(list(ScheduleName)), seconds, links, rng.choice((2, 4, 6)), rng.choice((0.0, 0.002, 0.02))
     )
     return make_gears(chain, rng.choice((0.02, 0.05, 0.1, 0.2)))
 
@@ -243,7 +269,7 @@ def play_trace(
     rng: random.Random, gears: Gears, trace: Sequence[Sequence[float]]
 ) -> tuple[float, dict[int, float], int]:
     """Return the seconds of all steps with the adapter and in each gear, and how often it changed gears."""
-    adapter, on, changes = Adapter(gears), 0.0, 0
+    adapter, on, changes = GearAdapter(gears), 0.0, 0
     constant = dict.fromkeys(gears, 0.0)
 
     @lru_cache

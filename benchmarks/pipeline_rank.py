@@ -5,7 +5,7 @@
     pipeline_rank.py RANK RANKS STORE
     ["begin", plan, [F, I, W], fixed, rows, adapt]     a Pipeline whose layers sleep like that for a micro-batch of the
                                                        plan; rows of 32 bytes go over a border for each sample
-    ["step"]                                           → [begin, end, gear, reason of the last change]
+    ["step"]                                           → [begin, end, gear, reason of its last change, loss]
     ["end"]
 """
 
@@ -179,8 +179,8 @@ def main(rank: int, ranks: int, store: str) -> None:
             continue
         dist.barrier()
         begin_s = time.monotonic()
-        pipe.step((batch, 0 * batch))
-        print_answer([begin_s, time.monotonic(), pipe.gear, str(pipe.last_change or "")])
+        loss = pipe.step((batch, 0 * batch))
+        print_answer([begin_s, time.monotonic(), pipe.gear, str(pipe.last_change or ""), loss])
     dist.destroy_process_group()
 
 
@@ -192,7 +192,7 @@ def _begin(
         lambda: (SlowLayer(PassSeconds(*took), found["samples"], fixed) for _ in found["stages"]),
         plan,
         loss=lambda output, targets: (output - targets).square().sum(),
-        optimizer=lambda part: torch.optim.SGD(part.parameters(), lr=0.0),
+        optimizer=lambda part: torch.optim.SGD(part.parameters(), lr=0.01),
         collective_s=TIMEOUT_S / 2,
         adapt=adapt,
     )

@@ -7,6 +7,7 @@ Each WHAT is a function here. Ranks are forked for each plan from this process, 
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ from dips.inside.planning.simulate import (
     Route,
     SimulatedPipeline,
     StalledPipeline,
+    freeze_orders,
     simulate,
 )
 
@@ -66,6 +68,7 @@ class PlannedCase:
     layers: int
     dtype: torch.dtype
     dropout: float = 0.0
+    samples: int = SAMPLES
 
     @property
     def ranks(self) -> int:
@@ -81,7 +84,9 @@ class PlannedCase:
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of a global batch; samples have unequally many tokens."""
         count = sum(self.plan["pipeline"]["stages"][0]["microbatches"])
-        rows = torch.randint(VOCABULARY, (SAMPLES * count, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+        rows = torch.randint(
+            VOCABULARY, (self.samples * count, LENGTH + 1), generator=torch.Generator().manual_seed(step)
+        )
         targets = rows[:, 1:].clone()
         targets[::3, 0] = -100
         return rows[:, :-1], targets
@@ -108,31 +113,42 @@ def make_case(
     recompute: bool = False,
     dtype: torch.dtype = torch.float64,
     dropout: float = 0.0,
+    pieces: tuple[int, ...] = (),
 ) -> PlannedCase:
-    """Simulate a pipeline of devices whose speeds are drawn, and write its plan. Raises StalledPipeline."""
+    """Simulate a pipeline of devices whose speeds are drawn, and write its plan, with gears of so many pieces a
+    micro-batch. Raises StalledPipeline.
+    """
     draw, parts = random.Random(seed), len(sizes) * ministages
     cuts = [0, *sorted(draw.sample(range(1, layers), parts - 1)), layers]
-    stages = []
-    for s, size in enumerate(sizes):
-        names = [f"s{s}d{i}" for i in range(size)]
-        speeds = [draw.uniform(1, 4) for _ in names]
-        shares = deal_microbatches(tuple(1 / speed for speed in speeds), microbatches)
-        seconds = [tuple(_draw_seconds(draw, speed) for _ in range(ministages)) for speed in speeds]
-        collective = tuple(draw.uniform(0, 2) for _ in range(ministages)) if size > 1 else ()
-        devices = tuple(
-            PipelineDevice(name, share, row) for name, share, row in zip(names, shares, seconds, strict=True)
+    drawn = draw.getstate()
+
+    def cut(number: int) -> SimulatedPipeline:
+        draw.setstate(drawn)
+        stages = []
+        for s, size in enumerate(sizes):
+            names = [f"s{s}d{i}" for i in range(size)]
+            speeds = [number * draw.uniform(1, 4) for _ in names]
+            shares = deal_microbatches(tuple(1 / speed for speed in speeds), number * microbatches)
+            seconds = [tuple(_draw_seconds(draw, speed) for _ in range(ministages)) for speed in speeds]
+            collective = tuple(draw.uniform(0, 2) for _ in range(ministages)) if size > 1 else ()
+            devices = tuple(
+                PipelineDevice(name, share, row) for name, share, row in zip(names, shares, seconds, strict=True)
+            )
+            depth = number * draw.randint(1, microbatches)
+            stages.append(PipelineStage(devices, collective, collective, depth=depth))
+        return SimulatedPipeline(
+            ScheduleName(schedule),
+            tuple(stages),
+            (1.0 / number,) * (parts - 1),
+            lambda a, b: Route(0.01, (((a, b), 0.5),)),
+            ministages,
+            keep=ministages == 1,
         )
-        stages.append(PipelineStage(devices, collective, collective, depth=draw.randint(1, microbatches)))
-    pipeline = SimulatedPipeline(
-        ScheduleName(schedule),
-        tuple(stages),
-        (1.0,) * (parts - 1),
-        lambda a, b: Route(0.01, (((a, b), 0.5),)),
-        ministages,
-        keep=ministages == 1,
-    )
-    plan = spell_plan(pipeline, simulate(pipeline), cuts, SAMPLES, recompute)
-    return PlannedCase(plan, layers, dtype, dropout)
+
+    samples, pipeline = max((SAMPLES, *pieces)), cut(1)
+    gears = {number: freeze_orders(made := cut(number), simulate(made).orders) for number in pieces}
+    plan = spell_plan(pipeline, simulate(pipeline), cuts, samples, recompute, gears)
+    return PlannedCase(plan, layers, dtype, dropout, samples)
 
 
 def _draw_seconds(draw: random.Random, speed: float) -> PassSeconds:
@@ -325,6 +341,32 @@ def drawn(count: int) -> int:
     return len(played)
 
 
+GEARED = (
+    make_case("breadth_first", (1, 2), 2, microbatches=4, pieces=(1, 2, 4)),
+    make_case("compact_zb", (2, 1), microbatches=3, pieces=(1, 2, 4)),
+)
+
+
+def geared(_: int) -> list[dict[str, list[float]]]:
+    """Gradients in each gear and after a change back, loss of a step and of an evaluation, against one process."""
+
+    def play(case: PlannedCase, _: int) -> dict[str, list[float]]:
+        pipe, alone = make_pipeline(case, adapt=True), OneProcess(case)
+        wanted = alone.backward(case.batch(0))
+        found: dict[str, list[float]] = {"gradient": [], "loss": [], "evaluated": [], "gear": []}
+        for gear in (1, 2, 4, 1):
+            pipe._gear = pipe._gears[gear]  # the adapter may change it once more after the step
+            found["gear"].append(pipe.gear)
+            for part in pipe.parts:
+                part.zero_grad()
+            found["loss"].append(abs(pipe.step(case.batch(0)) - wanted))
+            found["evaluated"].append(abs(pipe.evaluate(case.batch(0)) - wanted))
+            found["gradient"].append(worst_error(pipe, alone, lambda p: p.grad))
+        return found
+
+    return [of for case in GEARED for of in on_ranks(case.ranks, partial(play, case))]
+
+
 # ---- what else a step is ---------------------------------------------------------------------------------------------
 
 UNEQUAL = make_case("breadth_first", (1, 2), 2)  # three ranks, two ministages
@@ -461,6 +503,16 @@ def gathered_bytes(part: nn.Module) -> int:
 # ---- bad inputs ------------------------------------------------------------------------------------------------------
 
 
+def _spoil_gears(spoil: Callable[[list[Any]], Any]) -> PlannedCase:
+    plan = copy.deepcopy(GEARED[0].plan)
+    spoil(plan["pipeline"]["gears"])
+    return replace(GEARED[0], plan=plan)
+
+
+LESS_GEARED = _spoil_gears(lambda gears: gears.pop())
+MISGEARED = _spoil_gears(lambda gears: gears[1].update(orders=gears[2]["orders"]))
+
+
 def refused(_: int) -> dict[str, list[str]]:
     """The sentences that each of three ranks is told."""
 
@@ -493,6 +545,9 @@ def refused(_: int) -> dict[str, list[str]]:
             "a device twice": told(lambda: make_pipeline(UNEQUAL, device_name=f"s1d{min(rank, 1)}")),
             "no such device": told(lambda: make_pipeline(UNEQUAL, device_name=f"s{rank}d0")),
             "norm": told(lambda: make_pipeline(UNEQUAL, max_grad_norm=-1.0)),
+            "gears differ": told(lambda: make_pipeline(GEARED[0] if rank else LESS_GEARED, adapt=True)),
+            "adapt differs": told(lambda: make_pipeline(GEARED[0], adapt=rank == 1)),
+            "orders of a gear": told(lambda: make_pipeline(MISGEARED, adapt=True)),
             "batch on one rank": told(lambda: pipe.step(short if rank == 1 else (inputs, targets))),
             "no targets": told(lambda: pipe.step((inputs, torch.full_like(targets, -100)))),
             "calls differ": told(lambda: (pipe.evaluate if rank == 1 else pipe.step)((inputs, targets))),

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.adapter import make_chain_of, open_ranks, play_cut
+from benchmarks.namespaces import missing
 from dips.ids import VersionId
 from tests.integration import train_constant as script
 from tests.integration.check_pipeline import LEARNED
@@ -44,6 +46,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "dropout",
         "saved",
         "refused",
+        "geared",
     )
 
 
@@ -53,6 +56,14 @@ def test_six_plans_have_the_gradients_of_one_process(found: dict[str, Any]) -> N
     1e-12 in float64, three AdamW steps within 1e-5 and 1e-10; check_pipeline.py holds each to its bound.
     """
     assert [of["gradient"] > 1e-9 for of in found["six"]] == [False, True, False, False, True, False], found["six"]
+
+
+def test_gears_have_the_gradients_of_one_process(found: dict[str, Any]) -> None:
+    """Micro-batches whole, in two and four pieces, and whole again: unequal stages and ministages, each rank."""
+    assert len(found["geared"]) == 6
+    for of in found["geared"]:
+        assert of["gear"] == [1, 2, 4, 1]
+        assert max(of["gradient"]) < 1e-12 and max(of["loss"]) < 1e-12 and max(of["evaluated"]) < 1e-12, of
 
 
 def test_the_norm_is_the_whole_models(found: dict[str, Any]) -> None:
@@ -86,6 +97,9 @@ REFUSED = {
     "a device twice": "expected one rank for each device, got two for s1d1",
     "no such device": "expected a device of s0d0, s1d0, s1d1, got s2d0",
     "norm": "max_grad_norm: expected a number above 0, got -1.0",
+    "gears differ": "ranks 0 and 1 differ in the arguments of Pipeline: plan",
+    "adapt differs": "ranks 0 and 1 differ in the arguments of Pipeline: adapt",
+    "orders of a gear": "pipeline.gears: expected 8 pieces of micro-batches of 4 samples, cut into 2, got 16",
     "batch on one rank": "expected inputs of 12 samples, 6 micro-batches of 2, got the shape [11, 5]",
     "no targets": "batch: expected targets, got none but -100",
     "calls differ": "ranks 0 and 1 differ in their calls: method",
@@ -217,3 +231,20 @@ def test_a_pipeline_learns_under_di_ps(tmp_path: Path) -> None:
     version, losses = json.loads(told[0])
     assert VersionId.parse(version).version == 8
     assert losses[-1] < 0.8 * losses[0], losses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_cut_link_changes_the_gear_and_not_what_is_learned() -> None:
+    """Four ranks behind links of 100 Mbit/s, of which a tenth is left after five steps: the gear is kept while links
+    are as planned, changed on all ranks when they are not, and the losses are those of a run without the adapter.
+    """
+    if reason := missing():
+        pytest.skip(reason)
+    gears, rows = make_chain_of(0.1, 0.2, fixed=0.2)
+    with open_ranks() as (hosts, ranks):
+        on, off = (play_cut(hosts, ranks, (gears, rows, 0.2), 1, adapt, 0.9, (5, 12)) for adapt in (True, False))
+    assert [step.gear for step in on[:5]] == [1] * 5 and on[-1].gear > 1, on
+    assert "× the planned seconds; predicted" in on[-1].why
+    assert [step.loss for step in on] == pytest.approx([step.loss for step in off], rel=1e-5)
+    assert on[-1].loss < 0.99 * on[0].loss

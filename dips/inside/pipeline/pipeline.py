@@ -15,6 +15,9 @@ The gradients of a part are reduced over its stage right after its last backward
 other parts still compute (Zorse §4.1.2); with `max_grad_norm`, which needs the whole model's norm, all step at the end.
 Under Di-PS the job is one cluster: `OuterLoop(pipe.parts)`, then `outer.step(tokens=pipe.tokens, loss=loss)`.
 
+With `adapt` the micro-batches are cut into more or fewer pieces when links sag, between two steps: the same gradients
+from other orders of the plan (dips/inside/planning/adapt.py).
+
 What the caller must do: the constructor, `step`, `evaluate`, `state_dict`, `load_state_dict` and `close` are
 collective: all ranks call them, in the same order.
 
@@ -64,7 +67,7 @@ from dips.inside.pipeline.orders import (
 )
 from dips.inside.pipeline.parts import Build, LayerShapes, PipelinePart, build_layers, make_part
 from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage, TransferTimes
-from dips.inside.planning.adapt import Adapter, GearChange, Gears
+from dips.inside.planning.adapt import GearAdapter, GearChange, Gears
 
 IGNORED = -100  # a target that does not count, as torch's cross_entropy has it by default
 LOG = structlog.get_logger()
@@ -158,7 +161,7 @@ class Pipeline:
         self._gears = {n: self._make_gear(n, one) for n, one in plans.items() if n == 1 or adapt}
         self._gear = self._gears[1]
         # Rank 0 decides. What it decided after a step goes to all with the losses of the next.
-        self._adapter = Adapter(gears) if len(self._gears) > 1 and not self._rank else None
+        self._adapter = GearAdapter(gears) if len(self._gears) > 1 and not self._rank else None
         self._border_bytes = gears[1].border_bytes if gears else ()
         self._decided: GearChange | None = None
         self._failed, self._closed = "", False

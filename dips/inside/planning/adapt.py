@@ -4,8 +4,8 @@ A *gear* is a set of frozen orders whose micro-batches are cut into 1, 2 or 4 pi
 earlier and hide slow transfers, and pay each action's fixed seconds more often. Gears have the same layers on the same
 devices and sum the same loss, so a change between two steps leaves the gradients as they are.
 
-`Adapter` takes the seconds of transfers, asks the simulator for each gear's step at the rates that they show, and says
-when to change. The rule:
+`GearAdapter` takes the seconds of transfers, asks the simulator for each gear's step at the rates that they show, and
+says when to change. The rule:
 
 * A way, from one stage to another, is judged by windows of 20 transfers (S§4.6): the median of those for which the
   receiver waited. Of others only an upper bound is known: they came before they were needed.
@@ -81,7 +81,7 @@ class GearChange:
         )
 
 
-class Adapter:
+class GearAdapter:
     """Chooses the gear of a pipeline by its transfers. One rank has it, and tells the others."""
 
     def __init__(self, gears: Gears) -> None:

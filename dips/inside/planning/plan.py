@@ -204,7 +204,7 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
                 device: " ".join(map(str, order))
                 for device, order in (plan.prediction.orders.items() if plan.prediction else ())
             },
-            **(spell_gears(plan.gears) if plan.gears else {}),
+            **(spell_gears(plan.gears) if len(plan.gears) > 1 else {}),
         },
         "shares": {d: {"samples": n, "microbatches": m} for d, (n, m) in plan.shares.items()} or None,
         "others": [

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from dips.errors import ConfigError
-from dips.inside.pipeline.orders import lower_forward, lower_order, read_pipeline
+from dips.inside.pipeline.orders import (
+    BorderTransfer,
+    lower_forward,
+    lower_order,
+    match_transfers,
+    read_gears,
+    read_pipeline,
+)
+from dips.inside.planning.adapt import TimedTransfer
 
 # Two stages of one and two devices, two micro-batches, in the order in which 1F1B would take them.
 PLAN: dict[str, Any] = {
@@ -146,3 +154,39 @@ def test_what_cannot_be_played_is_refused(path: tuple[Any, ...], value: Any, tol
     with pytest.raises(ConfigError) as refused:
         read_pipeline(data, "plan.yaml")
     assert told in str(refused.value) and str(refused.value).startswith("plan.yaml: pipeline")
+
+
+# ---- gears -----------------------------------------------------------------------------------------------------------
+
+
+def test_transfers_are_told_from_when_both_ends_had_named_them() -> None:
+    """Of two activations from a to b and a gradient back. The first is waited for: from the later end's word until it
+    was here. The second went behind it, so it took from then on. The gradient was here before it was looked for: a
+    bound.
+    """
+    data = copy.deepcopy(PLAN)
+    data["pipeline"]["stages"][1]["devices"] = ["b"]
+    data["pipeline"]["orders"] = {
+        "a": "0F0 0F1 0B0 0B1 0REDUCE_GRAD", "b": "1F0 1F1 1B0 1B1 1REDUCE_GRAD"
+    }  # fmt: skip
+    plan = read_pipeline(data, "plan.yaml")
+    first, second = (plan.tag(BorderTransfer.SEND_F, 0, m) for m in (0, 1))
+    back = plan.tag(BorderTransfer.SEND_B, 1, 0)
+    ranks = [
+        {"sent": {str(first): 1.0, str(second): 2.0}, "came": {str(back): [0.0, 9.0, 9.0]}},
+        {"sent": {str(back): 8.0}, "came": {str(first): [0.5, 0.5, 4.0], str(second): [0.5, 4.0, 7.0]}},
+    ]
+    assert match_transfers(plan, ranks, [100.0], 2) == [
+        TimedTransfer("a", "b", 50.0, 3.0, True),
+        TimedTransfer("a", "b", 50.0, 3.0, True),
+        TimedTransfer("b", "a", 50.0, 1.0, False),
+    ]
+    # The first was here before it was waited for: when the second began is unknown, and it took no longer than this.
+    ranks[1]["came"][str(first)] = [0.5, 4.0, 4.0]
+    assert match_transfers(plan, ranks, [100.0], 2)[1] == TimedTransfer("a", "b", 50.0, 5.0, False)
+
+
+def test_a_plan_of_before_has_one_gear() -> None:
+    """Its own orders, and nothing to simulate."""
+    plan = read_pipeline(PLAN, "plan.yaml")
+    assert read_gears(PLAN, plan, "plan.yaml") == ({1: plan}, {})
