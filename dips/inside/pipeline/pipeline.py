@@ -32,7 +32,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from math import isfinite, sqrt
 from pathlib import Path
@@ -301,7 +301,7 @@ class Pipeline:
             "loss": float(sum(float(one.detach()) for one in losses)),
             "sent": {tag: round(at - begin_s, 5) for tag, at in self._times.sent.items()},
             "came": {tag: [round(at - begin_s, 5) for at in each] for tag, each in self._times.came.items()},
-            "gear": None if self._decided is None else astuple(self._decided),
+            "gear": None if self._decided is None else asdict(self._decided),
         }
         ranks = [json.loads(one) for one in self._collectives.all_gather(json.dumps(told).encode())]
         change = ranks[0]["gear"]
@@ -309,7 +309,7 @@ class Pipeline:
             measured = match_transfers(self._gear.plan, ranks, self._border_bytes, self._gear.pieces)
             self._decided = self._adapter.take_transfers(measured)
         if change is not None:
-            self.last_change = GearChange(*change)
+            self.last_change = GearChange(**{**change, "way": tuple(change["way"])})
             self._gear = self._gears[self.last_change.new]
             if not self._rank:
                 LOG.info("gear_changed", old=self.last_change.old, new=self.last_change.new, why=str(self.last_change))
