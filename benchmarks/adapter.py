@@ -1,4 +1,4 @@
-"""What changing gears gains when links sag, and that it never costs much (docs/guides/inside.md, SpanTrain §3.4).
+"""The gain of changing gears when links sag, and that it never costs much (docs/guides/inside.md, SpanTrain §3.4).
 
     python -m benchmarks adapter --part cut       # a real pipeline on shaped links whose rate is cut in mid-run
     python -m benchmarks adapter --part traces    # 40 random traces of rates, in the simulator
@@ -291,7 +291,7 @@ def _both_ways(slow: Sequence[float]) -> dict[Way, float]:
 def _time_transfers(
     rng: random.Random, gear: SimulatedPipeline, slowdowns: Mapping[Way, float]
 ) -> Iterator[TimedTransfer]:
-    """What ranks would measure: some transfers came before they were waited for, and are only known to be no slower."""
+    """Yield what ranks would measure: of transfers that came before they were waited for, only a bound."""
     for (a, b), slow in slowdowns.items():
         sender, receiver = gear.stages[a].devices[0], gear.stages[b].devices[0]
         nbytes, route = gear.border_bytes[min(a, b)], gear.route(sender.name, receiver.name)

@@ -77,7 +77,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by names of parame
 
 @dataclass(slots=True)
 class RankGear:
-    """What a rank plays in one gear of the plan (dips/inside/planning/adapt.py)."""
+    """Orders, runtime and micro-batches of a rank in one gear of the plan (dips/inside/planning/adapt.py)."""
 
     pieces: int  # of a micro-batch of the plan
     plan: PipelinePlan
