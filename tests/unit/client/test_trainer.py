@@ -110,6 +110,10 @@ def test_a_rate_that_cannot_follow_is_told() -> None:
         rate = RunRate(cast(Any, outer_at(0.5)), training())
         assert "the learning rate follows the Trainer's own steps" in rate.take_over(own(optimizer), optimizer)
         assert optimizer.param_groups[0]["lr"] == 2.0
+    groups = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(2)], lr=2.0)
+    own_of_one = LambdaLR(groups, [get_scheduler("constant", groups).lr_lambdas[0], lambda s: 1.0])
+    rate = RunRate(cast(Any, outer_at(0.5)), training())
+    assert "its scheduler is the script's own" in rate.take_over(own_of_one, groups)
 
 
 def test_the_run_ends_the_training(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +157,19 @@ class FakeOuter(SimpleNamespace):
 
     def __init__(self, model: torch.nn.Linear, *_: Any) -> None:
         super().__init__(**vars(outer_at(0.5)), finished=False, resumed=True)
-        self.model, self.remarks, self.did = model, list[str](), list[Any]()
-        self.install()
+        self.model, self.remarks, self.did, self.pending = model, list[str](), list[Any](), True
+        torch.nn.init.constant_(model.weight, 2.0)
 
-    @torch.no_grad()
     def install(self) -> None:
-        self.model.weight.fill_(2.0)
+        if self.pending:
+            torch.nn.init.constant_(self.model.weight, 2.0)
+        self.pending = False
+
+    def step(self, **given: Any) -> None:
+        self.did.append(given)
 
     def load_state_dict(self, state: Any) -> None:
+        self.install()
         self.did.append((state, self.model.weight.unique().item()))
 
     def remark(self, text: str) -> None:
@@ -192,7 +201,13 @@ def test_a_trainer_joins_and_says_what_is_wrong(
 ) -> None:
     """Rank 0 as warnings, and in one remark; it counts tokens from where the Trainer is, and resumes what it loaded."""
     outers, resumed = list[FakeOuter](), list[int]()
-    monkeypatch.setattr("dips.client.transformers.OuterLoop", lambda *a: outers.append(FakeOuter(*a)) or outers[-1])
+
+    def join(*given: Any) -> FakeOuter:
+        outers.append(FakeOuter(*given))
+        outers[-1].finished = len(outers) > 1
+        return outers[-1]
+
+    monkeypatch.setattr("dips.client.transformers.OuterLoop", join)
     monkeypatch.setattr(OuterCallback, "_resume", lambda self, outer, held, args, state: resumed.append(1))
     monkeypatch.setenv("RANK", str(rank))
     model = torch.nn.Linear(2, 2).bfloat16()
@@ -201,8 +216,9 @@ def test_a_trainer_joins_and_says_what_is_wrong(
         args.include_num_input_tokens_seen = "no"
         state.num_input_tokens_seen, state.logging_steps = 100, 1
         optimizer, callback = torch.optim.SGD(model.parameters(), lr=2.0), OuterCallback(cluster_file)
-        scheduler = StepLR(optimizer, 3)
-        callback.on_train_begin(args, state, TrainerControl(), model, optimizer, scheduler)
+        scheduler, control = StepLR(optimizer, 3), TrainerControl()
+        callback.on_train_begin(args, state, control, model, optimizer, scheduler)
+        assert control.should_training_stop == outers[-1].finished
         assert args.include_num_input_tokens_seen == "all" and callback._tokens == 100
         assert resumed == [1] * (step > 0)
     told = {str(warned.message).partition(",")[0] for warned in recwarn if issubclass(warned.category, UserWarning)}
@@ -211,6 +227,21 @@ def test_a_trainer_joins_and_says_what_is_wrong(
     (remark,) = outers[0].remarks
     parts = ("StepLR has no curve", "the run has data ranges", "weight has 16 bits")
     assert all(remark.count(part) == 1 for part in parts)
+
+
+def test_a_step_is_passed_on_with_its_tokens_and_a_logged_loss() -> None:
+    """The tokens since the last one, and a loss once; the last step of the run ends the training."""
+    args, callback, state, control = training(), OuterCallback(), TrainerState(), TrainerControl()
+    outer = FakeOuter(torch.nn.Linear(2, 2))
+    callback.outer, callback._rate = cast(Any, outer), RunRate(cast(Any, outer), args)
+    for seen, logs in ((50, {"loss": 2.0}), (80, {"eval_loss": 1.0}), (90, None)):
+        state.num_input_tokens_seen = seen
+        callback.on_log(args, state, control, logs)
+        assert not control.should_training_stop
+        outer.finished = seen == 90
+        callback.on_step_end(args, state, control)
+    assert outer.did == [{"tokens": 50, "loss": 2.0}, {"tokens": 30, "loss": None}, {"tokens": 10, "loss": None}]
+    assert callback._rate.pending and control.should_training_stop
 
 
 @pytest.mark.parametrize(("texts", "warned", "remarks"), [([""], "", []), ([""], "b", ["b"]), (["a"], "", ["a"])])
@@ -259,7 +290,10 @@ def test_a_loss_that_is_logged_too_seldom_is_told(cluster_file: Path, pace: dict
     (said, _) = OuterCallback(cluster_file)._find_faults(training(logging_steps=9), state)
     assert said.startswith("the Trainer logs its loss every 9 steps and a push comes after 8")
     state.logging_steps = 8
-    assert len(OuterCallback(cluster_file)._find_faults(training(logging_steps=8), state)) == 1
+    callback = OuterCallback(cluster_file)
+    assert len(callback._find_faults(training(logging_steps=8), state)) == 1
+    callback.loader = cast(Any, "leased")
+    assert callback._find_faults(training(logging_steps=8), state) == []
 
 
 def test_16_bits_without_masters_are_told() -> None:
