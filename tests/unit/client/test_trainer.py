@@ -349,6 +349,7 @@ def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monke
 
     seen, calls = list[int](), list[int]()
     trainer = trainer_of([{"x": torch.tensor([float(i), 1.0])} for i in range(24)])
+    assert trainer.get_train_dataloader().state_dict() == {}, "before its first row"  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a Trainer on CPUs
         assert trainer.train().global_step == 6
