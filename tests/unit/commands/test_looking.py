@@ -88,7 +88,7 @@ def verdicts(rows: list[CheckFinding], verdict: str) -> list[str]:
 
 
 def test_what_agrees_is_well(files: FilesToCheck) -> None:
-    files.run["shared"]["heartbeat_s"] = files.cluster["shared"]["heartbeat_s"] = 5.0  # half of a lease
+    files.cluster["shared"]["heartbeat_s"] = 5.0  # half of a lease, and no more
     assert not verdicts(files.check(), FAIL)
     assert verdicts(files.check(), OK)[:2] == ["dips.yaml: run july", "west.yaml: cluster west of run july"]
     assert verdicts(files.check(), NOTE) == [
@@ -366,6 +366,7 @@ def test_a_round_costs_what_disk_and_link_take() -> None:
     assert "links of 1,000 MB/s and disks of 125 MB/s: 48.0 s beside the inner steps" in said
     assert "4.00 GB on the heaviest slave's disk, before the version counts: 32.0 s" in said
     assert "room for 3 snapshots of 4.00 GB" in said
+    assert ["layers", "parameters", "memory", "disk"] in [line.replace("┃", " ").split() for line in said.splitlines()]
     rows = [line.replace("│", " ").split() for line in said.splitlines()]
     assert [row[:3] for row in rows if row and row[0].startswith("slave-")] == [
         [f"slave-{i}", "–", "500,000,000"] for i in range(4)
