@@ -102,7 +102,7 @@ def test_lanes_share_half_of_the_files_that_may_be_open() -> None:
     assert most_connections(1) <= lane.MOST_CONNECTIONS
 
 
-class Watch:
+class UnsentCounter:
     """Counts the frames that did not leave."""
 
     lost = 0
@@ -120,7 +120,7 @@ class Watch:
 def test_what_cannot_leave_is_told() -> None:
     """A frame for nobody, an answer to who has no session, and what is posted when the lane is closing: a source of a
     pull, or a probe's place, is free only then."""
-    watch, key = Watch(), new_keys()
+    watch, key = UnsentCounter(), new_keys()
     open_, sealed = Lane(0, "127.0.0.1", 0, 10.0), Lane(1, "127.0.0.1", 0, 10.0, key)
     open_._send_frame(Outgoing(b"nobody", b"", b"", watch))
     assert watch.lost == 1
@@ -132,7 +132,7 @@ def test_what_cannot_leave_is_told() -> None:
     assert watch.lost == 4
 
 
-class Leaving:
+class Departure:
     """On which thread a frame was handed to libzmq; empty before."""
 
     thread = ""
@@ -154,7 +154,7 @@ class Answering:
         self.served, self.heard, self.turns = served, queue.SimpleQueue[tuple[bytes, str]](), queue.SimpleQueue[int]()
 
     def on_message(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None:
-        leaving = Leaving()
+        leaving = Departure()
         self.served.post_frame(Outgoing(peer, b"answer", parts[0].bytes, leaving))
         self.heard.put((peer, leaving.thread))
 
@@ -187,7 +187,7 @@ def test_a_lane_sleeps_until_there_is_something_to_do(monkeypatch: pytest.Monkey
             assert thread == "lane-3"
             handler.until_asleep()
         for _ in range(2):
-            served.post_frame(Outgoing(name, b"posted", b"body", leaving := Leaving()))
+            served.post_frame(Outgoing(name, b"posted", b"body", leaving := Departure()))
             assert peer.recv_multipart() == [b"posted", b"body"]
             handler.until_asleep()
         served.wake()

@@ -48,7 +48,7 @@ def test_a_stream_connects_as_soon_as_its_pause_is_over() -> None:
         stream.close()
 
 
-class Slave:
+class SlaveEnd:
     """A lane's socket, and the stream that is connected to it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ready: Callable[[], int] | None = None) -> None:
@@ -86,9 +86,9 @@ class Slave:
 
 
 @contextmanager
-def slave(ready: Callable[[], int] | None = None) -> Iterator[Slave]:
+def slave(ready: Callable[[], int] | None = None) -> Iterator[SlaveEnd]:
     with zmq.Context() as context:
-        made = Slave(context, ready)
+        made = SlaveEnd(context, ready)
         try:
             yield made
         finally:
@@ -97,7 +97,7 @@ def slave(ready: Callable[[], int] | None = None) -> Iterator[Slave]:
 
 
 @contextmanager
-def welcomed(ready: Callable[[], int] | None = None) -> Iterator[Slave]:
+def welcomed(ready: Callable[[], int] | None = None) -> Iterator[SlaveEnd]:
     """A stream that has said HELLO and was welcomed at 0."""
     with slave(ready) as made:
         kind, hello = made.hear()
