@@ -27,6 +27,7 @@ from dips.commands import (
     rebalance,
     recover,
     seed,
+    simulate,
     status,
     study,
     trace,
@@ -55,6 +56,7 @@ A run:
   dips plan site sites.yaml                                 compute where its servers should stand
   dips profile --factory mymodel:build                      measure devices and layers, under torchrun
   dips plan cluster profile.yaml model.yaml                 compute what to run inside one cluster of unequal devices
+  dips simulate table2                                      simulate its transfers and slaves by sizes and rates
   dips study study.yaml                                     find the outer step that suits its model
   dips new DIRECTORY                                        write its files
   dips init --config dips.yaml ...                          make it
@@ -139,6 +141,7 @@ for word in (
     rebalance.rebalance,
     recover.recover,
     operator.rollback,
+    simulate.simulate,
     study.study,
 ):
     cli.command()(word)

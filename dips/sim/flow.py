@@ -16,8 +16,6 @@ from dips.transport.lane import Handler, Outgoing
 from dips.transport.seal import Admit, KeyPair, Sessions
 from dips.wire.frame import CHECKSUMS, Buffer, FrameGuard, Header, Kind, Range
 
-TURN_S = 0.5  # the real lane has its turn every 0.05 s, and after each batch of frames
-
 
 class SimTracker:
     """The tracker of a body that libzmq sends without a copy."""
@@ -55,6 +53,7 @@ class SimLane:
         loop: SimLoop,
         touched: Callable[[], None],
         pause: Callable[[float], None],
+        turn_s: float,
         index: int,
         host: str,
         port: int,
@@ -63,9 +62,12 @@ class SimLane:
         admit: Admit,
         most: int,
     ) -> None:
-        """`touched` is called when a chunk arrives: bytes of a slot may change; `pause` lets other threads work."""
+        """`touched` is called when a chunk arrives: bytes of a slot may change; `pause` lets other threads work.
+
+        `turn_s` is between turns without frames.
+        """
         self.loop, self.index, self.address = loop, index, f"{host}:{port}"
-        self._touched, self._pause, self._admit = touched, pause, admit
+        self._touched, self._pause, self._turn_s, self._admit = touched, pause, turn_s, admit
         self._handler: Handler | None = None
         self._ends: dict[bytes, RankEnd] = {}
         self._sent: list[SimTracker] = []  # of bodies that libzmq may still hold
@@ -106,7 +108,7 @@ class SimLane:
 
     def _run_turns(self) -> None:
         self._take_turn()
-        self.loop.call_later(TURN_S, self._run_turns)
+        self.loop.call_later(self._turn_s, self._run_turns)
 
     def _take_turn(self) -> None:
         assert self._handler is not None

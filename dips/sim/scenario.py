@@ -11,6 +11,7 @@ from dips.data.steps import Part, StepCutter
 from dips.dataclass import dataclass
 from dips.protocol.data import BegunRange
 from dips.protocol.options import Options
+from dips.sim.sizes import Sizes
 
 NAMES = "abcdefghijklmnop"  # of clusters
 
@@ -55,8 +56,13 @@ class Scenario:
     chunk_bytes: int = 12  # a rank's piece of a parameter is one chunk, so a layer of two parameters may arrive in part
     pull_codec: Codec = Codec.FP32
     samples: DataShape | None = None  # of ranges and inner steps; None: each range is one inner step
+    sizes: Sizes | None = None  # what its bytes stand for, and rates; None: delays are drawn, whatever the bytes
     run: str = "simulated"
     config_digest: str = "config"
+
+    def least_work_s(self, order: type) -> float:
+        """Return the least time of a slave's order of this class, or of a load as of Persist."""
+        return self.work_s if self.sizes is None else self.sizes.work_s.get(order, 0.0)
 
     @property
     def slowness(self) -> dict[str, float]:

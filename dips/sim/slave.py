@@ -221,6 +221,7 @@ BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
 BACKOFF_S = (0.2, 1.6)
 BUSY_RETRY_S = 0.3
+TURN_S = 0.5  # the real lane has its turn every 0.05 s, and after each batch of frames
 WORK_BYTES_PER_S = 1000.0
 TRANSIT_CHUNKS = 12  # chunks requested at once: few, so that the pool is exhausted at times
 CONCURRENT_STREAMS = 4
@@ -388,7 +389,8 @@ class SlaveProcess:
         self.loop.call_later(BOOT_S, self._boot)
 
     def _make_lane(self, *arguments: Any) -> SimLane:
-        self.lane = SimLane(self.loop, self.machine.mark_touched, self._pause, *arguments)
+        turn_s = TURN_S if self.world.scenario.sizes is None else self.world.options.timing.heartbeat_s
+        self.lane = SimLane(self.loop, self.machine.mark_touched, self._pause, turn_s, *arguments)
         return self.lane
 
     @property
@@ -460,22 +462,33 @@ class SlaveProcess:
     # ---- threads ---------------------------------------------------------------------------------------------------
 
     def _work_time(self, work: object, *done: object) -> float:
+        """Draw the duration of work, and note it if the scenario has sizes."""
+        seconds, shared = self._draw_work_s(work), self.world.data.shared
+        if seconds and shared is not None and self._ending_s is None:
+            what = work.order.body if isinstance(work, WorkOnDisk | ShardWork) else work
+            shared.note_work(self.name, type(what), seconds)
+        return seconds
+
+    def _draw_work_s(self, work: object) -> float:
         """Draw the duration of work on the shard, or beside it on the disk; events of the data flow take no time."""
-        disk, rng, least_s = self.machine.disk, self.machine.rng, self.world.scenario.work_s
+        disk, rng, least_work_s = self.machine.disk, self.machine.rng, self.world.scenario.least_work_s
         if self._ending_s is not None:
             return STOPPING_S
         match work:
             case ReadSnapshot():
-                return max(LOAD_S, least_s)
+                return max(LOAD_S, least_work_s(Persist))
             case WorkOnDisk():
-                if isinstance(work.order.body, OpenPull):  # a pull of an archive reads it first
-                    return max(LOAD_S, least_s)
-                drawn_s = order_s(type(work.order.body), disk, rng, least_s)
+                body = type(work.order.body)
+                if body is OpenPull:  # a pull of an archive reads it first
+                    return max(LOAD_S, least_work_s(Persist))
+                drawn_s = order_s(body, disk, rng, least_work_s(body))
                 return drawn_s + disk.fsync_s if written_by(work) is not None else drawn_s
             case ShardWork(ShardMethod.EXECUTE):
+                body = type(work.order.body)
+                least_s = least_work_s(body)
                 if least_s and self.shard.fences.has_answered(work.order.number):
                     return 0.0  # the answer is repeated without the work
-                return order_s(type(work.order.body), disk, rng, least_s)
+                return order_s(body, disk, rng, least_s)
         return 0.0
 
     def stop_vain_writer(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Protocol
@@ -22,7 +23,8 @@ from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Manifest
 from dips.protocol.rank_keys import KEY_CHARS
 from dips.sim.flow import SimLane, SimTracker
-from dips.sim.heap import Gate, Heap, Timer
+from dips.sim.heap import Action, Gate, Heap, Timer
+from dips.sim.sizes import Pair, SharedLinks
 from dips.slave.ports import F32
 from dips.wire.chunks import LayerLayout, put_pulled, split_chunks
 from dips.wire.frame import (
@@ -119,6 +121,7 @@ class Lanes(Protocol):
 
 
 STALL_S = 2.0  # time without a byte after which a stream counts as broken
+Carry = Callable[[str, Action], object]  # carries a message, by its description and what happens on its arrival
 GIVEN_UP = frozenset({"refused", "ranges", "invalid", "denied"})  # codes of an ERROR after which a rank gives up
 
 
@@ -145,6 +148,8 @@ class SimTransfer:
     def cancel(self) -> None:
         """End the transfer: nothing more is sent or received; messages in transit still arrive."""
         self._over = True
+        for stream in self.streams:
+            stream.drop_chunks()
 
     def open_next(self) -> None:
         """Open the next fragment, so that its layers may move."""
@@ -202,6 +207,7 @@ class SimStream(ABC):
         if self._lane is not None:
             self._lane.drop_connection(self._peer)
         self.epoch += 1
+        self.drop_chunks()
         self._last_message_at, self._welcomed = self.net.heap.now, False
         self._send_message(f"hello {self.label}", self._send_hello)
         if self._timer is None:
@@ -274,23 +280,41 @@ class SimStream(ABC):
         assert self._lane is not None
         self._lane.take_frame(self._peer, *make_message(kind, self.net.run_id, self._stream, body))
 
+    @property
+    def _pair(self) -> Pair:
+        return self.moving.cluster, self.address.name, self.kind == PushStream.kind
+
+    def drop_chunks(self) -> None:
+        """Take chunks of a former epoch, or of a stream that is over, off the links."""
+        if self.net.shared is not None:
+            self.net.shared.drop_chunks(self._pair, self)
+
+    def _plan_chunk(self, nbytes: int) -> Carry:
+        """Return what carries a chunk that leaves now, given its description and what happens when it has arrived."""
+        if self.net.shared is not None:
+            return partial(self.net.shared.carry, self._pair, nbytes, self)
+        return partial(self.net.heap.call_later, self._chunk_delay())
+
     def _chunk_delay(self) -> float:
-        """Return the time until a chunk that leaves now has arrived."""
+        """Return the time until a chunk that leaves now has arrived, if chunks have no sizes."""
         net, now = self.net, self.net.heap.now
         if net.serial_s is None:
             return net.chunk_delay(self.moving.cluster)
         self._free_at = max(now, self._free_at) + net.serial_s
         return self._free_at - now
 
-    def _send_message(self, what: str, arrive: Callable[[], None], delay_s: float | None = None) -> None:
-        """Send a message if both directions of the link pass, since the receiver must have asked for it; else stall."""
+    def _send_message(self, what: str, arrive: Action, carry: Carry | None = None) -> None:
+        """Send a message if both directions of the link pass, since the receiver must have asked for it; else stall.
+
+        carry  carries it; None: it is small, and takes a delay that is drawn
+        """
         net, epoch, cluster = self.net, self.epoch, self.moving.cluster
 
         def pass_gate() -> None:
             self.moving.gate.pass_on(lambda: arrive() if self._is_current(epoch) else None)
 
         if self._link_passes():
-            net.heap.call_later(net.chunk_delay(cluster) if delay_s is None else delay_s, what, pass_gate)
+            (carry or partial(net.heap.call_later, net.chunk_delay(cluster)))(what, pass_gate)
         else:
             net.heap.call_later(STALL_S, f"{what} stalls", lambda: self._on_break(epoch))
 
@@ -317,6 +341,7 @@ class SimStream(ABC):
             self._timer.cancel()
         if self._lane is not None:
             self._lane.drop_connection(self._peer)
+        self.drop_chunks()
 
     def _is_owed(self) -> bool:
         """Return whether the slave owes an answer to HELLO, or requested chunks."""
@@ -399,7 +424,7 @@ class PushStream(SimStream):
         if broken:
             self._send_message(f"broken {what}", lambda: self._on_break(epoch))
         else:
-            self._send_message(what, lambda: self._on_chunk(header, body), self._chunk_delay())
+            self._send_message(what, lambda: self._on_chunk(header, body), self._plan_chunk(len(body)))
         if late:
             delay_s = net.chunk_delay(self.moving.cluster) + links.late_s * rng.random()
             net.heap.call_later(delay_s, f"late {what}", lambda: self._arrive_again(peer, header, body))
@@ -525,8 +550,8 @@ class PullStream(SimStream):
             else:
                 self._on_chunk(chunk, arrived)
 
-        delay_s = self._chunk_delay() if passes else STALL_S
-        net.heap.call_later(delay_s, what, leave_slave)
+        carry = self._plan_chunk(len(body)) if passes else partial(net.heap.call_later, STALL_S)
+        carry(what, leave_slave)
 
     def _on_chunk(self, chunk: Range, body: bytes) -> None:
         chunk = Range(*chunk)
@@ -587,6 +612,7 @@ class DataNetwork:
         self._connections = count(1)
         self._pieces: dict[tuple[tuple[int, ...], int, int], tuple[Range, ...]] = {}
         self.links = SimLinks()
+        self.shared: SharedLinks | None = None  # links of a scenario with sizes; set by the world
         self.serial_s: float | None = (
             None  # time of a chunk if each stream sends one after the other; None: in parallel
         )

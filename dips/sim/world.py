@@ -29,6 +29,7 @@ from dips.sim.network import Network, ShownCall, SimAuthority
 from dips.sim.observer import Monitor, Observer
 from dips.sim.scenario import NAMES, Scenario, Site
 from dips.sim.seeder import SimSeeder
+from dips.sim.sizes import SharedLinks
 from dips.sim.slave import SimMirror, SlaveProcess, SlaveWorld
 from dips.sim.streams import DataNetwork
 from dips.sim.work import Books, NoiseModel, SimModel
@@ -72,6 +73,9 @@ class World:
             self.heap, self.chance.generator_for("data"), self, scenario.run, self.manifest, scenario.slowness, stall_s
         )
         self.data.serial_s, self.data.chunk_bytes = scenario.chunk_s, scenario.chunk_bytes
+        slaves = [f"slave-{i}" for i in range(scenario.slaves)]
+        if scenario.sizes is not None:
+            self.data.shared = SharedLinks(self.heap, scenario.sizes, slaves)
         if scenario.steady:
             self.network.repair_links()
             self.data.repair_links()
@@ -82,7 +86,7 @@ class World:
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
         self.master_sleeps = 0  # how often the master was stopped
-        placement = place_layers(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
+        placement = place_layers(self.manifest, slaves)
         self.machines = {name: SlaveMachine(self, name, layers) for name, layers in placement}
         self.clusters = {
             name: SimCluster(self, self.make_site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])

@@ -1,0 +1,189 @@
+"""Links that transfers share by their rates, and transfers, work and peaks of a simulated run with sizes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dips.cli import cli
+from dips.commands.simulate import describe_slaves, find_scenario
+from dips.errors import ConfigError
+from dips.sim.heap import Heap
+from dips.sim.sizes import SAMPLE_S, LinkRate, LinkUse, Pair, SharedLinks, Sizes, share_fairly
+from dips.study.sized_run import SimulatedRun, pull_at_once, read_scenario, simulate_sizes
+
+
+def make_links(heap: Heap) -> SharedLinks:
+    """Two clusters of 10 and 30 bytes a second at a slave of 20; a simulated byte stands for two."""
+    clusters = {"a": LinkRate(10.0, 10.0), "b": LinkRate(30.0, 30.0)}
+    return SharedLinks(heap, Sizes(2.0, clusters, 20.0), ["s", "t"])
+
+
+def play(heap: Heap) -> None:
+    while (timer := heap.next_event()) is not None:
+        timer.action()
+
+
+def test_nobody_can_get_more_without_taking_it_from_who_has_no_more() -> None:
+    """By hand: s is shared by three, 2 each; what `b` then has left goes to t, which `a` does not fill."""
+    flows: list[Pair] = [("a", "s", True), ("b", "s", True), ("c", "s", True), ("b", "t", True)]
+    rates = {(name, True): rate for name, rate in {"a": 100.0, "b": 10.0, "c": 100.0, "s": 6.0, "t": 50.0}.items()}
+    assert share_fairly(flows, rates) == pytest.approx(dict(zip(flows, (2.0, 2.0, 2.0, 8.0), strict=True)))
+
+
+def test_a_slow_cluster_leaves_the_rest_to_the_fast_one() -> None:
+    """10 of 20 are a's, so b has 10 while both move; alone it has 20 of its 30."""
+    heap, seen = Heap(), dict[str, float]()
+    links = make_links(heap)
+    for name, nbytes in (("a", 50), ("b", 100)):
+        links.carry((name, "s", True), nbytes, None, name, lambda name=name: seen.update({name: heap.now}))
+    play(heap)
+    assert seen == pytest.approx({"a": 100 / 10, "b": 10 + (200 - 100) / 20})
+    assert links.use["s"].links[True].nbytes == pytest.approx(300)
+    assert links.use["s"].links[False].nbytes == 0 and links.use["t"].busy_s(heap.now) == 0
+
+
+def test_directions_do_not_share_and_chunks_of_a_pair_follow_one_another() -> None:
+    """a's two pushed chunks take 1 s each one after the other, its pull beside them 1 s."""
+    heap, seen = Heap(), list[tuple[str, float]]()
+    links = make_links(heap)
+    for what, up in (("first", True), ("second", True), ("pull", False)):
+        links.carry(("a", "s", up), 5, None, what, lambda what=what: seen.append((what, heap.now)))
+    play(heap)
+    assert [what for what, _ in seen] == ["first", "pull", "second"]
+    assert [at for _, at in seen] == pytest.approx([1.0, 1.0, 2.0])
+
+
+def test_chunks_of_a_closed_connection_leave_the_link_to_others() -> None:
+    """a would need 10 s beside b; dropped after 1 s it has arrived then, and b has the slave's 20 from then on."""
+    heap, seen = Heap(), dict[str, float]()
+    links, owner = make_links(heap), object()
+    links.carry(("a", "s", True), 50, owner, "a", lambda: seen.update(a=heap.now))
+    links.carry(("b", "s", True), 105, None, "b", lambda: seen.update(b=heap.now))
+    heap.call_later(1.0, "drop", lambda: links.drop_chunks(("a", "s", True), owner))
+    heap.call_later(1.0, "drop", lambda: links.drop_chunks(("b", "s", True), owner))
+    play(heap)
+    assert seen == pytest.approx({"a": 1.0, "b": 1.0 + 200 / 20})
+
+
+def test_a_slave_is_busy_while_it_works_or_moves_anything() -> None:
+    """Work from 0 to 4 s, a chunk from 0 to 1 s and work from 10 to 12 s are 6 s of business and 6 s of work."""
+    heap = Heap()
+    links = make_links(heap)
+    links.note_work("s", int, 4.0)
+    links.carry(("a", "s", True), 5, None, "chunk", lambda: None)
+    heap.call_later(10.0, "work", lambda: links.note_work("s", int, 2.0))
+    play(heap)
+    assert links.use["s"].work_s == {"int": 6.0} and links.use["s"].busy_s(heap.now) == pytest.approx(6.0)
+
+
+def test_a_peak_is_a_mean_over_a_sample() -> None:
+    """A burst of a tenth of a sample counts as a tenth of its rate; a long transfer as its rate."""
+    link = LinkUse()
+    link.move(0.0, SAMPLE_S / 10, 100.0)
+    assert link.peak == pytest.approx(10.0)
+    link.move(SAMPLE_S / 2, 3.5 * SAMPLE_S, 20.0)
+    assert link.peak == pytest.approx(20.0) and link.nbytes == pytest.approx(10 * SAMPLE_S + 60 * SAMPLE_S)
+    link.move(4 * SAMPLE_S, 5 * SAMPLE_S, 30.0)
+    assert link.peak == pytest.approx(30.0)
+
+
+# ---- dips simulate --------------------------------------------------------------------------------------------------
+
+SMALL = SimulatedRun.model_validate(
+    {
+        "parameters": 1_000_000_000, "hours": 0.4, "slaves": 2, "slave_gbit": 2.0, "update_s": 7.0, "inner_steps": 8,
+        "window_s": 100, "heartbeat_s": 30,
+        "clusters": [
+            {"name": "east", "step_s": 50, "up_gbit": 0.5},
+            {"name": "west", "step_s": 50, "push_s": 40, "pull_s": 20, "expected_pull_s": 22},
+        ],
+    }
+)  # fmt: skip
+
+
+def test_transfers_take_what_the_links_give() -> None:
+    """East: 32 Gbit at 0.5 Gbit/s, both ways; west as fitted. Of each slave's links both use less than half."""
+    report = simulate_sizes(SMALL)
+    east, west = report.clusters
+    assert east.push_s == pytest.approx(64, rel=0.02) and east.pull_s == pytest.approx(64, rel=0.02)
+    assert west.push_s == pytest.approx(40, rel=0.02) and west.pull_s == pytest.approx(20, rel=0.02)
+    assert west.pull_off == pytest.approx(0.1, abs=0.02) and east.pull_off is None
+    assert min(east.wait_s, west.wait_s) > 7.0 and report.versions >= 1
+    assert east.standstill > (64 + 64) / (8 * 50 + 300)
+    for slave in report.slaves:
+        assert slave.worked >= report.versions * 7.0 / (3600 * 0.4)
+        assert slave.idle + slave.worked + slave.received + slave.sent == pytest.approx(1.0)
+        assert 0.0 < slave.idle < 1.0 and slave.busy > slave.worked
+        assert slave.peak_sent_gbit == pytest.approx((0.5 + 1.6) / 2, rel=0.1)  # both pull as they join
+    said = describe_slaves(report)
+    assert "2 pulls at once" in said and said.endswith("given: west")
+
+
+def test_a_slave_whose_link_is_full_slows_all() -> None:
+    """0.4 Gbit/s at each of two slaves: with all of them east's 64 s are 80 s or more; it has a fair half meanwhile."""
+    slow = simulate_sizes(SMALL.model_copy(update={"slave_gbit": 0.2, "hours": 0.6}))
+    assert slow.clusters[0].push_s >= 80.0 * 0.99
+    assert max(slave.peak_sent_gbit for slave in slow.slaves) == pytest.approx(0.2, rel=0.01)
+
+
+def test_table_2_is_in_the_rates_of_its_pushes() -> None:
+    """C, D and E pull within 15 %; A and B need two rates; nine pulls at once as measured are 16.0 Gbit/s."""
+    run = read_scenario(find_scenario("table2"))
+    ours, measured = pull_at_once(run)
+    assert measured == pytest.approx(16.0, abs=0.05) and ours == pytest.approx(16.4, rel=0.02)  # Figure 16: 16.4
+    one_slave = {"slaves": 1, "slave_gbit": 16 * run.slave_gbit, "hours": 2.5}  # as many bytes a second in all
+    report = simulate_sizes(run.model_copy(update=one_slave))
+    by_name = {cluster.cluster: cluster for cluster in report.clusters}
+    off = {name: by_name[name].pull_off or 0.0 for name in "CDE"}
+    assert off == pytest.approx({"C": 7 / 60, "D": -6 / 86, "E": 5 / 116}, abs=0.01)
+    assert [name for name, cluster in by_name.items() if cluster.two_rates] == ["A", "B"]
+    assert abs(by_name["A"].expected_pull_s / by_name["A"].push_s - 1.0) > 0.15  # one rate would be wrong
+    assert report.slaves[0].idle > 0.95
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hours": -1}, "hours"),
+        ({"colour": "red"}, "colour"),
+        ({"clusters": [{"name": "a", "step_s": 1}]}, "a: expected up_gbit, the rate of its link, or push_s"),
+        ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "down_gbit": 1, "pull_s": 1}]}, "got both"),
+        ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": -1}]}, "up_gbit"),
+        ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "number": 17}]}, "at most 16, got 17"),
+        ({"hours": 0.01}, "too short: east"),
+    ],
+)
+def test_a_scenario_that_is_not_usable_is_refused_by_its_key(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    """Exit code 78, with the key."""
+    import yaml
+
+    file = tmp_path / "scenario.yaml"
+    file.write_text(yaml.safe_dump(SMALL.model_dump(mode="json", exclude_none=True) | change))
+    with pytest.raises(ConfigError, match=said):
+        simulate_sizes(read_scenario(file))
+
+
+def test_the_command_plays_a_file_prints_a_template_and_names_what_it_does_not_know(tmp_path: Path) -> None:
+    """The template is table2 itself, and can be read."""
+    runner = CliRunner()
+    printed = runner.invoke(cli, ["simulate", "--template"])
+    assert printed.exit_code == 0 and printed.stdout == find_scenario("table2").read_text()
+    import yaml
+
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(SMALL.model_dump(mode="json", exclude_none=True)))
+    played = runner.invoke(cli, ["simulate", str(file)])
+    assert played.exit_code == 0 and "east" in played.stdout and "slaves are idle for" in played.stdout
+    as_json = runner.invoke(cli, ["simulate", str(file), "--json"])
+    import json
+
+    assert json.loads(as_json.stdout) == json.loads(json.dumps(asdict(simulate_sizes(SMALL))))
+    assert runner.invoke(cli, ["simulate"]).exit_code == 2
+    with pytest.raises(ConfigError, match=r"expected a file, as in table3\.yaml, or one of table2"):
+        find_scenario("table3")
