@@ -23,7 +23,7 @@ SAMPLE_S = 10.0
 
 
 @dataclass(frozen=True)
-class LinkRate:
+class SimLinkRate:
     """Bytes per second of a link: up to the slaves, down to the cluster."""
 
     up: float
@@ -35,7 +35,7 @@ class Sizes:
     """The sizes and rates of a scenario."""
 
     byte_stands_for: float  # bytes of the real model that one byte of a simulated chunk stands for
-    clusters: Mapping[str, LinkRate]
+    clusters: Mapping[str, SimLinkRate]
     slave: float  # bytes per second of each slave's link, in each direction
     work_s: Mapping[type, float] = field(default_factory=dict)  # least time of a slave's order, by its class
 

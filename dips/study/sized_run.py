@@ -26,7 +26,7 @@ from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOp
 from dips.sim.agent import SimAgent
 from dips.sim.observer import Observer
 from dips.sim.scenario import NAMES, ClusterShape, Scenario
-from dips.sim.sizes import LinkRate, Sizes, SlaveUse, share_fairly
+from dips.sim.sizes import SimLinkRate, Sizes, SlaveUse, share_fairly
 from dips.sim.world import World
 
 GBIT_BYTES = 1.25e8
@@ -55,12 +55,12 @@ class SimulatedClusters(Section):
             raise ValueError(f"{self.name}: expected down_gbit or pull_s, to which it would be fitted, got both")
         return self
 
-    def rate(self, parameters: int) -> LinkRate:
+    def rate(self, parameters: int) -> SimLinkRate:
         """Return the rates of its link in bytes per second; measured transfers were of fp32."""
         nbytes = ITEM_BYTES * parameters
         up = _rate(self.up_gbit, self.push_s, nbytes)
         assert up is not None
-        return LinkRate(up, _rate(self.down_gbit, self.pull_s, nbytes) or up)
+        return SimLinkRate(up, _rate(self.down_gbit, self.pull_s, nbytes) or up)
 
 
 def _rate(gbit: float | None, seconds: float | None, nbytes: int) -> float | None:
@@ -155,7 +155,7 @@ class PhaseSeconds:
     steps: int = 0
 
 
-class Stopwatch(Observer):
+class PhaseClock(Observer):
     """Takes the times of every cluster's phases, and counts versions."""
 
     def __init__(self, world: World, names: Iterable[str]) -> None:
@@ -253,7 +253,7 @@ class SizedReport:
 def simulate_sizes(run: SimulatedRun) -> SizedReport:
     """Play a scenario. Raises ConfigError if it is too short for a round of each cluster."""
     world = World(run.seed, make_scenario(run))
-    watch = Stopwatch(world, run.members)
+    watch = PhaseClock(world, run.members)
     world.run([watch])
     short = next((run.members[name].name for name, phases in watch.phases.items() if not phases.pull_s), None)
     if short is not None:

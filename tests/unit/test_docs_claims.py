@@ -30,6 +30,7 @@ from dips.protocol.options import OuterOptions
 from dips.protocol.tunable import TUNABLE
 from dips.slave import app as slave_app
 from dips.study.fleet import FleetCluster
+from dips.study.sized_run import SimulatedClusters
 from dips.wire import frame
 from tests.structure import config_keys
 
@@ -124,6 +125,7 @@ def test_keys_of_the_text_exist() -> None:
         - set(BY_NAME)
         - {key.rpartition(".")[2] for key in TUNABLE}
         - {field.name for field in dataclasses.fields(FleetCluster)}
+        - set(SimulatedClusters.model_fields)
     )
 
 

@@ -12,13 +12,13 @@ from dips.cli import cli
 from dips.commands.simulate import describe_slaves, find_scenario
 from dips.errors import ConfigError
 from dips.sim.heap import Heap
-from dips.sim.sizes import SAMPLE_S, LinkRate, LinkUse, Pair, SharedLinks, Sizes, share_fairly
+from dips.sim.sizes import SAMPLE_S, LinkUse, Pair, SharedLinks, SimLinkRate, Sizes, share_fairly
 from dips.study.sized_run import SimulatedRun, pull_at_once, read_scenario, simulate_sizes
 
 
 def make_links(heap: Heap) -> SharedLinks:
     """Two clusters of 10 and 30 bytes a second at a slave of 20; a simulated byte stands for two."""
-    clusters = {"a": LinkRate(10.0, 10.0), "b": LinkRate(30.0, 30.0)}
+    clusters = {"a": SimLinkRate(10.0, 10.0), "b": SimLinkRate(30.0, 30.0)}
     return SharedLinks(heap, Sizes(2.0, clusters, 20.0), ["s", "t"])
 
 
