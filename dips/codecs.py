@@ -83,7 +83,7 @@ class Codec(StrEnum):
     @property
     def tiniest(self) -> float:
         """The magnitude below which a block becomes zeros, because its step would not be a normal number."""
-        return 2.0 ** (self.largest.bit_length() - 126)
+        return 2.0 ** max(-119, self.largest.bit_length() - 126)
 
     def count_blocks(self, length: int) -> int:
         """Return the number of steps of `length` elements; the last block may be short."""
