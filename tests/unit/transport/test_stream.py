@@ -12,6 +12,7 @@ import zmq
 from dips.transport.backoff import Backoff
 from dips.transport.stream import FIRST_PAUSE_S, LONGEST_PAUSE_S, LOOK_S, Stream
 from dips.wire.frame import (
+    CHECKSUMS,
     MESSAGE_LIMIT,
     Kind,
     Range,
@@ -68,7 +69,7 @@ class SlaveEnd:
     def hear(self) -> tuple[Kind, bytes]:
         """Send what the stream has posted; return the next message of it."""
         assert self.poll() & zmq.POLLOUT
-        self.stream.flush_outbox()
+        assert not self.breaks(self.now)
         self.peer, header, body = self.socket.recv_multipart()
         return unpack_header(header, run_id("r"), len(body), MESSAGE_LIMIT).kind, body
 
@@ -199,3 +200,17 @@ def test_a_rank_tells_of_more_that_is_ready() -> None:
             it.stream.tell_ready()
         kind, body = it.hear()
         assert kind is Kind.READY and decode_ready(body) == 2 and it.poll(0) == 0
+
+
+class Worn(type(CHECKSUMS)):
+    """The guard of a connection whose keys have sealed as much as they should."""
+
+    worn = True
+
+
+def test_worn_keys_end_a_connection() -> None:
+    """A new one has new keys."""
+    with welcomed() as it:
+        it.stream.guard = Worn()
+        assert it.breaks(LOOK_S) and it.stream.why.startswith("its keys")
+        assert not it.breaks(LOOK_S + LONGEST_PAUSE_S) and not it.stream.guard.worn
