@@ -102,7 +102,7 @@ def test_lanes_share_half_of_the_files_that_may_be_open() -> None:
     assert most_connections(1) <= lane.MOST_CONNECTIONS
 
 
-class UnsentCounter:
+class LostFrames:
     """Counts the frames that did not leave."""
 
     lost = 0
@@ -120,7 +120,7 @@ class UnsentCounter:
 def test_what_cannot_leave_is_told() -> None:
     """A frame for nobody, an answer to who has no session, and what is posted when the lane is closing: a source of a
     pull, or a probe's place, is free only then."""
-    watch, key = UnsentCounter(), new_keys()
+    watch, key = LostFrames(), new_keys()
     open_, sealed = Lane(0, "127.0.0.1", 0, 10.0), Lane(1, "127.0.0.1", 0, 10.0, key)
     open_._send_frame(Outgoing(b"nobody", b"", b"", watch))
     assert watch.lost == 1
@@ -132,7 +132,7 @@ def test_what_cannot_leave_is_told() -> None:
     assert watch.lost == 4
 
 
-class Departure:
+class SentBy:
     """On which thread a frame was handed to libzmq; empty before."""
 
     thread = ""
@@ -147,14 +147,14 @@ class Departure:
         pytest.fail("its peer is there")
 
 
-class Answering:
+class AnsweringHandler:
     """Answers each message, and notes whether the answer had left when `post_frame` returned."""
 
     def __init__(self, served: Lane) -> None:
         self.served, self.heard, self.turns = served, queue.SimpleQueue[tuple[bytes, str]](), queue.SimpleQueue[int]()
 
     def on_message(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None:
-        leaving = Departure()
+        leaving = SentBy()
         self.served.post_frame(Outgoing(peer, b"answer", parts[0].bytes, leaving))
         self.heard.put((peer, leaving.thread))
 
@@ -176,7 +176,7 @@ def test_a_lane_sleeps_until_there_is_something_to_do(monkeypatch: pytest.Monkey
     own thread touches the socket; what that posts leaves before it reads on."""
     monkeypatch.setattr(lane, "_POLL_MS", 60_000)
     served = Lane(3, "127.0.0.1", 0, 10.0)
-    served.start(handler := Answering(served))
+    served.start(handler := AnsweringHandler(served))
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.RCVTIMEO, 10_000)
         peer.connect(f"tcp://{served.address}")
@@ -187,7 +187,7 @@ def test_a_lane_sleeps_until_there_is_something_to_do(monkeypatch: pytest.Monkey
             assert thread == "lane-3"
             handler.until_asleep()
         for _ in range(2):
-            served.post_frame(Outgoing(name, b"posted", b"body", leaving := Departure()))
+            served.post_frame(Outgoing(name, b"posted", b"body", leaving := SentBy()))
             assert peer.recv_multipart() == [b"posted", b"body"]
             handler.until_asleep()
         served.wake()

@@ -202,7 +202,7 @@ def test_a_rank_tells_of_more_that_is_ready() -> None:
         assert kind is Kind.READY and decode_ready(body) == 2 and it.poll(0) == 0
 
 
-class Worn(type(CHECKSUMS)):
+class WornGuard(type(CHECKSUMS)):
     """The guard of a connection whose keys have sealed as much as they should."""
 
     worn = True
@@ -211,6 +211,6 @@ class Worn(type(CHECKSUMS)):
 def test_worn_keys_end_a_connection() -> None:
     """A new one has new keys."""
     with welcomed() as it:
-        it.stream.guard = Worn()
+        it.stream.guard = WornGuard()
         assert it.breaks(LOOK_S) and it.stream.why.startswith("its keys")
         assert not it.breaks(LOOK_S + LONGEST_PAUSE_S) and not it.stream.guard.worn
