@@ -70,6 +70,9 @@ def dips_client(
     `token`). The agent passes both to the command it starts. Without a command it serves ranks that are started
     elsewhere, until they detach.
 
+    `before_start` in the cluster file is a command that the agent runs before each start of the training command, the
+    first one and each after a crash; when it fails, that start has failed.
+
     `dips check --config cluster.yaml` checks everything that is needed, before accelerators are held.
     """
     file = load_cluster(config)
@@ -80,6 +83,10 @@ def dips_client(
         )
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"the training command {command[0]!r} is not found: correct its name, or the PATH")
+    if file.before_start and not command:
+        raise ConfigError(f"{config}: before_start: expected a training command that it precedes: write it after `--`")
+    if file.before_start and shutil.which(file.before_start[0]) is None:
+        raise ConfigError(f"{config}: before_start: {file.before_start[0]!r} is not found: correct it, or the PATH")
     fixed = logs.check_level(log_level)
     with closing(_lock_directory(file.directory)):
         raise typer.Exit(asyncio.run(_run_agent(file, config.absolute(), command or [], fixed, take_over)))
@@ -118,6 +125,8 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], level:
         take_over=take_over,
         on_divergence=config.on_divergence,
         fragments=config.fragments,
+        before_start=config.before_start or (),
+        before_start_s=config.collective_s,
     )
     pace = Pace(**config.pace.model_dump())
     core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.read_former())

@@ -1,6 +1,6 @@
 """The command `dips plan cluster`: what to run on the machines of a profile, how long a step takes, and why.
 
-Of the commands only this one knows dips/inside/, and loads it when it is called.
+Of the commands only this one and `dips profile --changed` know dips/inside/, and load it when they are called.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cluster_command(
     target: Annotated[
         str | None,
         typer.Option(
-            "--for", metavar="torchtitan|megatron|fsdp2", help="Only what it runs; print its flags or shares."
+            "--for", metavar="torchtitan|megatron|fsdp2|pipeline", help="Only what it runs; print its flags or shares."
         ),
     ] = None,
     csv: Annotated[Path, typer.Option("--csv", help="The schedule, for --for torchtitan.")] = Path("schedule.csv"),
@@ -62,6 +62,7 @@ def cluster_command(
       dips plan cluster profile.yaml model.yaml --timeline step.png
       dips plan cluster profile.yaml model.yaml --for torchtitan --csv schedule.csv
       dips plan cluster profile.yaml model.yaml --for fsdp2 -o plan.yaml
+      dips plan cluster profile.yaml model.yaml --for pipeline -o plan.yaml
     """
     from dips.inside.planning.plan import Framework, chrome_trace, explain_plan, hand_over, make_plan, plan_data
     from dips.inside.planning.profile import parse_model, parse_profile

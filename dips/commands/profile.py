@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from dips.config.reading import read_yaml
 from dips.errors import ConfigError
 from dips.files import write_aside
 
@@ -40,6 +41,10 @@ def profile(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 512,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step, for the model file.")] = 256,
     site: Annotated[str, typer.Option(help="Where this node is; nodes of one site have one rate.")] = "site",
+    node: Annotated[str | None, typer.Option(help="This node's name; default: its host's name.")] = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Measure only what the profile lacks, if devices came or went.")
+    ] = False,
 ) -> None:
     """Measure links and layers under torchrun, and write the two files that `dips plan cluster` reads.
 
@@ -48,12 +53,18 @@ def profile(
     with 1, 2 and 4 samples: forward, backward of the input, backward of the weights. The files may be edited, and
     lines of other machines be added by hand.
 
+    With --changed the devices are compared with those of the profile. If they are the same, nothing is done. If all
+    that came are of kinds and sites that it knows, the nodes alone are written, otherwise all is measured. A node that
+    has gone stays with `devices: 0` where the file needs it. Meant for `before_start` in cluster.yaml; after a change
+    of the model, delete the profile.
+
     Exit codes: 0 written; 78 not under torchrun, or the model is not one that can be measured.
 
     \b
     Example:
       torchrun --nproc-per-node 8 --no-python dips profile --factory mymodel:build --tokens 4096
       torchrun --nnodes 2 ... --no-python dips profile --factory mymodel:build --site west
+      torchrun --nnodes 1:4 ... --no-python dips profile --factory mymodel:build --changed
     """
     if "RANK" not in os.environ:
         raise ConfigError(
@@ -70,14 +81,17 @@ def profile(
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        made = make_module(factory, device=str(device))
-        own = {
-            "node": f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', '0')}",
-            "site": site,
-            **describe_device(device),
-        }
+        own = {"node": node or socket.gethostname(), "site": site, **describe_device(device)}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
+        known: list[Any] = [None]
+        if changed:
+            if dist.get_rank() == 0:
+                known = [_take_devices(output, everyone)]
+            dist.broadcast_object_list(known)
+            if known[0] is None:
+                return
+        made = make_module(factory, device=str(device))
         links = measure_pairs(everyone, device)
         first = next(i for i, other in enumerate(everyone) if other["kind"] == own["kind"])
         layers = measure_layers(made, device, tokens) if dist.get_rank() == first else {}
@@ -87,12 +101,43 @@ def profile(
         dist.all_gather_object(found, layers)
         if dist.get_rank() == 0:
             machines, needs = make_files(everyone, links, found, Path(factory.partition(":")[0]).name, tokens, batch)
-            for path, content in ((output, machines), (model, needs)):
-                with write_aside(path) as aside:
-                    aside.write_text(yaml.safe_dump(content, sort_keys=False))
-                print(f"wrote {path}")
+            _write_file(output, merge_machines(known[0] or {}, machines))
+            _write_file(model, needs)
     finally:
         dist.destroy_process_group()
+
+
+def _take_devices(path: Path, places: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Bring the nodes of a profile up to date, on rank 0; return None if it then has all that planning needs, else
+    what it has, to which the rest is to be measured.
+    """
+    from dips.inside.planning.profile import parse_profile
+
+    if not path.exists():
+        print(f"{path}: not there: everything is measured")
+        return {}
+    known = dict(read_yaml(path))
+    parse_profile(known, str(path))  # a file that was edited wrongly is refused, and not measured over
+    updated = known | {"nodes": update_nodes(known, places)}
+    if updated == known:
+        print(f"{path}: its devices are those that are here: nothing is measured")
+        return None
+    came, gone = compare_nodes(known["nodes"], updated["nodes"])
+    said = "; ".join([*(f"{name} came" for name in came), *(f"{name} is gone" for name in gone)])
+    try:
+        parse_profile(updated, str(path))
+    except ConfigError as error:
+        print(f"{path}: {said}. Everything is measured, for it lacks: {error}")
+        return updated
+    print(f"{path}: {said}. Nothing is measured: kinds and links are known")
+    _write_file(path, updated)
+    return None
+
+
+def _write_file(path: Path, content: dict[str, Any]) -> None:
+    with write_aside(path) as aside:
+        aside.write_text(yaml.safe_dump(content, sort_keys=False))
+    print(f"wrote {path}")
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
@@ -367,19 +412,74 @@ def fit_line(samples: Sequence[int], seconds: Sequence[float]) -> list[float]:
     return [float(f"{slope:.4g}"), float(f"{max(0.0, y - slope * x):.4g}")]
 
 
+def list_nodes(places: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the nodes of these devices, as a profile has them."""
+    nodes: dict[str, dict[str, Any]] = {}
+    for place in places:
+        node = {"name": place["node"], "kind": place["kind"], "devices": 0, "site": place["site"]}
+        nodes.setdefault(place["node"], node)["devices"] += 1
+    return list(nodes.values())
+
+
+def update_nodes(machines: dict[str, Any], places: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a profile's nodes with the devices that are here, in its order, those that came at the end.
+
+    What was written by hand of a node stays. One that is gone stays, with 0 devices, while the file needs it: it has
+    keys or links of its own, or is the last of its kind and site. So a list of nodes whose names change stays short.
+    """
+    here = {node["name"]: node for node in list_nodes(places)}
+    nodes = [_update_node(node, here.pop(node["name"], {"devices": 0})) for node in machines["nodes"]]
+    nodes += here.values()
+    there = {_kind_and_site(node) for node in nodes if node.get("devices", 1)}
+    links = machines.get("links") or {}
+    named = {*links, *(far for row in links.values() for far in row)}
+
+    def needed(node: dict[str, Any]) -> bool:
+        own = node["name"] in named or not set(node) <= {"name", "kind", "devices", "site"}
+        return bool(node.get("devices", 1)) or own or _kind_and_site(node) not in there
+
+    return [node for node in nodes if needed(node)]
+
+
+def _update_node(node: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    """Return a node with what is otherwise now; a key that the file leaves out is not added with its default."""
+    written = {"devices": 1, "site": "site", **node}
+    return {**node, **{key: value for key, value in here.items() if written[key] != value}}
+
+
+def _kind_and_site(node: dict[str, Any]) -> tuple[str, str]:
+    return node["kind"], node.get("site", "site")
+
+
+def compare_nodes(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return the devices that came and those that are gone, with their kinds."""
+    old, new = (
+        [f"{node['name']}.{i} ({node['kind']})" for node in nodes for i in range(node.get("devices", 1))]
+        for nodes in (before, after)
+    )
+    return [device for device in new if device not in old], [device for device in old if device not in new]
+
+
+def merge_machines(known: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Return a profile of what was measured and of what another one has of nodes that are not here."""
+    links = {**(known.get("links") or {})}
+    for near, row in measured["links"].items():
+        links[near] = {**links.get(near, {}), **row}
+    return {
+        "nodes": known.get("nodes", measured["nodes"]),
+        "links": links,
+        **{key: {**(known.get(key) or {}), **measured[key]} for key in ("kinds", "measured")},
+    }
+
+
 def make_files(
     places: Sequence[dict[str, Any]], links: dict[Pair, tuple[float, float]], rows: Sequence[dict[str, dict[str, Any]]],
     name: str, tokens: int, batch: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Return the contents of profile.yaml and model.yaml from what all ranks measured."""
-    nodes: dict[str, dict[str, Any]] = {}
     kinds: dict[str, dict[str, Any]] = {}
     between: dict[str, dict[str, Any]] = {}
     for place in places:
-        node = nodes.setdefault(
-            place["node"], {"name": place["node"], "kind": place["kind"], "devices": 0, "site": place["site"]}
-        )
-        node["devices"] += 1
         # The matrix product's rate was measured: nothing of it is lost again.
         kinds.setdefault(place["kind"], {"memory_gb": place["memory_gb"], "tflops": place["tflops"], "efficiency": 1.0})
     for (a, b), (latency, rate) in links.items():
@@ -407,5 +507,5 @@ def make_files(
         {"name": layer, **{key: row[key] for key in ("parameters", "flops", "activation_bytes", "border_bytes")}}
         for layer, row in next(found for found in rows if found).items()
     ]
-    machines = {"nodes": list(nodes.values()), "kinds": kinds, "links": between, "measured": measured}
+    machines = {"nodes": list_nodes(places), "kinds": kinds, "links": between, "measured": measured}
     return machines, {"name": name, "batch": batch, "sequence": tokens, "recompute": False, "layers": layers}

@@ -59,6 +59,10 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     agent: str | None = None
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
+    # A command that the agent runs before each start of the training command, with the same variables and directory,
+    # for example to plan anew for the devices that are there. If it fails, or takes longer than `collective_s`, the
+    # training command counts as crashed. null: nothing
+    before_start: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within a day
     # whole: a pulled version is complete in host memory (4 B per parameter of a rank's shard) before it is installed.
     # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.

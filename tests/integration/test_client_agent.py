@@ -272,6 +272,47 @@ def test_the_trainers_exit_code_is_the_agents(run: Any) -> None:
     run.wait(agent(run, "pass"), 30)
 
 
+BEFORE = """
+echo "$DIPS_ATTEMPT" >> {told}
+if test "$DIPS_ATTEMPT" = 1; then echo "error: c.0 is missing" >&2; echo "plug it in" >&2; exit 3; fi
+"""
+
+
+def test_a_command_runs_before_each_start_of_the_trainer(run: Any, tmp_path: Path) -> None:
+    """It fails, and the trainer is not started; it succeeds, and it is; it crashes, and the command runs before the
+    next start, too. Each failure is told with its exit code and its error.
+    """
+    told = tmp_path / "told"
+    before = ["sh", "-c", BEFORE.format(told=told)]
+    writes = f"import os; print('trainer', file=open({str(told)!r}, 'a'))"
+    crashes = f"{writes}; raise SystemExit(9 * (os.environ['DIPS_ATTEMPT'] < '3'))"
+    run.wait(agent(run, crashes, max_restarts=5, before_start=before), 30)
+    assert told.read_text().split() == ["1", "2", "trainer", "3", "trainer"]
+    assert [mark["code"] for mark in marks(run, "west", "before_start_end")] == [3, 0, 0]
+    remarks = [mark["text"] for mark in marks(run, "west", "remark")]
+    assert "crashing, 1 of 5, exit 3, last line: before_start: error: c.0 is missing" in remarks
+
+
+def test_sigterm_ends_what_runs_before_the_trainer(run: Any) -> None:
+    """With all its processes, and the agent after it; no trainer is started."""
+    west = agent(run, "pass", before_start=["sh", "-c", "sleep 600 & wait"], max_restarts=5)
+    run.until(lambda: marks(run, "west", "before_start"), 30, "the command runs")
+    pid = marks(run, "west", "before_start")[0]["pid"]
+    run.until(lambda: psutil.Process(pid).children(), 30, "it has a process")
+    (child,) = psutil.Process(pid).children()
+    assert west.terminate() == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(pid) and not psutil.pid_exists(child.pid)
+    assert not marks(run, "west", "trainer_start")
+
+
+def test_a_command_before_the_start_must_exist_and_have_a_trainer(run: Any) -> None:
+    """Exit 78 before anything is joined, naming file and key."""
+    run.wait(missing := agent(run, "pass", before_start=["pyhton", "plan.py"]), 30, code=78)
+    assert "west.yaml: before_start: 'pyhton' is not found" in missing.log.read_text()
+    run.wait(alone := run.start_cluster("east", [], agent="127.0.0.1:0", before_start=["true"]), 30, code=78)
+    assert "before_start: expected a training command that it precedes" in alone.log.read_text()
+
+
 def test_sigterm_ends_trainer_and_agent(run: Any) -> None:
     """SIGTERM is handed on; the agent ends when the trainer has, with its code."""
     west = agent(run, "import time; print('up', flush=True); time.sleep(600)")

@@ -112,7 +112,10 @@ OTHERS: dict[str, set[str]] = {
     "dips.quantisers": {"numpy"},
     "dips.inside.planning": {"numpy"},
 }
-INSIDE_DOORS = {"dips.commands.plan_cluster"}  # who else may import dips.inside, inside a function
+INSIDE_DOORS = {
+    "dips.commands.plan_cluster",
+    "dips.commands.profile",
+}  # who else may import dips.inside, inside a function
 NEVER: dict[str, set[str]] = {
     "dips.master": {"torch", "numba", "zmq"},
     "dips.slave": {"torch"},

@@ -98,7 +98,9 @@ def test_keys_of_the_tables_exist(heading: str, keys: dict[str, Any]) -> None:
     assert not [key for key in named if key not in keys]
 
 
-MOST_KEYS = 75  # of both files, as tests/structure.py counts them
+# Of both files, as tests/structure.py counts them. The last to come was `before_start`: who plans for devices that come
+# and go knows the command, and nobody else does.
+MOST_KEYS = 76
 
 
 def test_each_key_says_when_to_change_it() -> None:

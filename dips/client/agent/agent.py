@@ -484,6 +484,8 @@ class MasterLink:
 
 
 FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot continue, before it is stopped
+BEFORE_GRACE_S = 10.0  # between SIGTERM and SIGKILL of `before_start`, which has no checkpoint to save
+LATE = 124  # exit code of a `before_start` that took too long, as timeout(1) has it
 
 
 # Between SIGTERM and SIGKILL of the trainer: time to save a checkpoint of a large model. Launchers may allow less:
@@ -561,17 +563,44 @@ class CommandRunner:
         return lines or self._lines_before
 
     async def _launch_once(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
-        """Launch the command and wait for its end; return its exit code and its last line on standard error."""
-        self._lines_before, self._launch = self.last_lines(), None
-        process = self._launch = await self._start(command, {**environment, "DIPS_ATTEMPT": str(launch)})
+        """Launch the command and wait for its end; return its exit code and its last line on standard error, or those
+        of a `before_start` that failed.
+        """
+        environment = {**environment, "DIPS_ATTEMPT": str(launch)}
+        if self._core.state.settings.before_start:
+            code, cause = await self._run_before(launch, environment)
+            if code or self._signals.terminated.is_set() or self._signals.stopped.is_set():
+                return code, f"before_start: {cause or 'it printed nothing'}"
+        process = await self._begin_launch(command, environment)
         self._perform([RecordMark("trainer_start", {"attempt": launch, "pid": process.pid})])
-        code = await self._wait_or_end(process)
+        code = await self._wait_or_end(process, self._end_grace_s)
         left = process.kill_leftovers()
         self._perform(self._core.on_trainer_gone(f"the trainer ended with exit code {code}", _now()))
         self._perform([RecordMark("trainer_end", {"attempt": launch, "code": code, "killed": left})])
         return code, await process.find_cause()
 
-    async def _wait_or_end(self, process: Launch) -> int:
+    async def _begin_launch(self, command: Sequence[str], environment: Mapping[str, str]) -> Launch:
+        self._lines_before, self._launch = self.last_lines(), None
+        self._launch = await self._start(command, environment)
+        return self._launch
+
+    async def _run_before(self, launch: int, environment: Mapping[str, str]) -> tuple[int, str]:
+        """Run `before_start` to its end; return its exit code and why it failed."""
+        settings, begun = self._core.state.settings, _now()
+        process = await self._begin_launch(settings.before_start, environment)
+        self._perform([RecordMark("before_start", {"attempt": launch, "pid": process.pid})])
+        try:
+            async with asyncio.timeout(settings.before_start_s):
+                code, late = await self._wait_or_end(process, BEFORE_GRACE_S), ""
+        except TimeoutError:
+            await process.end_within(BEFORE_GRACE_S)
+            code, late = LATE, f"not done after {settings.before_start_s:g} s (collective_s)"
+        left = process.kill_leftovers()
+        ended = {"attempt": launch, "code": code, "killed": left, "seconds": round(_now() - begun, 3)}
+        self._perform([RecordMark("before_start_end", ended)])
+        return code, "; ".join(filter(None, (late, await process.find_cause())))
+
+    async def _wait_or_end(self, process: Launch, grace_s: float) -> int:
         """Wait for the process to end; stop it if SIGTERM arrived or the core ordered it. Return its exit code."""
         ended = asyncio.create_task(process.wait())
         must_end = [asyncio.create_task(e.wait()) for e in (self._signals.terminated, self._signals.stopped)]
@@ -579,7 +608,7 @@ class CommandRunner:
             await asyncio.wait({ended, *must_end}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done() and self._signals.stopped.is_set():  # the trainer gets and reports the reason
                 await asyncio.wait({ended}, timeout=FAILURE_GRACE_S)
-            return ended.result() if ended.done() else await process.end_within(self._end_grace_s)
+            return ended.result() if ended.done() else await process.end_within(grace_s)
         finally:
             for task in (ended, *must_end):
                 task.cancel()

@@ -115,7 +115,8 @@ def end_attempt(s: AgentState, reason: str) -> None:
 
 # ---- restarts -------------------------------------------------------------------------------------------------------
 # A crash is worth another try unless another try must end the same way: the command does not exist, the configuration
-# is wrong, or it has crashed in the same way three times before its first inner step.
+# is wrong, or it has crashed in the same way three times before its first inner step. Where `before_start` writes the
+# configuration, as a plan for the devices that are there, the next try may have a right one.
 
 
 RESTART_PAUSE_S = 1.0  # pause between a crash and the next launch
@@ -184,7 +185,7 @@ def _why_hopeless(s: AgentState, crash: Crash) -> str:
     how = describe_crash(crash)
     if crash.code == CANNOT_START:
         return f"the training command cannot be started: {how}"
-    if _is_configuration(crash):
+    if _is_configuration(crash) and not s.settings.before_start:
         return f"an error of configuration: {how}"
     if _is_same_crash(s):
         return f"crashed {SAME_CRASHES} times in the same way before its first step: {how}"

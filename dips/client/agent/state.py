@@ -270,6 +270,8 @@ class AgentSettings:
     take_over: bool = False  # fence a running agent of the same name
     on_divergence: DivergencePolicy = DivergencePolicy.RESET  # if the model is no longer finite
     fragments: int = 1  # number of fragments in which the ranks stagger a transfer beside training
+    before_start: tuple[str, ...] = ()  # the command that is run before each start of the training command
+    before_start_s: float = 600.0  # after which it is ended: the cluster's `collective_s`, since all ranks wait for it
 
     @property
     def patience_s(self) -> float:
@@ -296,7 +298,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """One unwanted end of the training command."""
+    """One unwanted end of the training command, or of `before_start`."""
 
     at: float
     code: int

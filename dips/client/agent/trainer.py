@@ -104,7 +104,9 @@ def find_cause(text: str) -> str:
     lines = [line for rank, line in raised if first is not None and rank == first[1]]
     if not lines or OF_OTHERS.search(lines[-1]):
         lines = [line for _, line in raised if not OF_OTHERS.search(line)] or lines or [line for _, line in raised]
-    return (lines or _list_spoken(text) or [""])[-1].strip()[:LINE_CHARS]
+    spoken = _list_spoken(text)
+    said = [line for line in spoken if line.startswith("error: ")]  # by a command of ours, with advice after it
+    return (lines or said or spoken or [""])[-1].strip()[:LINE_CHARS]
 
 
 def describe_signal(number: int) -> str:

@@ -24,11 +24,12 @@ HALF = 0.5
 
 
 class Framework(StrEnum):
-    """The frameworks that a plan can be handed to."""
+    """The frameworks that a plan can be handed to, and `Pipeline`, which runs here."""
 
     TORCHTITAN = "torchtitan"
     MEGATRON = "megatron"
     FSDP2 = "fsdp2"  # torch's own, with the shares of configs/examples/unequal_gpus.py
+    PIPELINE = "pipeline"  # dips/inside/pipeline: a script that runs one gets one, whatever is fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +311,13 @@ _RUNS: dict[Framework, Callable[[PipelineChoice], bool]] = {
     Framework.TORCHTITAN: _is_mesh,
     Framework.MEGATRON: lambda choice: _is_mesh(choice) and choice.schedule is ScheduleName.ONE_F_ONE_B,
     Framework.FSDP2: _is_data_parallel,
+    Framework.PIPELINE: lambda choice: not choice.offload,
 }
 _TAKES = {
     Framework.TORCHTITAN: "stages of equally many devices with equal shares",
     Framework.MEGATRON: "stages of equally many devices with equal shares",
     Framework.FSDP2: "one stage without ministages",
+    Framework.PIPELINE: "pipelines without offload, of one stage or more",
 }
 
 
@@ -328,7 +331,7 @@ def _can_run(target: Framework, plan: RankedPlan) -> bool:
 class Handover:
     """The flags that a framework is started with, and the schedule that it reads, if any.
 
-    FSDP2 has no flags: a line for each device with its share.
+    FSDP2 has no flags: a line for each device with its share. Neither has `Pipeline`: its ranks in order.
     """
 
     flags: tuple[str, ...]
@@ -344,6 +347,8 @@ def hand_over(plan: ClusterPlan, target: Framework, csv_name: str = "schedule.cs
         shares = plan.shares.items()
         return Handover(tuple(f"{d}: {n} samples of a step, micro-batches: {count}" for d, (n, count) in shares))
     assert choice is not None
+    if target is Framework.PIPELINE:
+        return Handover(tuple(f"rank {i}: {d}" for i, d in enumerate(d for s in plan.stages for d in s.devices)))
     if not plan.decoder:
         raise ConfigError(
             f"{target}: expected a model with `transformer`: {plan.model} names layers that it does not know"

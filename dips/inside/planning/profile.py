@@ -48,7 +48,7 @@ class ClusterNode:
 
     name: str
     kind: str
-    devices: int = 1
+    devices: int = 1  # 0: it is not there now, and is known when it comes back
     site: str = "site"
     card_gbit: float | None = None  # null: as much as its fastest link to another node
 
@@ -171,16 +171,17 @@ def check_profile(profile: ClusterProfile, name: str) -> None:
     def refuse(key: str, text: str) -> None:
         raise ConfigError(f"{name}: {key}: {text}")
 
-    if not profile.nodes:
-        refuse("nodes", "expected at least one node, got none")
+    there = [node for node in profile.nodes if node.devices]
+    if not there:
+        refuse("nodes", "expected at least one node with devices, got none")
     twice = [n for n, count in Counter(node.name for node in profile.nodes).items() if count > 1]
     if twice:
         refuse("nodes", f"two nodes are called {twice[0]}, so their devices have one name: rename one")
     for node in profile.nodes:
         if node.kind not in profile.kinds:
             refuse(f"nodes.{node.name}.kind", f"expected one of {', '.join(profile.kinds)}, got {node.kind}")
-        if not 1 <= node.devices <= 1024:
-            refuse(f"nodes.{node.name}.devices", f"expected 1 to 1024, got {node.devices}")
+        if not 0 <= node.devices <= 1024:
+            refuse(f"nodes.{node.name}.devices", f"expected 0 to 1024, got {node.devices}")
     for key, value in _figures(profile):
         if not (isfinite(value) and value > 0):
             refuse(key, f"expected a number above 0, got {value}")
@@ -193,8 +194,8 @@ def check_profile(profile: ClusterProfile, name: str) -> None:
     known = {n.name for n in profile.nodes} | {n.site for n in profile.nodes}
     if unknown := sorted({*profile.links, *(b for row in profile.links.values() for b in row)} - known):
         refuse(f"links.{unknown[0]}", f"expected a node or a site, which are {', '.join(sorted(known))}")
-    for a in profile.nodes:
-        for b in profile.nodes:
+    for a in there:
+        for b in there:
             if a is not b and profile.find_link(a, b) is None:
                 way = "one-way" if profile.find_link(b, a) is not None else "missing"
                 refuse(
@@ -324,7 +325,7 @@ def parse_profile(raw: Mapping[str, Any], name: str) -> ClusterProfile:
     """Return the profile of a file's keys. Raises ConfigError that names file and key."""
     profile = build(ClusterProfile, raw, name)
     check_profile(profile, name)
-    return profile
+    return replace(profile, nodes=tuple(node for node in profile.nodes if node.devices))
 
 
 def parse_model(raw: Mapping[str, Any], name: str) -> ModelProfile:

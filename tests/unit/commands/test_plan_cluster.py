@@ -89,6 +89,26 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
     assert list(shares.cells) == ["3 to 5", str(second.microbatches[0])]
 
 
+@pytest.mark.parametrize("devices", [1, 3])
+def test_who_runs_a_pipeline_gets_one(files: list[str], tmp_path: Path, devices: int) -> None:
+    """On a line between equal devices that is no limit sharding is faster, and has no orders; a script of `Pipeline` asks
+    for a plan that it can run, and is told which rank is which device. One device alone is a pipeline, too.
+    """
+    nodes = [{"name": name, "kind": "big"} for name in "abc"[:devices]]
+    machines = {**MACHINES, "nodes": nodes, "links": {"site": {"site": 10_000}}}
+    Path(files[0]).write_text(yaml.safe_dump(machines))
+    words = ["plan", "cluster", *files, "-o", str(out := tmp_path / "plan.yaml")]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    if devices > 1:
+        with pytest.raises(ConfigError, match="expected a pipeline, got .* which has no stages"):
+            read_pipeline(yaml.safe_load(out.read_text()), "plan.yaml")
+    told = CliRunner().invoke(cli, [*words, "--for", "pipeline"])
+    assert told.exit_code == 0, told.output
+    plan = read_pipeline(yaml.safe_load(out.read_text()), "plan.yaml")
+    assert sorted(plan.devices) == [f"{name}.0" for name in "abc"[:devices]]
+    assert told.stdout.splitlines()[-devices:] == [f"rank {i}: {d}" for i, d in enumerate(plan.devices)]
+
+
 def test_it_works_where_there_is_no_torch(files: list[str]) -> None:
     """With torch, networkx and matplotlib blocked, the command plans; none of its modules is loaded by `import
     dips.cli`.
@@ -121,7 +141,7 @@ def test_what_learns_otherwise_is_never_the_plan() -> None:
         ({"links": {"east": {"west": 1}}}, {}, [], "links.west.east: one-way"),
         ({"speed": 3}, {}, [], "speed: unknown key"),
         ({}, {"parameter_bytes": 9000.0, "state_bytes": 9000.0}, [], "GB missing"),
-        ({}, {}, ["--for", "deepspeed"], "--for: expected torchtitan or megatron or fsdp2, got deepspeed"),
+        ({}, {}, ["--for", "deepspeed"], "--for: expected torchtitan or megatron or fsdp2 or pipeline, got deepspeed"),
         ({"nodes": MACHINES["nodes"][:1], "links": {}}, {}, ["--for", "megatron"], "it can run none of the plans"),
     ],
 )  # fmt: skip

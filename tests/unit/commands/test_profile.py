@@ -24,6 +24,7 @@ from dips.commands.profile import (
     SAMPLES,
     _first_tensor,
     _time_layer,
+    compare_nodes,
     deal_pairs,
     find_layers,
     fit_line,
@@ -32,6 +33,7 @@ from dips.commands.profile import (
     measure_memory,
     measure_pairs,
     time_work,
+    update_nodes,
 )
 from dips.errors import ConfigError
 from dips.inside.planning.profile import parse_model, parse_profile
@@ -216,21 +218,88 @@ def test_a_link_is_measured_by_both_ends(tmp_path: Path) -> None:
     assert 0 < latency < 1 and rate > 10 * 5 * 4 / latency
 
 
+def profile_alone(*words: str) -> Any:
+    """Run the command as torchrun starts it, for one device."""
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    given = ["profile", "--factory", "model_to_profile:build", "--tokens", "16", "--site", "west", *words]
+    return CliRunner().invoke(cli, given, env={**rank, "MASTER_PORT": str(free_port())})
+
+
+def test_only_what_the_profile_lacks_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing if the devices are its own, so not even the model is made; its nodes alone if one of a known kind came;
+    everything if there is no profile, or for a kind that it does not have, whose former lines stay. A file that was
+    edited wrongly is refused. The process group is gone each time.
+    """
+    (tmp_path / "model_to_profile.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(profile, "ROUNDS", 1)
+    file = Path("profile.yaml")
+    done = profile_alone("--changed", "--node", "a")
+    assert done.exit_code == 0 and "not there: everything is measured" in done.stdout, repr(done.exception)
+    written = file.read_text()
+
+    monkeypatch.setattr(profile, "measure_layers", None)  # may not be called
+    done = profile_alone("--changed", "--node", "a", "--factory", "no_such_module:build")
+    assert done.exit_code == 0 and "nothing is measured" in done.stdout and "wrote" not in done.stdout, done.output
+    done = profile_alone("--changed", "--node", "b", "--factory", "no_such_module:build")
+    assert "b.0 (cpu) came; a.0 (cpu) is gone. Nothing is measured" in done.stdout, repr(done.exception)
+    assert file.read_text() == written.replace("name: a", "name: b")
+    monkeypatch.undo()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(profile, "ROUNDS", 1)
+    file.write_text(written.replace("cpu", "other"))
+    done = profile_alone("--changed", "--node", "b")
+    assert "Everything is measured, for it lacks: profile.yaml: nodes.b.kind" in done.stdout, repr(done.exception)
+    found = yaml.safe_load(file.read_text())
+    assert set(found["kinds"]) == set(found["measured"]) == {"cpu", "other"}
+    assert [(n["name"], n["devices"]) for n in found["nodes"]] == [("a", 0), ("b", 1)]
+    assert list(parse_profile(found, "profile.yaml").places) == ["b.0"]
+    file.write_text("nodes: 7")
+    refused = profile_alone("--changed", "--node", "b").exception
+    assert isinstance(refused, ConfigError) and "kinds: missing" in str(refused)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_node_that_is_gone_is_kept_while_the_file_needs_it() -> None:
+    """The last of its kind and site, or one with lines of its own, has 0 devices until it is back; of nodes that are
+    called otherwise each time only those that are here are in the list. A node keeps what was written of it by hand.
+    """
+    file = {
+        "nodes": [
+            {"name": "a", "kind": "fast", "devices": 2, "site": "east", "card_gbit": 10},
+            {"name": "b", "kind": "fast", "site": "east"},
+            {"name": "c", "kind": "slow", "devices": 1, "site": "west"},
+        ],
+        "links": {"east": {"west": 1}, "west": {"east": 1}, "b": {"a": 2}},
+    }
+    came = [place("d"), place("a")]
+    nodes = update_nodes(file, came)
+    assert [(n["name"], n["devices"]) for n in nodes] == [("a", 1), ("b", 0), ("c", 0), ("d", 1)]
+    assert nodes[0]["card_gbit"] == 10
+    assert compare_nodes(file["nodes"], nodes) == (["d.0 (fast)"], ["a.1 (fast)", "b.0 (fast)", "c.0 (slow)"])  # type: ignore[arg-type]
+    for number in range(9):
+        nodes = update_nodes({**file, "nodes": nodes}, [place(f"pod-{number}")])
+    assert [n["name"] for n in nodes] == ["a", "b", "c", "pod-8"]
+    back = [place("a"), place("a"), place("b"), place("c", "slow", "west")]
+    assert update_nodes(file, back) == file["nodes"], "the same devices change nothing, not even a default"
+
+
 def test_one_rank_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command as torchrun starts it, for one device; the process group is gone after it."""
     (tmp_path / "model_to_profile.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(profile, "ROUNDS", 1)
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3", "MASTER_ADDR": "127.0.0.1"}
-    words = ["profile", "--factory", "model_to_profile:build", "--tokens", "16", "--site", "west"]
-    done = CliRunner().invoke(cli, words, env={**rank, "MASTER_PORT": str(free_port())})
+    done = profile_alone("--node", "here")
     assert done.exit_code == 0, repr(done.exception)
     assert "wrote profile.yaml" in done.stdout and "wrote model.yaml" in done.stdout
     assert "memory of one sample, without an optimizer: parameters 0.0" in done.stdout
     machines = parse_profile(yaml.safe_load(Path("profile.yaml").read_text()), "profile.yaml")
     (node,) = machines.places
-    assert node.endswith("-3.0") and machines.places[node].site == "west"
+    assert node == "here.0" and machines.places[node].site == "west"
     model = parse_model(yaml.safe_load(Path("model.yaml").read_text()), "model.yaml")
     assert [layer.name for layer in model.layers] == ["embedding", "blocks.0", "blocks.1", "head"]
     assert not torch.distributed.is_initialized()

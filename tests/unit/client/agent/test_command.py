@@ -43,7 +43,7 @@ def test_a_trainer_has_its_grace_to_save(tmp_path: Path, seconds: float, grace_s
         signals = AgentSignals()
         signals.terminated.set()
         unused: Any = None
-        return await CommandRunner(unused, unused, signals, unused, grace_s)._wait_or_end(process)
+        return await CommandRunner(unused, unused, signals, unused)._wait_or_end(process, grace_s)
 
     assert asyncio.run(end()) == code
     assert saved.exists() == (code == 0)
@@ -180,17 +180,17 @@ async def test_who_is_told_to_stop_may_end_by_itself_first(monkeypatch: pytest.M
     raises, hangs, ended = Simulated(), Simulated(), Simulated()
     runner, signals, _ = runner_of(Play())
     signals.stopped.set()
-    waiting = asyncio.create_task(runner._wait_or_end(raises))
+    waiting = asyncio.create_task(runner._wait_or_end(raises, 60.0))
     await asyncio.sleep(0.01)
     raises.code.set_result(75)
     assert await waiting == 75 and not raises.told
     monkeypatch.setattr(agent, "FAILURE_GRACE_S", 0.0)
-    assert await runner._wait_or_end(hangs) == 143 and hangs.told == ["end within 60 s"]
+    assert await runner._wait_or_end(hangs, 60.0) == 143 and hangs.told == ["end within 60 s"]
     monkeypatch.setattr(agent, "FAILURE_GRACE_S", 60.0)
     signals.stopped.clear()
     signals.terminated.set()
     async with asyncio.timeout(20):
-        assert await runner._wait_or_end(ended) == 143
+        assert await runner._wait_or_end(ended, 60.0) == 143
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -208,3 +208,69 @@ async def test_the_pause_between_two_launches_ends_with_sigterm() -> None:
     signals.terminated.set()
     async with asyncio.timeout(20):
         assert await running == 1
+
+
+# ---- before_start ----------------------------------------------------------------------------------------------------
+
+
+def planned(*launches: Simulated, **settings: Any) -> tuple[CommandRunner, AgentSignals, list[Any]]:
+    """A runner with a `before_start`; the launches are those of both commands."""
+    return runner_of(Play(max_restarts=2, before_start=("plan",), **settings), *launches)
+
+
+async def test_a_command_runs_before_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first and before each after a crash, with the same variables; what it leaves is killed first."""
+    monkeypatch.setattr(restarts, "RESTART_PAUSE_S", 0.0)
+    plans = [Simulated(("planned",), ends=0), Simulated(("planned anew",), ends=0)]
+    runner, _, did = planned(plans[0], Simulated(ends=1), plans[1], Simulated(ends=0))
+    assert await runner.run(["train"], {"A": "b"}) == 0
+    kinds = [kind for kind, _ in did if kind != "remark"]
+    launch = ["start", "before_start", "before_start_end", "start", "trainer_start", "trainer_end"]
+    assert [kind for kind in kinds if kind in launch] == 2 * launch
+    given = [fields for kind, fields in did if kind == "start"]
+    assert given == [{"A": "b", "DIPS_ATTEMPT": number} for number in ("1", "1", "2", "2")]
+    assert all(plan.told == ["kill leftovers"] for plan in plans)
+    assert runner.last_lines() == ("planned anew",), "until the training command prints"
+
+
+async def test_one_that_fails_counts_as_a_crash_of_the_training_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training command is not started; the agent's remark has the exit code and the last line."""
+    monkeypatch.setattr(restarts, "RESTART_PAUSE_S", 0.0)
+
+    class Refused(Simulated):
+        async def find_cause(self) -> str:
+            return "error: c.0 is missing"
+
+    runner, _, did = planned(*(Refused(ends=3) for _ in range(3)))
+    assert await runner.run(["train"], {}) == 3
+    assert not [kind for kind, _ in did if kind == "trainer_start"]
+    first, _ = [fields["text"] for kind, fields in did if kind == "remark"]
+    assert first == "crashing, 1 of 2, exit 3, last line: before_start: error: c.0 is missing"
+    assert "3 times in the same way before its first step" in runner._core.state.leaves_for
+
+
+async def test_one_that_hangs_is_ended_and_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `collective_s`, which all other ranks wait at most; and the next one is run."""
+    monkeypatch.setattr(restarts, "RESTART_PAUSE_S", 0.0)
+    hangs = Simulated()
+    runner, _, did = planned(hangs, Simulated(ends=0), Simulated(ends=0), before_start_s=0.05)
+    async with asyncio.timeout(20):
+        assert await runner.run(["train"], {}) == 0
+    assert hangs.told == ["end within 10 s", "kill leftovers"]
+    (remark,) = [fields["text"] for kind, fields in did if kind == "remark" and "crashing" in fields["text"]]
+    assert remark == "crashing, 1 of 2, exit 124, last line: before_start: not done after 0.05 s (collective_s)"
+
+
+@pytest.mark.parametrize("which", ["terminated", "stopped"])
+async def test_who_ends_the_agent_ends_it(which: str) -> None:
+    """SIGTERM, or an order of the core, while it runs: no launch follows, even if it then says that all is well."""
+    plan = Simulated()
+    runner, signals, did = planned(plan)
+    running = asyncio.create_task(runner.run(["train"], {}))
+    while not [kind for kind, _ in did if kind == "before_start"]:
+        await asyncio.sleep(0)
+    getattr(signals, which).set()
+    plan.code.set_result(0)
+    async with asyncio.timeout(20):
+        await running
+    assert [kind for kind, _ in did if kind == "start"] == ["start"]

@@ -85,6 +85,19 @@ def test_what_no_other_try_can_mend_ends_at_once() -> None:
     assert isinstance(crash(Play(max_restarts=9), last_line="dips.errors.Busy: full"), LaunchCommand)
 
 
+def test_where_a_command_configures_each_launch_a_wrong_configuration_is_tried_again() -> None:
+    """The plan was for devices of which one has gone; the next one is for those that are there. Not for ever."""
+    play = Play(max_restarts=9, before_start=("plan",))
+    line = "dips.errors.ConfigError: plan.yaml: expected 4 ranks, got 3"
+    assert isinstance(crash(play, last_line=line), LaunchCommand)
+    assert isinstance(crash(play, code=78, last_line="before_start: error: fits nowhere"), LaunchCommand)
+    assert all(isinstance(crash(play, code=78), LaunchCommand) for _ in range(2))
+    end = crash(play, code=78)
+    assert isinstance(end, EndAgent) and end.code == 78 and "3 times in the same way" in end.reason
+    end = crash(Play(max_restarts=9, before_start=("plan",)), code=127, last_line="before_start: sh: plan: not found")
+    assert isinstance(end, EndAgent) and end.reason.endswith("last line: before_start: sh: plan: not found")
+
+
 def test_crashes_are_shown() -> None:
     """The heartbeat says how often and how, the last message why the cluster is gone."""
     play = Play(max_restarts=1)
