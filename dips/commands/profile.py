@@ -41,7 +41,7 @@ def profile(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 512,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step, for the model file.")] = 256,
     site: Annotated[str, typer.Option(help="Where this node is; nodes of one site have one rate.")] = "site",
-    node: Annotated[str | None, typer.Option(help="This node's name; default: its host's name.")] = None,
+    name: Annotated[str | None, typer.Option(help="This node's name; default: its host's name.")] = None,
     changed: Annotated[
         bool, typer.Option("--changed", help="Measure only what the profile lacks, if devices came or went.")
     ] = False,
@@ -81,7 +81,7 @@ def profile(
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        own = {"node": node or socket.gethostname(), "site": site, **describe_device(device)}
+        own = {"node": name or socket.gethostname(), "site": site, **describe_device(device)}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         known: list[Any] = [None]

@@ -460,11 +460,12 @@ class Planner:
 
     def average_nodes(self, nodes: Sequence[Sequence[str]], tau: int = 128) -> list[RankedPlan]:
         """EDiT and A-EDiT: HSDP whose nodes average parameters every `tau` steps, hidden under a forward (E§3.1)."""
-        alone = [self.shard_in_nodes([g], average=False) for g in nodes]
         share = self.model.batch / len(nodes)
+        own = replace_batch(self, int(share) or 1)
+        alone = [own.shard_in_nodes([g], average=False) for g in nodes]
         if missing := next((p.missing for p in alone if p.missing), ""):
             return [RankedPlan("EDiT", inf, self.model.batch, missing=missing)]
-        steps = [replace_batch(self, int(share) or 1).shard_in_nodes([g], average=False).step_s for g in nodes]
+        steps = [plan.step_s for plan in alone]
         sync = 2 * ring_seconds(
             self._rings(tuple(g[0] for g in nodes)), len(nodes), self.model.parameters * self.model.parameter_bytes
         )

@@ -91,8 +91,8 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_who_runs_a_pipeline_gets_one(files: list[str], tmp_path: Path, devices: int) -> None:
-    """On a line between equal devices that is no limit sharding is faster, and has no orders; a script of `Pipeline` asks
-    for a plan that it can run, and is told which rank is which device. One device alone is a pipeline, too.
+    """On a line between equal devices that is no limit sharding is faster, and has no orders. A script of `Pipeline`
+    asks for a plan that it can run, and is told which rank is which device. One device alone is a pipeline, too.
     """
     nodes = [{"name": name, "kind": "big"} for name in "abc"[:devices]]
     machines = {**MACHINES, "nodes": nodes, "links": {"site": {"site": 10_000}}}
@@ -100,7 +100,7 @@ def test_who_runs_a_pipeline_gets_one(files: list[str], tmp_path: Path, devices:
     words = ["plan", "cluster", *files, "-o", str(out := tmp_path / "plan.yaml")]
     assert CliRunner().invoke(cli, words).exit_code == 0
     if devices > 1:
-        with pytest.raises(ConfigError, match="expected a pipeline, got .* which has no stages"):
+        with pytest.raises(ConfigError, match=r"expected a pipeline, got .* which has no stages"):
             read_pipeline(yaml.safe_load(out.read_text()), "plan.yaml")
     told = CliRunner().invoke(cli, [*words, "--for", "pipeline"])
     assert told.exit_code == 0, told.output

@@ -235,14 +235,14 @@ def test_only_what_the_profile_lacks_is_measured(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(profile, "ROUNDS", 1)
     file = Path("profile.yaml")
-    done = profile_alone("--changed", "--node", "a")
+    done = profile_alone("--changed", "--name", "a")
     assert done.exit_code == 0 and "not there: everything is measured" in done.stdout, repr(done.exception)
     written = file.read_text()
 
     monkeypatch.setattr(profile, "measure_layers", None)  # may not be called
-    done = profile_alone("--changed", "--node", "a", "--factory", "no_such_module:build")
+    done = profile_alone("--changed", "--name", "a", "--factory", "no_such_module:build")
     assert done.exit_code == 0 and "nothing is measured" in done.stdout and "wrote" not in done.stdout, done.output
-    done = profile_alone("--changed", "--node", "b", "--factory", "no_such_module:build")
+    done = profile_alone("--changed", "--name", "b", "--factory", "no_such_module:build")
     assert "b.0 (cpu) came; a.0 (cpu) is gone. Nothing is measured" in done.stdout, repr(done.exception)
     assert file.read_text() == written.replace("name: a", "name: b")
     monkeypatch.undo()
@@ -251,14 +251,14 @@ def test_only_what_the_profile_lacks_is_measured(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(profile, "ROUNDS", 1)
     file.write_text(written.replace("cpu", "other"))
-    done = profile_alone("--changed", "--node", "b")
+    done = profile_alone("--changed", "--name", "b")
     assert "Everything is measured, for it lacks: profile.yaml: nodes.b.kind" in done.stdout, repr(done.exception)
     found = yaml.safe_load(file.read_text())
     assert set(found["kinds"]) == set(found["measured"]) == {"cpu", "other"}
     assert [(n["name"], n["devices"]) for n in found["nodes"]] == [("a", 0), ("b", 1)]
     assert list(parse_profile(found, "profile.yaml").places) == ["b.0"]
     file.write_text("nodes: 7")
-    refused = profile_alone("--changed", "--node", "b").exception
+    refused = profile_alone("--changed", "--name", "b").exception
     assert isinstance(refused, ConfigError) and "kinds: missing" in str(refused)
     assert not torch.distributed.is_initialized()
 
@@ -293,7 +293,7 @@ def test_one_rank_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(profile, "ROUNDS", 1)
-    done = profile_alone("--node", "here")
+    done = profile_alone("--name", "here")
     assert done.exit_code == 0, repr(done.exception)
     assert "wrote profile.yaml" in done.stdout and "wrote model.yaml" in done.stdout
     assert "memory of one sample, without an optimizer: parameters 0.0" in done.stdout

@@ -261,6 +261,16 @@ def test_a_round_of_edit_takes_as_long_as_its_slowest_node() -> None:
     assert apart.rate == pytest.approx(20 / fast + 20 / slow, rel=0.01)
 
 
+def test_edit_fits_where_each_nodes_share_does() -> None:
+    """Two nodes with room for the activations of half of the batch each, and not of all of it."""
+    planner = Planner(small_cluster((100, 100), gbit=0.2), small_model(8, batch=600))
+    assert planner.shard_in_nodes([("n0.0",)], average=False).missing
+    plans = planner.average_nodes([("n0.0",), ("n1.0",)])
+    assert [plan.missing for plan in plans] == ["", ""] and plans[0].step_s < float("inf")
+    planner = Planner(small_cluster((100, 100), gbit=0.2), small_model(8, batch=6000))
+    assert [plan.missing.partition(":")[0] for plan in planner.average_nodes([("n0.0",), ("n1.0",)])] == ["n0.0"]
+
+
 def test_what_does_not_fit_names_device_and_bytes() -> None:
     """A model of 30 GB of states on devices of 16 GB fits on no two of them."""
     model = replace(
