@@ -167,4 +167,4 @@ def walk_step(
 if __name__ == "__main__":
     from benchmarks.harness import main
 
-    main("adapter", __doc__, measure_crossings)
+    main("adapter_crossings", __doc__, measure_crossings)

@@ -26,7 +26,7 @@ VOCABULARY, WIDTH, LENGTH, BLOCKS = 11, 8, 6, 4
 STEP_S, SAVE_EVERY = 0.1, 4
 
 
-class Block(nn.Module):
+class ResidualLayer(nn.Module):
     """A residual layer."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(ResidualLayer() for _ in range(BLOCKS))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
