@@ -58,7 +58,7 @@ def profile(
     has gone stays with `devices: 0` where the file needs it. Meant for `before_start` in cluster.yaml; after a change
     of the model, delete the profile.
 
-    Exit codes: 0 written; 78 not under torchrun, or the model is not one that can be measured.
+    Exit codes: 0 written, or nothing to measure; 78 not under torchrun, or the model is not one that can be measured.
 
     \b
     Example:
@@ -124,14 +124,24 @@ def _take_devices(path: Path, places: Sequence[dict[str, Any]]) -> dict[str, Any
         return None
     came, gone = compare_nodes(known["nodes"], updated["nodes"])
     said = "; ".join([*(f"{name} came" for name in came), *(f"{name} is gone" for name in gone)])
-    try:
-        parse_profile(updated, str(path))
-    except ConfigError as error:
-        print(f"{path}: {said}. Everything is measured, for it lacks: {error}")
+    if lacks := find_lacking(updated, str(path)):
+        print(f"{path}: {said}. Everything is measured, for it lacks: {lacks}")
         return updated
     print(f"{path}: {said}. Nothing is measured: kinds and links are known")
     _write_file(path, updated)
     return None
+
+
+def find_lacking(machines: dict[str, Any], where: str) -> str:
+    """Return what a profile lacks of its nodes, "" if it has all that is measured of them."""
+    from dips.inside.planning.profile import parse_profile
+
+    try:
+        profile = parse_profile(machines, where)
+    except ConfigError as error:
+        return str(error)
+    unlinked = (n.kind for n in profile.nodes if n.devices > 1 and "inside_gbit" not in machines["kinds"][n.kind])
+    return next((f"{where}: kinds.{kind}.inside_gbit" for kind in unlinked), "")
 
 
 def _write_file(path: Path, content: dict[str, Any]) -> None:

@@ -26,8 +26,10 @@ from dips.commands.profile import (
     _time_layer,
     compare_nodes,
     deal_pairs,
+    find_lacking,
     find_layers,
     fit_line,
+    list_nodes,
     make_files,
     measure_layers,
     measure_memory,
@@ -261,6 +263,19 @@ def test_only_what_the_profile_lacks_is_measured(tmp_path: Path, monkeypatch: py
     refused = profile_alone("--changed", "--name", "b").exception
     assert isinstance(refused, ConfigError) and "kinds: missing" in str(refused)
     assert not torch.distributed.is_initialized()
+
+
+def test_what_was_not_measured_of_a_node_is_lacking() -> None:
+    """A second device in a node of a kind that had one: the rate between the two. Another site: the links to it."""
+    kinds = {"fast": {"memory_gb": 16, "tflops": 10}}
+    file: dict[str, Any] = {"kinds": kinds, "links": {}, "nodes": list_nodes([place("a")])}
+    assert find_lacking(file, "p.yaml") == ""
+    file["nodes"] = update_nodes(file, [place("a"), place("a")])
+    assert find_lacking(file, "p.yaml") == "p.yaml: kinds.fast.inside_gbit"
+    kinds["fast"]["inside_gbit"] = 100
+    assert find_lacking(file, "p.yaml") == ""
+    file["nodes"] = update_nodes(file, [place("a"), place("b", site="west")])
+    assert "links.east.west: missing" in find_lacking(file, "p.yaml")
 
 
 def test_a_node_that_is_gone_is_kept_while_the_file_needs_it() -> None:
