@@ -34,7 +34,6 @@ APART = (
     "overhead",
     "pace",
     "checkpoint",
-    "adapter_crossings",
     "admission",
     "against_one",
     "attach",
@@ -54,7 +53,6 @@ APART = (
 )  # only by name: with them `make bench` would take more than its 20 minutes
 LIMIT_S = 400.0  # for one of them,
 LIMITS_S = {
-    "adapter_crossings": 1200.0,
     "against_one": 2400.0,
     "endtoend": 3 * 3600.0,
     "goodput": 3 * 3600.0,

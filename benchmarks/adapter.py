@@ -2,6 +2,7 @@
 
     python -m benchmarks adapter --part cut       # a real pipeline on shaped links whose rate is cut in mid-run
     python -m benchmarks adapter --part traces    # 40 random traces of rates, in the simulator
+    python -m benchmarks adapter --part crossings    # which way of training is the fastest at a line's rate
 
 Layers are slept: what is measured are the orders, the transfers and the adapter, not this machine's arithmetic.
 """
@@ -20,6 +21,7 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.adapter_crossings import measure_crossings
 from benchmarks.harness import Bench, main
 from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network, slowed
@@ -303,7 +305,11 @@ def _time_transfers(
             )
 
 
-PARTS: dict[str, Callable[[Bench], None]] = {"cut": measure_cut, "traces": measure_traces}
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "cut": measure_cut,
+    "traces": measure_traces,
+    "crossings": measure_crossings,
+}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

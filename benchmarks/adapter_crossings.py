@@ -162,9 +162,3 @@ def walk_step(
             gathered = line = max(line, begun) + gathers[i - 1]
         line = max(line, computed) + reduces[i]
     return max(line, computed)
-
-
-if __name__ == "__main__":
-    from benchmarks.harness import main
-
-    main("adapter_crossings", __doc__, measure_crossings)
