@@ -104,7 +104,7 @@ class LinkUse:
 
 
 class SlaveUse:
-    """What a slave did: seconds of work by order, bytes each way, and the seconds in which it did anything."""
+    """A slave's account: seconds of work by order, bytes each way, and the seconds in which anything went on."""
 
     def __init__(self) -> None:
         self.work_s: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What `dips simulate` reads, plays and reports: a run's clusters and slaves with sizes and rates.
+"""A run with sizes and rates: its file, its play in virtual time, and what it shows of clusters and slaves.
 
 The master's decisions, ledger, slaves and agents are those of a real run, in the simulation's time (dips/sim);
 transfers take what the links and whoever shares them give (dips/sim/sizes.py). What is trained is noise, without gates.
@@ -203,7 +203,7 @@ class PhaseClock(Observer):
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """What one cluster's rounds took: medians, in seconds."""
+    """Medians of one cluster's rounds, in seconds."""
 
     cluster: str
     pushes: int
@@ -222,7 +222,7 @@ class ClusterReport:
 
 @dataclass(frozen=True, slots=True)
 class SlaveReport:
-    """What one slave did, as shares of the time; peaks in Gbit/s, means over 10 s."""
+    """Shares of the time in which one slave did each thing; peaks in Gbit/s, means over 10 s."""
 
     slave: str
     worked: float  # its orders

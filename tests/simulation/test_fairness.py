@@ -22,7 +22,7 @@ SLOW = NAMES[FAST]
 MOST = 2.0  # times the mean
 SEEDS = 20
 QUICK = 1  # of them in `make test`; one takes about 10 s of a core
-CROWDS = 5
+CROWDS, QUICK_CROWDS = 5, 2
 
 
 def lived(seed: int) -> tuple[QueueInvariant, Failure | None]:
@@ -59,7 +59,9 @@ def test_a_slow_cluster_waits_at_most_twice_the_mean(seed: int) -> None:
     assert ratio_of_slow(queue) <= MOST
 
 
-@pytest.mark.parametrize("seed", range(CROWDS))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=[pytest.mark.slow] * (s >= QUICK_CROWDS)) for s in range(CROWDS)]
+)
 def test_places_survive_faults(seed: int) -> None:
     """Six to nine clusters and one slot while everything fails in turn: whoever asks later goes behind."""
     failure = SeedTrial(seed, crowd_of(seed)).run().failure

@@ -75,7 +75,7 @@ def others_round_s(diary: Diary) -> float:
     return mean(diary.round_s(cluster) for cluster in "ab")
 
 
-@pytest.mark.parametrize("pinned", [0, 1])
+@pytest.mark.parametrize("pinned", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] * (s >= 1)) for s in range(4)])
 def test_a_slow_cluster_takes_part_and_costs_the_others_a_tenth_at_most(seed: int, pinned: int) -> None:
     """Every pull succeeds at most at its second attempt; one commit in three transfer times; 10 % for the others.
