@@ -15,7 +15,9 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 TEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 COVERAGE := $(CURDIR)/build/coverage
-SEES_COVERAGE := tests/integration/test_forkserver.py::test_a_program_sees_the_same  # its handler of SIGTERM
+# Its handler of SIGTERM, and a measurement of their own:
+SEES_COVERAGE := $(addprefix tests/integration/test_forkserver.py::, test_a_program_sees_the_same \
+  test_the_lines_of_a_forked_program_are_its_own_tests)
 SEEDS ?= 1000
 STORM_S ?= 60
 UPGRADES ?= 3
@@ -36,7 +38,7 @@ test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs
 coverage: $(VENV)/dev.stamp ## make test, and which lines of dips/ it executes: a table, and build/coverage, by which make mutants draws
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
 	@export COVERAGE_DATA="$(COVERAGE)/data"; status=0; COVERAGE_PROCESS_START="$(CURDIR)/pyproject.toml" \
-	  $(TEST) --deselect $(SEES_COVERAGE) -o junit_family=xunit1 --junitxml="$(COVERAGE)/tests.xml" $(ARGS) || status=$$?; \
+	  $(TEST) $(addprefix --deselect ,$(SEES_COVERAGE)) -o junit_family=xunit1 --junitxml="$(COVERAGE)/tests.xml" $(ARGS) || status=$$?; \
 	  $(BIN)/coverage combine -q; $(BIN)/coverage report --include="$(CURDIR)/dips/*"; exit $$status
 
 frameworks: $(VENV)/dev.stamp ## torchtitan and Megatron-LM in .venv-frameworks, for slow tests: they do not go together with the rest

@@ -205,11 +205,11 @@ def enter(request: dict[str, Any]) -> None:
         process.enter_namespace(program.namespace)
     os.umask(request["umask"])
     os.chdir(request["cwd"])
-    before = os.environ.get(TEST)
     os.environ.clear()
     os.environ.update(request["environment"])
-    if os.environ.get(TEST) != before and "coverage" in sys.modules:  # under `make coverage`: it has started itself
-        sys.modules["coverage"].Coverage.current().switch_context(os.environ[TEST])
+    coverage = sys.modules.get("coverage")  # loaded in the project's environment, started under `make coverage`
+    if TEST in os.environ and coverage is not None and (measured := coverage.Coverage.current()):
+        measured.switch_context(os.environ[TEST])
     set_descriptors(request["fds"], request["kept"])
 
 
