@@ -26,7 +26,10 @@ from tests.mutants.mutant import Mutant, find_definitions, find_fragment, parse_
 ROOT = Path(__file__).parents[2]
 COVERAGE = ROOT / "build" / "coverage"
 LONGEST_S = 180.0  # of tests that one mutant meets, as long as they took under `make coverage`
-COPIED = {"templates": "tests/unit/commands/test_templates.py"}  # rooms of files that run as copies, and what runs them
+UNSEEN = {  # by coverage: files that run as copies, and what numba compiles; with what runs them
+    "templates": "tests/unit/commands/test_templates.py",
+    "kernels.py": "tests/unit/outer",
+}
 PHASE = re.compile(r" \((setup|call|teardown)\)$")  # of a test, in which it started the process that executed a line
 LEFT_OUT = ("demo", "page", "sim", "study", "generated")  # rooms of dips/ from which nothing is drawn
 TELLS = frozenset(  # calls for people, who are no test
@@ -71,8 +74,8 @@ class ExecutingTests:
         Files of tests that are newer than the notes are taken whole, also those that may execute it since: they import
         it. So are all that import a line that is not `called`: it runs once in a process.
         """
-        if copied := COPIED.get(path.parent.name):
-            return [copied]
+        if unseen := UNSEEN.get(path.parent.name) or UNSEEN.get(path.name):
+            return [unseen]
         if path.stat().st_mtime > self._noted:
             raise ValueError(f"{path.relative_to(ROOT)} has changed since make coverage ran: run it again")
         contexts = self._data.contexts_by_lineno(str(path))

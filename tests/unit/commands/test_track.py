@@ -19,7 +19,7 @@ from dips.config import TrackSection, load_run
 from dips.errors import ConfigError
 from dips.ids import VersionId
 from dips.master.genesis import ledger_path
-from dips.master.hooks import TrackProcesses
+from dips.master.hooks import TRACKER_LOG_BYTES, TrackProcesses
 from dips.master.ledger import Ledger
 from dips.master.runtime import MasterOutside
 from dips.protocol.records import RoundReserved
@@ -139,7 +139,7 @@ async def test_a_process_follows_the_ledger(run_file: Path, tmp_path: Path) -> N
 
 
 async def test_what_is_not_installed_is_red(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The master goes on; its status says what is to be installed."""
+    """The master goes on; its status says what is to be installed. A log that is full begins anew with each try."""
     (tmp_path / "none" / "wandb").mkdir(parents=True)
     (tmp_path / "none" / "wandb" / "__init__.py").write_text("raise ImportError('no wandb here')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'none'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -147,6 +147,9 @@ async def test_what_is_not_installed_is_red(run_file: Path, tmp_path: Path, monk
     content["master"]["track"] = {"wandb": "project"}
     run_file.write_text(yaml.safe_dump(content))
     config = load_run(run_file)
+    tracker_log = config.master.directory / "track" / "wandb.log"
+    tracker_log.parent.mkdir(parents=True)
+    tracker_log.write_bytes(b"\n" * (TRACKER_LOG_BYTES + 1))
     with closing(Ledger.open(ledger_path(config))) as ledger:
         outside = MasterOutside(ledger)
         outside.begin_processes(config, run_file, logs.configure_log("master", "r"), pytest.fail)
@@ -157,6 +160,7 @@ async def test_what_is_not_installed_is_red(run_file: Path, tmp_path: Path, monk
     assert asyncio.all_tasks() == {asyncio.current_task()}
     reason = track.reason
     assert "wandb: exit code 78" in reason and "pip install wandb" in reason
+    assert tracker_log.stat().st_size < TRACKER_LOG_BYTES
 
 
 def test_track_names_a_place(run_file: Path) -> None:
