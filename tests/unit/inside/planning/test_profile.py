@@ -102,7 +102,7 @@ def test_what_is_measured_goes_before_what_is_estimated() -> None:
         (machines(nodes=[{"name": "a", "kind": "fast"}] * 2), "two nodes are called a, so their devices have one name"),
         (machines(nodes=[]), "nodes: expected at least one node"),
         (machines(nodes=[{"name": "a", "kind": "T5"}]), "nodes.a.kind: expected one of fast, slow, got T5"),
-        (machines(nodes=[{"name": "a", "kind": "fast", "devices": 0}]), "nodes: expected at least one node with devices"),
+        (machines(nodes=[{"name": "a", "kind": "fast", "devices": 0}]), "nodes: expected at least one node with"),
         (machines(nodes=[{"name": "a", "kind": "fast", "devices": -1}]), "nodes.a.devices: expected 0 to 1024, got -1"),
         (machines(nodes=[{"kind": "fast"}]), "nodes.0.name: missing, and it has no default"),
         (machines(node=[]), "node: unknown key"),
