@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> Iterator[Changing]:
 
 def describe(run: Changing, since: float, what: str) -> float:
     """Print the course of a change; return the seconds from the end of the last launch to the first accepted push,
-    beyond two starts of torchrun with its ranks: one finds who is there, one launches.
+    beyond the start of torchrun with its ranks. (That of `dips profile`, which finds who is there, counts.)
     """
     kinds = ("trainer_end", "before_start", "before_start_end", "trainer_start", "trainer_attached", "push_end")
     marks = [m for m in run.marks(*kinds) if m["at"] > since]
@@ -89,7 +89,7 @@ def describe(run: Changing, since: float, what: str) -> float:
         f"{what}: torchrun ended after {ended - since:.1f} s, who is there and a plan {started - ended:.1f} s, "
         f"torchrun until its ranks attach {attached - started:.1f} s, an accepted push {pushed - attached:.1f} s"
     )
-    return float(pushed - ended - 2 * (attached - started))
+    return float(pushed - ended - (attached - started))
 
 
 def test_a_device_that_goes_and_one_that_comes_make_a_new_plan(run: Changing) -> None:

@@ -66,3 +66,17 @@ def test_a_listener_that_fails_holds_up_no_connection() -> None:
     scraper.close()
     server.close()
     assert not server._thread.is_alive()
+
+
+def test_who_is_thrown_out_before_its_turn_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that wait in the backlog are accepted in one turn of the loop: the newest stay."""
+    monkeypatch.setattr("dips.http.server.MOST_CONNECTIONS", 1)
+    server = HttpServer(_answer_shortly, bind_socket("127.0.0.1", 0), None)
+    clients = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(3)]
+    server.start()
+    clients[2].sendall(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+    heard = [client.recv(1000) for client in clients]
+    server.close()
+    for client in clients:
+        client.close()
+    assert heard[:2] == [b"", b""] and heard[2].startswith(b"HTTP/1.1 204")
