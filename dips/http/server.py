@@ -199,7 +199,9 @@ class HttpServer:
 
     def start(self) -> None:
         self._thread.start()
-        self._started.wait(STOP_S)
+        while not self._started.wait(STOP_S):
+            if not self._thread.is_alive():
+                raise RuntimeError("the thread of the HTTP port ended as it began")  # and has printed why
 
     def close(self) -> None:
         """End every connection and the thread."""

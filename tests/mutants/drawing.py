@@ -30,6 +30,7 @@ UNSEEN = {  # by coverage: files that run as copies, and what numba compiles; wi
     "templates": "tests/unit/commands/test_templates.py",
     "kernels.py": "tests/unit/outer",
 }
+UNITS = "tests/unit/"
 PHASE = re.compile(r" \((setup|call|teardown)\)$")  # of a test, in which it started the process that executed a line
 LEFT_OUT = ("demo", "page", "sim", "study", "generated")  # rooms of dips/ from which nothing is drawn
 TELLS = frozenset(  # calls for people, who are no test
@@ -68,8 +69,8 @@ class ExecutingTests:
         self._seconds = {f"{c.get('file')}::{c.get('name')}": float(c.get("time", "0")) for c in passed}
 
     def of(self, path: Path, lines: range, called: bool) -> list[str]:
-        """Return the tests that execute a line of a file, LONGEST_S of them, those that are named for it first, then
-        some of each file.
+        """Return the tests that execute a line of a file, LONGEST_S of them: those that are named for it first, then
+        the units', then the others, of each file some.
 
         Files of tests that are newer than the notes are taken whole, also those that may execute it since: they import
         it. So are all that import a line that is not `called`: it runs once in a process.
@@ -82,10 +83,10 @@ class ExecutingTests:
         noted = {PHASE.sub("", test) for line in lines for test in contexts.get(line, ())} & self._seconds.keys()
         stem = path.stem.removesuffix("s")
         of_file = Counter[str]()
-        ranked = list[tuple[bool, int, float, str]]()  # of each file the quickest, then of each the next
+        ranked = list[tuple[bool, bool, int, float, str]]()  # of each file the quickest, then of each the next
         for seconds, test in sorted((self._seconds[test], test) for test in noted):
             of_file[file := test.partition("::")[0]] += 1
-            ranked.append((stem not in test, of_file[file], seconds, test))
+            ranked.append((stem not in test, not test.startswith(UNITS), of_file[file], seconds, test))
         order = [test for *_, test in sorted(ranked)]
         took = accumulate(self._seconds[test] for test in order)
         tests = [test for test, total in zip(order, took, strict=True) if total < LONGEST_S]

@@ -140,15 +140,21 @@ def _note(directory: Path, contexts: dict[str, dict[Path, list[int]]], seconds: 
 
 
 def test_a_drawn_mutant_meets_what_executes_its_line(tmp_path: Path) -> None:
-    """Tests named for the file, then the quickest of each, as long as three minutes; what failed finds nothing."""
+    """Tests named for the file, then units', then others, as long as three minutes; what failed finds nothing."""
     path, other = ROOT / "dips" / "ids.py", ROOT / "dips" / "errors.py"
-    names = ("tests/a.py::slow", "tests/a.py::t[x (y)]", "tests/b.py::t", "tests/unit/test_ids.py::t", "tests/c.py::t")
-    contexts = {f"{name} (call)" if name.startswith("tests/b") else name: {path: [3, 4]} for name in names}
-    seconds = dict(zip(names, (LONGEST_S, 2.0, 1.0, 3.0), strict=False))
+    names = (
+        "tests/a.py::slow",
+        "tests/a.py::t[x (y)]",
+        "tests/unit/b.py::t",
+        "tests/unit/test_ids.py::t",
+        "tests/c.py::t",
+    )
+    contexts = {f"{name} (call)" if name.startswith("tests/unit/b") else name: {path: [3, 4]} for name in names}
+    seconds = dict(zip(names, (LONGEST_S, 2.0, 2.5, 3.0), strict=False))
     executing = _note(tmp_path, contexts | {"tests/unit/test_config.py::t": {other: [3], path: [5]}}, seconds)
     assert executing.of(path, range(3, 5), True) == [
         "tests/unit/test_ids.py::t",
-        "tests/b.py::t",
+        "tests/unit/b.py::t",
         "tests/a.py::t[x (y)]",
     ]
     assert "tests/unit/master/test_orders.py" in executing.of(path, range(6, 7), False), "it runs on import"

@@ -80,3 +80,13 @@ def test_who_is_thrown_out_before_its_turn_is_closed(monkeypatch: pytest.MonkeyP
     for client in clients:
         client.close()
     assert heard[:2] == [b"", b""] and heard[2].startswith(b"HTTP/1.1 204")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_port_that_cannot_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread prints what ended it, and a daemon does not go on without its port."""
+    monkeypatch.setattr("dips.http.server.STOP_S", 0.01)
+    server = HttpServer("dips.no_such_module:application", bind_socket("127.0.0.1", 0), None)
+    with pytest.raises(RuntimeError, match="ended as it began"):
+        server.start()
+    server.close()

@@ -109,3 +109,7 @@ def test_they_are_exported_and_loaded(tmp_path) -> None:  # type: ignore[no-unty
     load_version(model, tmp_path / "m.safetensors")
     assert all(router.expert_bias.tolist() == [4.0] * 3 for router in model.layers)
     assert float(model.layers[0].gate.weight.detach().min()) == 4.0
+    with torch.device("meta"):
+        nowhere = Mixture()
+    with pytest.raises(ConfigError, match=r"expected a whole parameter on this process.*not on meta"):
+        load_version(nowhere, tmp_path / "m.safetensors")
