@@ -554,8 +554,13 @@ def two_slaves(tmp_path: Path) -> tuple[list[Path], dict[VersionId, Arrays]]:
 
 @pytest.mark.parametrize(("asked", "given"), [(None, V2), (V1, V1)])
 def test_export_assembles_a_version(tmp_path: Path, asked: VersionId | None, given: VersionId) -> None:
-    """The newest version complete on all slaves, or the named one, under the model's own names and shapes."""
+    """The newest version complete on all slaves, or the named one, under the model's own names and shapes.
+
+    What only looks like a version has no name to export it by.
+    """
     directories, thetas = two_slaves(tmp_path)
+    for directory in directories:
+        shutil.copytree(directory / str(V1), directory / f"{V1}.aside")
     output = tmp_path / "out" / "model.safetensors"
     assert export_snapshot(directories, asked, output) == given
     found, expected = load_file(output), tensors(thetas[given])
