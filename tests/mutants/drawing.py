@@ -70,7 +70,7 @@ class ExecutingTests:
 
     def of(self, path: Path, lines: range, called: bool) -> list[str]:
         """Return the tests that execute a line of a file, LONGEST_S of them: those that are named for it first, then
-        the units', then the others, of each file some.
+        the units' of its room and of all rooms, then the others, of each file some.
 
         Files of tests that are newer than the notes are taken whole, also those that may execute it since: they import
         it. So are all that import a line that is not `called`: it runs once in a process.
@@ -83,10 +83,12 @@ class ExecutingTests:
         noted = {PHASE.sub("", test) for line in lines for test in contexts.get(line, ())} & self._seconds.keys()
         stem = path.stem.removesuffix("s")
         of_file = Counter[str]()
-        ranked = list[tuple[bool, bool, int, float, str]]()  # of each file the quickest, then of each the next
+        near = f"{UNITS}{path.relative_to(ROOT / 'dips').parts[0]}/"
+        ranked = list[tuple[bool, bool, bool, int, float, str]]()  # of each file the quickest, then of each the next
         for seconds, test in sorted((self._seconds[test], test) for test in noted):
             of_file[file := test.partition("::")[0]] += 1
-            ranked.append((stem not in test, not test.startswith(UNITS), of_file[file], seconds, test))
+            far = not test.startswith(near), not test.startswith(UNITS)
+            ranked.append((stem not in test, *far, of_file[file], seconds, test))
         order = [test for *_, test in sorted(ranked)]
         took = accumulate(self._seconds[test] for test in order)
         tests = [test for test, total in zip(order, took, strict=True) if total < LONGEST_S]

@@ -77,3 +77,13 @@ def test_no_command_starts_beside_the_other_project(module: str, other_dips: Pat
         [sys.executable, "-m", module, "--help"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 78 and "another project" in done.stderr and not done.stdout
+
+
+@pytest.mark.real_commands
+def test_no_rank_trains_beside_the_other_project(other_dips: Path) -> None:
+    path = os.pathsep.join([str(ROOT), str(other_dips)])
+    script = "from dips.client import cosine"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "another project" in done.stderr

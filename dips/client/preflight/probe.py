@@ -82,8 +82,7 @@ class Prober:
         for _ in range(ROUND_TRIPS):
             begun = time.monotonic()
             self._send_probe(0)
-            self._await_answer(0)
-            times.append(time.monotonic() - begun)
+            times.append(self._await_answer(0) - begun)
         return min(times)
 
     def measure_rate(self, answer: int, padding: int, most_bytes: int, seconds: float) -> float:
@@ -111,10 +110,12 @@ class Prober:
             raise UnavailableSlave(f"{self._address}: no connection within {ANSWER_S:g} s")
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
-    def _await_answer(self, expected: int) -> None:
+    def _await_answer(self, expected: int) -> float:
+        """Return when an answer of so many bytes came, by the monotonic clock."""
         header = self._await_frame(self._open_answer)
         if (header.kind, header.length) != (Kind.PROBE, expected):
             raise UnavailableSlave(f"{self._address}: expected {expected} bytes, got {header.length}")
+        return time.monotonic()
 
     def _open_answer(self, header: Header, body: Buffer) -> Header:
         self._guard.open_frame(header, body)
