@@ -310,6 +310,17 @@ def raw(*args, **options) -> Iterator[Raw]:
         made.close()
 
 
+@contextmanager
+def asking(slave) -> Iterator[tuple[PullId, Raw]]:
+    """A rank that may ask for the chunks of an open pull."""
+    pull_id = PullId("fast", 1, 1)
+    slave.flow.open_pull(pull_id, V, model(1))
+    with raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
+        peer.hello([])
+        peer.read_message(Kind.WELCOME)
+        yield pull_id, peer
+
+
 def name_of(kind: str, seq: int, rank: int = 0, epoch: int = 1) -> StreamName:
     return StreamName(RUN, kind, "fast", 1, seq, rank, "s0", SINC, epoch, str(V) if kind == "pull" else "")
 
@@ -963,11 +974,7 @@ def test_a_cut_pull_is_resumed(after):
 def test_a_rank_that_vanishes_leaves_no_pin():
     """It asked and is gone: close releases the source, though nobody read what was asked."""
     with running_flow() as slave:
-        pull_id = PullId("fast", 1, 1)
-        slave.flow.open_pull(pull_id, V, model(1))
-        with raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
-            peer.hello([])
-            peer.read_message(Kind.WELCOME)
+        with asking(slave) as (pull_id, peer):
             peer.send_message(Kind.WANT, encode_want([Range(0, 0, 0, 1000)]))
             peer.read_message(Kind.CHUNK)
         slave.flow.close_pull(pull_id)
@@ -1020,11 +1027,7 @@ def test_chunks_beyond_the_queue_hold_no_source(monkeypatch):
     monkeypatch.setattr("dips.slave.flow.OUTGO_DEPTH", 0)
     monkeypatch.setattr("dips.slave.flow.spare_threads", lambda cores: 1)
     with running_flow() as slave:
-        pull_id = PullId("fast", 1, 1)
-        slave.flow.open_pull(pull_id, V, model(1))
-        with raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
-            peer.hello([])
-            peer.read_message(Kind.WELCOME)
+        with asking(slave) as (pull_id, peer):
             peer.send_message(Kind.WANT, encode_want([Range(0, 0, 0, 8)]))
             peer.send_message(Kind.WANT, encode_want([Range(0, 0, 8, 8)]))
             until = time.monotonic() + 20
