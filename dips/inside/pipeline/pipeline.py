@@ -288,7 +288,7 @@ class Pipeline:
         return (p for part in self.parts for p in part.parameters() if p.requires_grad)
 
     def _sum_over_ranks(self, losses: Sequence[torch.Tensor]) -> float:
-        mine = float(sum(float(one.detach()) for one in losses))
+        mine = _sum_losses(losses)
         return float(sum(json.loads(one) for one in self._collectives.all_gather(json.dumps(mine).encode())))
 
     # ---- gears -------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class Pipeline:
         if len(self._gears) == 1:
             return self._sum_over_ranks(losses)
         told = {
-            "loss": float(sum(float(one.detach()) for one in losses)),
+            "loss": _sum_losses(losses),
             "sent": {tag: round(at - begin_s, 5) for tag, at in self._times.sent.items()},
             "came": {tag: [round(at - begin_s, 5) for at in each] for tag, each in self._times.came.items()},
             "gear": None if self._decided is None else asdict(self._decided),
@@ -430,6 +430,10 @@ class Pipeline:
             raise LocalProtocolError("this Pipeline is closed")
         if self._failed:
             raise Unavailable(self._failed)
+
+
+def _sum_losses(losses: Sequence[torch.Tensor]) -> float:
+    return float(sum(float(one.detach()) for one in losses))
 
 
 def _read_plan(
