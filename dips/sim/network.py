@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ Answer = Callable[[Any], None]
 
 
 LIFE = timedelta(days=90)  # of a certificate
+UNSEEN_S = 2.0  # who is enrolled for no longer may never show it: a look at the files, and a call that is lost
 
 
 @cache
@@ -57,14 +59,16 @@ class SimAuthority:
         self.run, self._heap = run, heap
         self._numbers: dict[str, int] = {}  # cluster → the number of its newest certificate
         self._revoked: frozenset[int] = frozenset()
-        self._revoked_at: dict[str, float] = {}  # cluster → when its certificate was last revoked
+        self._revoked_at: dict[str, float] = {}  # cluster → since when it is revoked, moments between aside
         self._enrolled_at: dict[str, float] = {}  # cluster → when another one was last issued
 
     def revoke(self, cluster: str) -> None:
         """Revoke the newest certificate of a cluster."""
         identity = PeerIdentity(cluster, PeerRole.CLUSTER, self.run)
         self._revoked |= {_issue(identity, self._numbers.get(cluster, 0)).serial_number}
-        self._revoked_at[cluster] = self._heap.now
+        lasted_s = self._heap.now - self._enrolled_at.pop(cluster, inf)
+        if cluster not in self._revoked_at or lasted_s > UNSEEN_S:
+            self._revoked_at[cluster] = self._heap.now
 
     def enroll(self, cluster: str) -> None:
         """Issue another certificate for a cluster."""
@@ -72,9 +76,8 @@ class SimAuthority:
         self._enrolled_at[cluster] = self._heap.now
 
     def revoked_s(self, cluster: str) -> float:
-        """Return for how long the last revocation of a cluster has lasted, in seconds."""
-        since, until = self._revoked_at[cluster], self._enrolled_at.get(cluster, 0.0)
-        return (until if until >= since else self._heap.now) - since
+        """Return for how long a cluster has been revoked, in seconds; it need not have seen what lasted a moment."""
+        return self._enrolled_at.get(cluster, self._heap.now) - self._revoked_at[cluster]
 
     def load_files(self, identity: PeerIdentity) -> LoadedTls:
         """Return what the files of a process hold."""
