@@ -4,7 +4,8 @@
     python -m benchmarks mesh --part stragglers     8 replicas of one rank, the times of the paper's Table 6 scaled down
 
 delay: the all-reduce of the model takes 0.8 of a forward. A sync whose layers land in the forward is held against one
-that lands before it, in turn with steps that have none. Its first layer cannot hide.
+that lands before it, in turn with steps that have none. Its first layer cannot hide. Beside it torchft's DiLoCo moves
+the same bytes over the same link, from an environment of its own (peer_environments.py).
 
 stragglers: throughput of all replicas over that of training in step (Baseline), each beside its closed form. Random: in
 each step one replica, drawn, lags. Constant: one always lags. Repeat: each all-reduce of the model is done 40 times.
@@ -22,7 +23,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.harness import Bench, main
 from benchmarks.namespaces import End, missing, wire
+from benchmarks.peer_environments import CACHE, make_environment
 from benchmarks.record import ROOT
 
 WITHIN_S = 300.0
@@ -40,6 +41,7 @@ LAYERS, WIDTH = 12, 640
 FORWARD_S, SHARE = 2.0, 0.8  # of a forward that the all-reduce of the model takes
 MBIT = LAYERS * WIDTH * WIDTH * 4 * 8 / (SHARE * FORWARD_S) / 1e6
 MOST_ADDED = 0.2  # of what a blocking sync adds
+TORCHFT_PORTS = {"ports": [29511, 29512], "lighthouses": [29521, 29522]}  # in namespaces of our own
 
 
 def measure_delay(bench: Bench) -> None:
@@ -65,8 +67,23 @@ def measure_delay(bench: Bench) -> None:
     link = f"{MBIT:.3g} Mbit/s between two namespaces"
     bench.note(f"{LAYERS} layers of {WIDTH}², 2 × 2, {link}, forward of {FORWARD_S:g} s")
     bench.note("two layers: two sums, and of one of them last parameters, momentum and next momentum")
-    if find_spec("torchft") is None:
-        bench.note("torchft is not installed: its DiLoCo was not measured beside it")
+    _measure_torchft(bench, rounds)
+
+
+def _measure_torchft(bench: Bench, rounds: int) -> None:
+    """The same bytes over the same link by torchft's DiLoCo: at once, and a step after they are taken."""
+    python, reason = make_environment("torchft", bench.args.environments, bench.say)
+    if python is None:
+        bench.row(f"torchft: {reason}", 0.0, "")
+        return
+    numbers = {"layers": LAYERS, "width": WIDTH, "forward_s": FORWARD_S, "rounds": rounds}
+    with wire(mbit=MBIT) as (near, far):
+        nodes, places = [near, near, far, far], {"ips": [near.ip, far.ip], **TORCHFT_PORTS}
+        words = (str(python), "-m", "benchmarks.mesh_torchft_rank")
+        found = run_ranks(lambda rank, words: nodes[rank].command(*words), near, 4, numbers | places, words)
+    for delay, how in enumerate(("at once", "merged a step after it is taken")):
+        added = median(max(of[delay][i] for of in found) for i in range(rounds))
+        bench.row(f"torchft's DiLoCo: a sync adds, {how}", added, "s")
 
 
 # ---- stragglers -----------------------------------------------------------------------------------------------------
@@ -139,9 +156,13 @@ def measure_stragglers(bench: Bench) -> None:
 
 
 def run_ranks(
-    place: Callable[[int, Sequence[str]], list[str]], at: End, ranks: int, plan: Mapping[str, Any]
+    place: Callable[[int, Sequence[str]], list[str]],
+    at: End,
+    ranks: int,
+    plan: Mapping[str, Any],
+    program: Sequence[str] = (sys.executable, "-m", "benchmarks.mesh_rank"),
 ) -> list[Any]:
-    """Start the ranks of mesh_rank.py, each by the command that `place` makes; return what each found."""
+    """Start the ranks of a program, each by the command that `place` makes; return what each found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -149,7 +170,7 @@ def run_ranks(
     common = {**os.environ, **device, "MASTER_ADDR": at.ip, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory(prefix="dips-bench-") as made, ExitStack() as stack:
-        words = [sys.executable, "-m", "benchmarks.mesh_rank", made, json.dumps(plan)]
+        words = [*program, made, json.dumps(plan)]
         started = []
         for rank in range(ranks):
             process = subprocess.Popen(place(rank, words), env={**common, "RANK": str(rank)}, cwd=ROOT)
@@ -173,6 +194,7 @@ def measure(bench: Bench) -> None:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=sorted(PARTS), help="only this one")
+    parser.add_argument("--environments", type=Path, default=CACHE, metavar="DIRECTORY", help=f"of peers; {CACHE}")
 
 
 if __name__ == "__main__":

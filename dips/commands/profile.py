@@ -96,7 +96,7 @@ def profile(
         first = next(i for i, other in enumerate(everyone) if other["kind"] == own["kind"])
         layers = measure_layers(made, device, tokens) if dist.get_rank() == first else {}
         if dist.get_rank() == 0:
-            print(describe_memory(measure_memory(made, device, tokens)))
+            print(count_memory(made, device, tokens))
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, layers)
         if dist.get_rank() == 0:
@@ -402,8 +402,13 @@ def measure_memory(model: torch.nn.Module, device: torch.device, tokens: int) ->
     }
 
 
-def describe_memory(counted: dict[str, int]) -> str:
-    """Return a sentence with the bytes of each category."""
+def count_memory(model: torch.nn.Module, device: torch.device, tokens: int) -> str:
+    """Return a sentence with the bytes of each category, or why there are none: no plan needs them."""
+    try:
+        counted = measure_memory(model, device, tokens)
+    except Exception as error:  # noqa: BLE001 (a private tool, on anybody's model; what was measured before is kept)
+        model.zero_grad()
+        return f"memory of one sample: not counted, torch's MemTracker failed: {type(error).__name__}: {error}"
     if not counted:
         return "memory of one sample: not counted, this torch has no MemTracker"
     said = ", ".join(f"{name} {nbytes / 1e6:.3g} MB" for name, nbytes in counted.items())

@@ -21,6 +21,10 @@ from dips.inside.planning.simulate import Prediction, SimulatedPipeline, freeze_
 
 NEXT = 3  # plans that are shown after the first
 HALF = 0.5
+SHARDED_MEMORY = (
+    "It fits if FSDP2 reshards after the forward: parameters, gradients and the optimizer's state in equal shards, "
+    "three layers gathered at once, and the activations of one micro-batch."
+)
 
 
 class Framework(StrEnum):
@@ -242,6 +246,8 @@ def explain_plan(plan: ClusterPlan) -> list[str]:
         lines.append(f"Moved in a step: {moved or 'nothing'}.")
     elif plan.best.why:
         lines.append(f"No pipeline is faster here than {plan.best.name}; {plan.best.why}.")
+    if not plan.stages and plan.shares:
+        lines.append(SHARDED_MEMORY)
     if len({samples for samples, _ in plan.shares.values()}) > 1:
         least, most = (pick(plan.shares.items(), key=lambda item: item[1]) for pick in (min, max))
         lines.append(f"{most[0]} takes {most[1][0]} samples of a step, {least[0]} {least[1][0]}: `shares` of the plan.")

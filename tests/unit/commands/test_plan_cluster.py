@@ -200,7 +200,9 @@ def test_fsdp2_is_given_shares(gbit: float, stages: int) -> None:
     assert {device: samples for device, (samples, _) in plan.shares.items()} == {"fast.0": 8, "slow.0": 4}
     assert plan_data(plan)["shares"]["fast.0"] == {"samples": 8, "microbatches": plan.shares["fast.0"][1]}
     assert hand_over(plan, Framework.FSDP2).flags[0].startswith("fast.0: 8 samples of a step, micro-batches: ")
-    assert "fast.0 takes 8 samples of a step, slow.0 4" in " ".join(explain_plan(plan))
+    said = " ".join(explain_plan(plan))
+    assert "fast.0 takes 8 samples of a step, slow.0 4" in said
+    assert ("reshards after the forward" in said) == (stages == 0)
 
 
 def test_a_pipeline_has_no_shares() -> None:

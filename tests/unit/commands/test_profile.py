@@ -25,6 +25,7 @@ from dips.commands.profile import (
     _first_tensor,
     _time_layer,
     compare_nodes,
+    count_memory,
     deal_pairs,
     find_lacking,
     find_layers,
@@ -194,6 +195,18 @@ def test_memory_is_counted_by_category() -> None:
     assert counted["parameters"] == parameters and counted["gradients"] == used
     assert counted["activations"] > 0 and counted["peak"] >= parameters + used
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_that_cannot_be_counted_does_not_end_the_profile() -> None:
+    """Torch's MemTracker is private, and fails on some models: the reason is said, and no gradient is left."""
+
+    class NoStorage(Repeated):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no storage")
+
+    said = count_memory(NoStorage(), CPU, 16)
+    assert said == "memory of one sample: not counted, torch's MemTracker failed: RuntimeError: no storage"
+    assert "parameters" in count_memory(Repeated(), CPU, 16)
 
 
 def probe(rank: int, port: int, out: str) -> None:
