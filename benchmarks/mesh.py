@@ -84,6 +84,7 @@ def _measure_torchft(bench: Bench, rounds: int) -> None:
     for delay, how in enumerate(("at once", "merged a step after it is taken")):
         added = median(max(of[delay][i] for of in found) for i in range(rounds))
         bench.row(f"torchft's DiLoCo: a sync adds, {how}", added, "s")
+    bench.note("torchft's delay hides the transfer under a whole step, and takes an update that is a step old")
 
 
 # ---- stragglers -----------------------------------------------------------------------------------------------------

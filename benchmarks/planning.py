@@ -3,9 +3,8 @@
     python -m benchmarks planning --part schedules     # tuned compact_zb against the optimum that CP-SAT proves
     python -m benchmarks planning --part search        # against exhaustive search; Zorse's clusters with each model
     python -m benchmarks planning --part dryrun        # frozen orders repeated by real ranks on shaped links
-    python -m benchmarks planning --part papers        # EDiT's Table 6, SpanTrain's settings, Zorse's tables beside
-    ours python -m benchmarks planning --part handover      # torch's runtime plays the exported CSV; Megatron reads
-    the layout
+    python -m benchmarks planning --part papers        # EDiT's Table 6, SpanTrain's settings, Zorse's tables: beside
+    python -m benchmarks planning --part handover      # torch's runtime plays the CSV; Megatron reads the layout
 
 Every constant that a paper does not give is printed. CP-SAT is OR-Tools', of the dev extra. Metis' planner may not be
 used commercially: `--part search --metis DIR` starts it from a checkout of yours, and nothing of it is here.
