@@ -169,7 +169,7 @@ def run_ranks(
         port = free.getsockname()[1]
     device = {"GLOO_SOCKET_IFNAME": "w0" if at.namespace else "lo"}
     common = {**os.environ, **device, "MASTER_ADDR": at.ip, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", "RUST_LOG": "warn"}
     with tempfile.TemporaryDirectory(prefix="dips-bench-") as made, ExitStack() as stack:
         words = [*program, made, json.dumps(plan)]
         started = []
