@@ -21,7 +21,6 @@ FAST, SLOW_STEP_S, LASTS_S = 12, 20.0, 1800.0
 SLOW = NAMES[FAST]
 MOST = 2.0  # times the mean
 SEEDS = 20
-QUICK = 1  # of them in `make test`; one takes about 10 s of a core
 CROWDS, QUICK_CROWDS = 5, 2
 
 
@@ -50,8 +49,9 @@ def ratio_of_slow(queue: QueueInvariant) -> float:
     return mean(waits[SLOW]) / mean(mean(times) for times in waits.values())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] * (s >= QUICK)) for s in range(SEEDS)])
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_slow_cluster_waits_at_most_twice_the_mean(seed: int) -> None:
     """In thirty minutes; the mean is that of all thirteen."""
     queue, failure = lived(seed)

@@ -15,6 +15,7 @@ def test_the_table_is_the_papers() -> None:
     assert [round(33 * kind.active, 1) for kind in TABLE_1] == [33.0, 33.0, 29.2, 6.0, 27.9]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_day_costs_each_cluster_its_own_failures_only() -> None:
     """Guards 3 and 9 with 9 clusters and 16 slaves, while clusters, slaves and the master fail."""

@@ -21,6 +21,8 @@ from dips.sim.work import Frozen
 from dips.sim.world import World
 from tests.simulation.trial import Trial
 
+pytestmark = pytest.mark.slow  # half a minute of a core
+
 SLOWNESS = 30.0
 LINK = 2.5  # times slower than the links of the seeds: a transfer of the slow one takes longer than its inner steps
 LASTS_S = 800.0
@@ -75,8 +77,8 @@ def others_round_s(diary: Diary) -> float:
     return mean(diary.round_s(cluster) for cluster in "ab")
 
 
-@pytest.mark.parametrize("pinned", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] * (s >= 1)) for s in range(4)])
+@pytest.mark.parametrize("pinned", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_slow_cluster_takes_part_and_costs_the_others_a_tenth_at_most(seed: int, pinned: int) -> None:
     """Every pull succeeds at most at its second attempt; one commit in three transfer times; 10 % for the others.
 
