@@ -1,9 +1,10 @@
-"""Files of a daemon: durable, readable by its user only, held by one process, and seen to change."""
+"""Files of a daemon: durable, readable by its user only, held by one process, and seen to change; its programs."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,6 +162,21 @@ def lock_holder(path: Path) -> str:
     except FileNotFoundError:
         pass  # never taken
     return ""
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+def find_program(name: str, role: str = "") -> str:
+    """Return the path of the program that a command begins with. Raises ConfigError if it cannot be executed.
+
+    role   names the command in the error, with the space before the program
+    """
+    if (found := shutil.which(name)) is not None:
+        return found
+    if os.sep in name and Path(name).exists():
+        raise ConfigError(f"{role}{name!r} is no file that may be executed: chmod +x it, or correct its name")
+    raise ConfigError(f"{role}{name!r} is not found: correct its name, or the PATH")
 
 
 # ---- file stamps ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import time
 import uuid
 from contextlib import AsyncExitStack, closing
@@ -28,7 +27,7 @@ from dips.client.agent.state import MOST_PAUSE_S, AgentSettings, AgentState, Clu
 from dips.client.ipc.address import AGENT_HOME, AGENT_PID, PID_FILE, over_network, process_home
 from dips.config import AUTO_LANES, ClusterFile, load_cluster
 from dips.errors import ConfigError
-from dips.files import PidLock, keep_files_private, make_private_directory
+from dips.files import PidLock, find_program, keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import PeerRole
 from dips.protocol.rank_keys import TRANSFER_RANKS
@@ -81,12 +80,12 @@ def dips_client(
             "no training command: write it after `--`; an agent whose ranks are started by others needs the key "
             "`agent`, or DIPS_AGENT=tcp://HOST:PORT, where they find it"
         )
-    if command and shutil.which(command[0]) is None:
-        raise ConfigError(f"the training command {command[0]!r} is not found: correct its name, or the PATH")
+    if command:
+        find_program(command[0], "the training command ")
     if file.before_start and not command:
         raise ConfigError(f"{config}: before_start: expected a training command that it precedes: write it after `--`")
-    if file.before_start and shutil.which(file.before_start[0]) is None:
-        raise ConfigError(f"{config}: before_start: {file.before_start[0]!r} is not found: correct it, or the PATH")
+    if file.before_start:
+        find_program(file.before_start[0], f"{config}: before_start: ")
     fixed = logs.check_level(log_level)
     with closing(_lock_directory(file.directory)):
         raise typer.Exit(asyncio.run(_run_agent(file, config.absolute(), command or [], fixed, take_over)))

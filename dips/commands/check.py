@@ -51,8 +51,9 @@ def check(
     memory of the slaves whose directories are on this machine. A cluster file that is given with it must agree with it.
 
     A cluster file by itself is compared with the run that its master serves: names, shared options, every lane of every
-    slave, the rate to each slave in both directions, and the model (--factory or --model). That does not join the run
-    or change anything; a measured transfer moves at most --most-mib each way, on one lane of one slave after another.
+    slave, the rate to each slave in both directions, and the model (--factory or --model). On this machine it checks
+    the directory, the agent's address, and the program of `before_start`. That does not join the run or change
+    anything; a measured transfer moves at most --most-mib each way, on one lane of one slave after another.
 
     Exit codes: 0 nothing is wrong, though there may be notes; 69 a peer does not answer; 78 something is configured
     wrongly.

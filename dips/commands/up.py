@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from dips.commands.new import CLUSTER, RUN
 from dips.commands.options import OPERATOR, operator_peer
 from dips.config import ClusterFile, RunFile, load_cluster, load_run
 from dips.errors import ConfigError
+from dips.files import find_program
 from dips.local import run as local
 from dips.local.run import LocalProcess, LocalProcesses, exit_on_sigterm
 from dips.master.genesis import ledger_path
@@ -60,8 +60,7 @@ def up(
     """
     run_file, cluster_path = _load_run(config), cluster or config.with_name(CLUSTER)
     cluster_file = load_cluster(cluster_path)
-    if shutil.which(command[0]) is None:
-        raise ConfigError(f"the training command {command[0]!r} is not found: correct its name, or the PATH")
+    find_program(command[0], "the training command ")
     if not ledger_path(run_file).exists():
         _make_run(config, factory, model, seed)
     config.with_name(local.LOGS).mkdir(exist_ok=True)

@@ -12,8 +12,8 @@ from dips.client.ipc.address import PID_FILE, TOKEN, over_network, socket_path, 
 from dips.client.preflight.probe import ProbeResult, measure_lane, measure_round_trip
 from dips.config import ClusterFile
 from dips.differences import differing_options
-from dips.errors import DifferentModel, DipsError, Unavailable, treatment_of
-from dips.files import lock_holder
+from dips.errors import ConfigError, DifferentModel, DipsError, Unavailable, treatment_of
+from dips.files import find_program, lock_holder
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 from dips.protocol.manifest import Manifest
 from dips.transport.seal import KeyPair
@@ -26,7 +26,7 @@ def failed_row(what: str, error: DipsError, remedy: str) -> CheckFinding:
 
 
 def check_host(config: ClusterFile) -> list[CheckFinding]:
-    """Check the directory and the agent's address on this machine."""
+    """Check the directory, the agent's address and `before_start` on this machine."""
     rows = list[CheckFinding]()
     try:
         config.directory.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def check_host(config: ClusterFile) -> list[CheckFinding]:
         rows.append(CheckFinding("directory", FAIL, f"{config.directory}: {error.strerror}", remedy))
     except DipsError as error:
         rows.append(failed_row("directory", error, treatment_of(error).advice))
-    rows += _check_agent_address(config)
+    rows += _check_agent_address(config) + _check_before_start(config)
     try:
         holder = lock_holder(config.directory / PID_FILE)
     except OSError as error:
@@ -70,6 +70,16 @@ def _check_agent_address(config: ClusterFile) -> list[CheckFinding]:
     except DipsError as error:
         return [failed_row("agent's line", error, treatment_of(error).advice)]
     return [CheckFinding("agent's line", OK, f"{host}:{port or 'a free port'} ({address[0]}), token: {token}")]
+
+
+def _check_before_start(config: ClusterFile) -> list[CheckFinding]:
+    """Check that the program of `before_start` can be executed here; no row without the key."""
+    if config.before_start is None:
+        return []
+    try:
+        return [CheckFinding("before_start", OK, find_program(config.before_start[0]))]
+    except ConfigError as error:
+        return [CheckFinding("before_start", FAIL, str(error))]
 
 
 def check_run(config: ClusterFile, described: Mapping[str, Any]) -> list[CheckFinding]:

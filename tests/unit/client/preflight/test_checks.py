@@ -98,6 +98,30 @@ def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
     assert row == f"{FAIL} {tmp_path}/file: File exists"
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (None, ""),
+        (["sh", "-c", "./replan.sh"], f"{OK} /"),
+        (["./replan.sh", "--all"], f"{OK} ./replan.sh"),
+        (["pyhton", "plan.py"], f"{FAIL} 'pyhton' is not found"),
+        (["./there.sh"], f"{FAIL} './there.sh' is not found"),
+        (["./notes.txt"], f"{FAIL} './notes.txt' is no file that may be executed"),
+        (["./"], f"{FAIL} './' is no file that may be executed"),
+    ],
+)
+def test_the_command_before_a_start_can_be_run(
+    command: list[str] | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found here as the agent will find it, before accelerators are held."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "replan.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "replan.sh").chmod(0o700)
+    (tmp_path / "notes.txt").write_text("")
+    row = shown(check_host(config(tmp_path, before_start=command))).get("before_start", "")
+    assert row.startswith(expected) if expected else not row
+
+
 def test_slaves_without_lanes_fail_without_being_probed() -> None:
     """One that has not registered has none; clusters wait for it."""
     slave = {"lanes": [], "state": "absent", "reason": "not registered", "key": ""}
