@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,10 +27,11 @@ from benchmarks.adapter_crossings import measure_crossings
 from benchmarks.harness import Bench, main
 from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network, slowed
-from dips.inside.planning.adapt import PIECES, GearAdapter, Gears, TimedTransfer, Way, predict_steps
-from dips.inside.planning.schedules import ScheduleName
+from dips.inside.planning.adapt import PIECES, GearAdapter, Gears, TimedTransfer, Way, predict_steps, slow_ways
+from dips.inside.planning.schedules import ScheduleName, list_share
 from dips.inside.planning.simulate import (
     PassSeconds,
+    PipelineStage,
     Route,
     SimulatedPipeline,
     freeze_orders,
@@ -199,14 +202,18 @@ JITTER, WAITED = 0.1, 0.5  # of the logarithm of a transfer's seconds; share of 
 
 
 def measure_traces(bench: Bench) -> None:
-    """Seconds of a run without the adapter over those of one with it, for each random trace."""
+    """Seconds of a run without the adapter over those of one with it, and with each of S§3.4's ways, for each trace."""
     found = list[tuple[float, float, int]]()
+    beside: dict[str, list[float]] = {}
     for number in range(8 if bench.quick else TRACES):
         rng = random.Random(SEED * 1000 + number)
         gears = draw_gears(rng)
         kind, trace = draw_trace(rng, STEPS, len(gears[1].stages) - 1)
-        on, constant, changes = play_trace(rng, gears, trace)
+        on, constant, driven = play_trace(rng, gears, trace)
+        changes = sum(a != b for a, b in pairwise(driven))
         found.append((constant[1] / on, min(constant.values()) / on, changes))
+        for name, seconds in play_papers_ways(gears, trace, driven).items():
+            beside.setdefault(name, []).append(constant[1] / seconds)
         if number % 8 == 7:
             bench.say(f"{number + 1} traces, the last one a {kind}: {found[-1][0]:.2f} with {changes} changes")
     gained, best, changes_made = zip(*found, strict=True)
@@ -214,7 +221,17 @@ def measure_traces(bench: Bench) -> None:
     bench.row("worst trace, over a run without", min(gained), "×", against="it", of=1.0, least=NO_WORSE)
     bench.row("mean of the traces, over a run without", fmean(gained), "×", against="it", of=1.0)
     bench.row("most changes of gear in a trace", max(changes_made), "")
+    for name, each in beside.items():
+        bench.row(f"beside it, {name}: mean, over a run without", fmean(each), "×", against="it", of=1.0)
+        bench.row(f"beside it, {name}: worst", min(each), "×", against="it", of=1.0)
     bench.note(f"{len(found)} traces of {STEPS} steps; the bound is ≥ {NO_WORSE:g} of a run without, for every trace")
+    bench.note(
+        "beside it: where rates are known it is without a window, and pieces change for any gain. By arrival a stage "
+        "takes the first action of its order whose input is here, whatever memory that needs: gpipe is then no gpipe. "
+        "Orders as they come: by arrival at the plan's rates, then frozen; stages with unequal pieces have no others, "
+        "and a step in which pieces change is played by arrival. Not played: smaller pieces in the backward alone "
+        "(S§3.4's third), since the graph of a whole micro-batch has no backward of its half"
+    )
 
 
 def draw_gears(rng: random.Random) -> dict[int, SimulatedPipeline]:
@@ -269,9 +286,9 @@ KINDS: Mapping[str, Callable[[random.Random, int], list[float]]] = {
 
 def play_trace(
     rng: random.Random, gears: Gears, trace: Sequence[Sequence[float]]
-) -> tuple[float, dict[int, float], int]:
-    """Return the seconds of all steps with the adapter and in each gear, and how often it changed gears."""
-    adapter, on, changes = GearAdapter(gears), 0.0, 0
+) -> tuple[float, dict[int, float], list[int]]:
+    """Return the seconds of all steps with the adapter and in each gear, and the gear of each step."""
+    adapter, on, driven = GearAdapter(gears), 0.0, list[int]()
     constant = dict.fromkeys(gears, 0.0)
 
     @lru_cache
@@ -280,10 +297,11 @@ def play_trace(
 
     for slow in zip(*trace, strict=True):
         on += seconds_of(slow)[adapter.gear]
+        driven.append(adapter.gear)
         for pieces, seconds in seconds_of(slow).items():
             constant[pieces] += seconds
-        changes += adapter.take_transfers(_time_transfers(rng, gears[adapter.gear], _both_ways(slow))) is not None
-    return on, constant, changes
+        adapter.take_transfers(_time_transfers(rng, gears[adapter.gear], _both_ways(slow)))
+    return on, constant, driven
 
 
 def _both_ways(slow: Sequence[float]) -> dict[Way, float]:
@@ -303,6 +321,125 @@ def _time_transfers(
             yield TimedTransfer(
                 sender.name, receiver.name, nbytes, seconds if waited else seconds * rng.uniform(1, 3), waited
             )
+
+
+# ---- S§3.4's own ways ------------------------------------------------------------------------------------------------
+# The paper cuts in each stage by itself, in the middle of a step, and a stage computes what has come. Ours changes all
+# stages between two steps, and plays frozen orders.
+
+Pieces = tuple[int, ...]  # of a micro-batch, in each stage
+Slow = tuple[float, ...]  # by border: seconds of a transfer over the plan's
+
+
+def play_papers_ways(gears: Gears, trace: Sequence[Sequence[float]], driven: Sequence[int]) -> dict[str, float]:
+    """Return the seconds of all steps in each way.
+
+    driven  the gear of each step with the adapter
+    """
+    count = len(gears[1].stages)
+    ours, mixed = MixedGears(gears), MixedGears({n: _freeze_as_they_come(gear) for n, gear in gears.items()})
+    within = plan = (1,) * count
+    before: Slow = (1.0,) * (count - 1)
+    took: dict[str, float] = defaultdict(float)
+    for slow, gear in zip(zip(*trace, strict=True), driven, strict=True):
+        took["gears, rates known"] += ours.predict(ours.choose_alike(before), slow)
+        alike = mixed.choose_alike(before)
+        took["gears, rates known, orders as they come"] += mixed.predict(alike, slow)
+        took["pieces per border, rates known, orders as they come"] += mixed.predict(mixed.choose(alike, before), slow)
+        sagged = {s for b, (new, old) in enumerate(zip(slow, before, strict=True)) if new != old for s in (b, b + 1)}
+        changed = mixed.choose(within, slow, sagged)
+        took["pieces within a step, on the borders that changed"] += mixed.predict(
+            within, slow, None if changed == within else changed
+        )
+        took["order by arrival, pieces as planned"] += ours.predict(plan, slow, plan)
+        took["order by arrival, gears as ours"] += ours.predict((gear,) * count, slow, (gear,) * count)
+        before, within = slow, changed
+    return took
+
+
+class MixedGears:
+    """Pipelines of single devices whose stages are in different gears."""
+
+    def __init__(self, gears: Gears) -> None:
+        self._gears = gears
+        self.predict = lru_cache(None)(self._predict)
+        self._freeze = lru_cache(None)(self._freeze_order)
+
+    def choose_alike(self, slow: Slow) -> Pieces:
+        """Return the best of those that are the same in all stages."""
+        count = len(self._gears[1].stages)
+        return min(((n,) * count for n in self._gears), key=lambda pieces: self.predict(pieces, slow))
+
+    def choose(self, pieces: Pieces, slow: Slow, free: Collection[int] | None = None) -> Pieces:
+        """Return the best pieces at these rates: stage by stage, of those that are `free`, until none gets better."""
+        best, tried = pieces, self.predict(pieces, slow)
+        improved = True
+        while improved:
+            improved = False
+            for s in range(len(pieces)) if free is None else sorted(free):
+                for n in self._gears:
+                    moved = (*best[:s], n, *best[s + 1 :])
+                    if (seconds := self.predict(moved, slow)) < tried - 1e-12:
+                        best, tried, improved = moved, seconds, True
+        return best
+
+    def _predict(self, pieces: Pieces, slow: Slow, then: Pieces | None = None) -> float:
+        """Return the seconds of a step. With `then` the stages cut so from its second micro-batch on, and compute what
+        has come; else they repeat orders that were frozen at the plan's rates.
+        """
+        if then is None:
+            played = self._freeze(pieces)
+        elif len({*pieces, *then}) == 1:
+            played = replace(self._gears[pieces[0]], by_arrival=True)
+        else:
+            played = self._mix(pieces, then)
+        return simulate(slow_ways(played, _both_ways(slow)), spans=False).seconds
+
+    def _freeze_order(self, pieces: Pieces) -> SimulatedPipeline:
+        if len(set(pieces)) == 1:
+            return self._gears[pieces[0]]
+        return _freeze_as_they_come(self._mix(pieces, pieces))
+
+    def _mix(self, first: Pieces, others: Pieces) -> SimulatedPipeline:
+        """Return the pipeline that cuts the first micro-batch in one way and the others in another.
+
+        A piece has the place in its stage's order that it has in the order of its gear.
+        """
+        plan, slots = self._gears[1], max(self._gears)  # of a micro-batch
+        count = len(plan.stages[0].devices[0].microbatches)
+        stages = []
+        for s, pair in enumerate(zip(first, others, strict=True)):
+            cuts = [pair[0], *[pair[1]] * (count - 1)]
+            of_gear = {n: self._gears[n].stages[s].devices[0] for n in pair}
+            places = [
+                (place / len(device.order), replace(action, microbatch=m * slots + piece * slots // n))
+                for n, device in of_gear.items()
+                for place, action in enumerate(device.order)
+                if action.microbatch is not None
+                for m, piece in (divmod(action.microbatch, n),)
+                if cuts[m] == n
+            ]
+            order = tuple(action for _, action in sorted(places, key=lambda pair: pair[0]))
+            device = replace(
+                of_gear[pair[0]],
+                microbatches=list_share(order),
+                order=order,
+                seconds_of={slots // n: device.seconds for n, device in of_gear.items()},
+            )
+            stages.append(PipelineStage((device,)))
+        return replace(
+            plan,
+            stages=tuple(stages),
+            border_bytes=tuple(nbytes / slots for nbytes in plan.border_bytes),
+            slots=slots * count,
+            by_arrival=True,
+        )
+
+
+def _freeze_as_they_come(pipeline: SimulatedPipeline) -> SimulatedPipeline:
+    """Return the pipeline with the orders that its own have by arrival, at the plan's rates."""
+    played = simulate(replace(pipeline, by_arrival=True), spans=False)
+    return replace(freeze_orders(pipeline, played.orders), by_arrival=False)
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {

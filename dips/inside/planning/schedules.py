@@ -367,24 +367,28 @@ class ZeroBubbleH1(OneForwardOneBackward):
 
 class FrozenOrder(ScheduleMachine):
     """Repeats the computations of an order, as an executor does: the next one waits for its input, and others behind
-    it.
+    it. With `by_arrival` those behind it do not wait: the first one whose input is here is next (SpanTrain §3.4).
     """
 
-    def __init__(self, seat: Seat, order: Sequence[ScheduledAction]) -> None:
+    def __init__(self, seat: Seat, order: Sequence[ScheduledAction], by_arrival: bool = False) -> None:
         super().__init__(seat)
         self._left = deque(action for action in order if action.op in COMPUTING)
+        self._by_arrival = by_arrival
 
     def choose_computation(self) -> tuple[Op, int, int] | None:
-        if not self._left:
-            return None
-        action = self._left[0]
-        op, v, m = action.op, self.ministage_of(action), action.microbatch
-        assert m is not None
+        for number, action in enumerate(self._left):
+            if self._can_begin(action):
+                del self._left[number]
+                assert action.microbatch is not None
+                return action.op, self.ministage_of(action), action.microbatch
+            if not self._by_arrival:
+                break
+        return None
+
+    def _can_begin(self, action: ScheduledAction) -> bool:
+        op, v = action.op, self.ministage_of(action)
         waiting = self._owed[v] if op is Op.W else self._ready[Op.F if op is Op.F else Op.I][v]
-        if m not in waiting or not self._gathered[v]:
-            return None
-        self._left.popleft()
-        return op, v, m
+        return action.microbatch in waiting and self._gathered[v]
 
 
 class ScheduleName(StrEnum):

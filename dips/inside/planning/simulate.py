@@ -85,6 +85,7 @@ class PipelineDevice:
     copy_byte_s: float = 0.0  # between device and host memory
     workspace_bytes: float = 0.0  # what any action needs while it runs
     order: tuple[ScheduledAction, ...] = ()  # frozen: repeated, whatever the schedule would choose; none: it chooses
+    seconds_of: Mapping[int, tuple[PassSeconds, ...]] = field(default_factory=dict)  # by slots, where not as `seconds`
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +102,23 @@ class PipelineStage:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPipeline:
-    """Stages, what goes over their borders, and the ways there."""
+    """Stages, what goes over their borders, and the ways there.
+
+    With `slots` each stage cuts micro-batches in its own way, as SpanTrain §3.4 does: the batch has so many slots, a
+    micro-batch's number is its first, and it ends where the next one of its stage begins. A micro-batch that is large
+    beside those of the next stage leaves in their sizes, and one of several small ones begins when all have come.
+    Devices then have no `sizes`: memory is not followed.
+    """
 
     schedule: ScheduleName
     stages: tuple[PipelineStage, ...]
-    border_bytes: tuple[float, ...]  # of a micro-batch, after each part but the last
+    border_bytes: tuple[float, ...]  # of a micro-batch, or slot, after each part but the last
     route: Callable[[str, str], Route]
     ministages: int = 1
     keep: bool = True
     offload: bool = False
+    slots: int = 0  # none: micro-batches are the same in all stages
+    by_arrival: bool = False  # frozen orders: an action that waits for its input lets those behind it go first
 
 
 # ---- what comes of it ------------------------------------------------------------------------------------------------
@@ -191,6 +200,8 @@ class _Play:
         self._owners = [
             {m: desk for desk in desks for m in desk.device.microbatches} for desks in self._desks
         ]  # by stage and micro-batch
+        self._lengths = [_measure_slots(sorted(owners), pipeline.slots) for owners in self._owners]
+        self._arrived: dict[tuple[int, Op, int, int], int] = defaultdict(int)  # slots, of what is not whole yet
         self._last_s = 0.0
 
     def _seat_device(self, s: int, stage: PipelineStage, device: PipelineDevice) -> _Desk:
@@ -204,7 +215,7 @@ class _Play:
         if p.offload and p.ministages > 2:  # two ministages at a time; the rest is in host memory
             states = 2 * max((size.states for size in sizes), default=0.0)
         whole = 0.0 if stage.gather_s else sum(size.whole for size in sizes)
-        machine = FrozenOrder(seat, device.order) if device.order else SCHEDULES[p.schedule](seat)
+        machine = FrozenOrder(seat, device.order, p.by_arrival) if device.order else SCHEDULES[p.schedule](seat)
         return _Desk(s, device, machine, states + whole + device.workspace_bytes)
 
     def play_step(self) -> Prediction:
@@ -262,11 +273,17 @@ class _Play:
     def _seconds_of(self, desk: _Desk, action: ScheduledAction, v: int, size: PartBytes) -> float:
         device, op = desk.device, action.op
         if op in COMPUTING:
-            took = device.seconds[v]
+            took = self._computation_seconds(desk, action)[v]
             return {Op.F: took.f, Op.I: took.i, Op.W: took.w, Op.B: took.i + took.w}[op]
         if op is Op.STEP:
             return device.step_s[v] if device.step_s else 0.0
         return size.boundary * device.copy_byte_s if op in (Op.FETCH, Op.OFFLOAD) else 0.0
+
+    def _computation_seconds(self, desk: _Desk, action: ScheduledAction) -> tuple[PassSeconds, ...]:
+        device, m = desk.device, action.microbatch
+        if not device.seconds_of or m is None:
+            return device.seconds
+        return device.seconds_of.get(self._lengths[desk.stage][m], device.seconds)
 
     def _hold(self, desk: _Desk, action: ScheduledAction, v: int, size: PartBytes) -> None:
         if action.op is Op.F:
@@ -306,15 +323,25 @@ class _Play:
         if part < 0 or part > last or m is None:
             return
         v, s = divmod(part, len(self._pipeline.stages))
-        to = self._owners[s][m]
-        nbytes = self._pipeline.border_bytes[min(part, action.part)]
-        op = Op.F if forward else Op.I
-        if to is desk:
-            desk.machine.take_arrival(op, v, m)
-            return
-        delay_s = self._occupy(self._route(desk.device.name, to.device.name), nbytes)
-        self._moved["pipeline"] += nbytes
-        self._heap.call_later(delay_s, "arrival", partial(self._arrive, to, op, v, m))
+        op, border_bytes = Op.F if forward else Op.I, self._pipeline.border_bytes[min(part, action.part)]
+        for received, slots in self._list_receivers(desk.stage, s, m):
+            to, nbytes = self._owners[s][received], slots * border_bytes
+            if to is desk:
+                desk.machine.take_arrival(op, v, received)
+                continue
+            delay_s = self._occupy(self._route(desk.device.name, to.device.name), nbytes)
+            self._moved["pipeline"] += nbytes
+            self._heap.call_later(delay_s, "arrival", partial(self._arrive, to, op, v, received, slots))
+
+    def _list_receivers(self, sender: int, receiver: int, m: int) -> list[tuple[int, int]]:
+        """Return the micro-batches of stage `receiver` that micro-batch m of stage `sender` is in, and their common
+        slots.
+        """
+        if not self._pipeline.slots:
+            return [(m, 1)]
+        end, lengths = m + self._lengths[sender][m], self._lengths[receiver]
+        common = ((n, min(end, n + length) - max(m, n)) for n, length in lengths.items())
+        return [(n, slots) for n, slots in common if slots > 0]
 
     def _route(self, sender: str, receiver: str) -> Route:
         made = self._routes.get((sender, receiver))
@@ -331,7 +358,11 @@ class _Play:
             there = max(there, free)
         return there - now + route.latency_s
 
-    def _arrive(self, desk: _Desk, op: Op, v: int, m: int) -> None:
+    def _arrive(self, desk: _Desk, op: Op, v: int, m: int, slots: int) -> None:
+        key = desk.stage, op, v, m
+        self._arrived[key] += slots
+        if self._arrived[key] < self._lengths[desk.stage][m]:
+            return
         desk.machine.take_arrival(op, v, m)
         self._wake(desk)
 
@@ -360,6 +391,13 @@ class _Play:
             if action.op is Op.UNSHARD:
                 one.memory.add(one.device.sizes[v].whole if one.device.sizes else 0.0)
             self._end_after(one, Engine.NETWORK, action, begin - self._heap.now + seconds)
+
+
+def _measure_slots(numbers: Sequence[int], slots: int) -> dict[int, int]:
+    """Return the slots of each of a stage's micro-batches, whose numbers ascend."""
+    if not slots:
+        return dict.fromkeys(numbers, 1)
+    return {m: end - m for m, end in zip(numbers, [*numbers[1:], slots], strict=True)}
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from dips.errors import ConfigError
-from dips.inside.planning.schedules import SCHEDULES, SPLITTING, Op, ScheduleMachine, ScheduleName, Seat
+from dips.inside.planning.schedules import SCHEDULES, SPLITTING, Op, ScheduleMachine, ScheduleName, Seat, parse_order
 from dips.inside.planning.simulate import (
     PartBytes,
     PassSeconds,
@@ -18,6 +19,7 @@ from dips.inside.planning.simulate import (
     SimulatedPipeline,
     StalledPipeline,
     bound_step,
+    freeze_orders,
     make_chain,
     simulate,
     tune_depths,
@@ -139,6 +141,36 @@ def test_tuned_depths_are_never_slower_than_the_papers_letter() -> None:
     tuned, prediction = tune_depths(chain)
     assert prediction.seconds <= simulate(chain).seconds
     assert simulate(with_depths(chain, [s.depth for s in tuned.stages])).seconds == prediction.seconds
+
+
+@pytest.mark.parametrize("first", [(0, 4), (0, 4, 6)])
+def test_stages_cut_micro_batches_in_their_own_way(first: tuple[int, ...]) -> None:
+    """Two micro-batches of 4 slots, whole and then halved; the second stage takes halves. It begins with a half when
+    that has come, and a whole one begins when both halves of its gradient have.
+    """
+    half, whole = PassSeconds(2, 2, 2), PassSeconds(4, 4, 4)
+    devices = (
+        PipelineDevice("a", first, (whole,), seconds_of={2: (half,)}),
+        PipelineDevice("b", (0, 2, 4, 6), (half,)),
+    )
+    stages = tuple(PipelineStage((d,)) for d in devices)
+    played = simulate(
+        SimulatedPipeline(ScheduleName.GPIPE, stages, (1.0,), lambda a, b: Route(0.0, (((a, b), 1.0),)), slots=8)
+    )
+    begins = {(span.device, span.action): span.begin_s for span in played.spans}
+    assert [begins["b", f"1F{m}"] for m in (0, 2, 4, 6)] == [6, 8, 10, 12]
+    assert [begins["a", f"0B{m}"] for m in first] == {2: [24, 32], 3: [24, 32, 36]}[len(first)]
+    assert played.seconds == 40 and played.bytes_moved["pipeline"] == 16
+
+
+def test_by_arrival_an_action_that_waits_lets_others_go_first() -> None:
+    """W0 goes before an I1 whose gradient has not come, where a frozen order waits."""
+    orders = {"g0": "0F0 0F1 0I0 0I1 0W0 0W1", "g1": "1F0 1I0 1W0 1F1 1I1 1W1"}
+    chain = make_chain(ScheduleName.COMPACT_ZB, [ONE] * 2, [2], 2)
+    frozen = freeze_orders(chain, {name: parse_order(text) for name, text in orders.items()})
+    assert simulate(frozen).seconds == 13
+    played = simulate(replace(frozen, by_arrival=True))
+    assert played.seconds == 12 and order(played, "g0") == "F0 F1 I0 W0 I1 W1"
 
 
 def test_fewer_microbatches_than_devices_are_refused() -> None:

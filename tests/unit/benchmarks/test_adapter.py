@@ -1,0 +1,34 @@
+"""The ways beside the adapter, in the simulator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.adapter import MixedGears, draw_gears, play_papers_ways
+from dips.inside.planning.adapt import slow_ways
+from dips.inside.planning.simulate import simulate
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_that_are_all_in_one_gear_play_that_gear(seed: int) -> None:
+    """By arrival a pipeline that was put together of one gear's stages takes as long as that gear, at any rates."""
+    gears = draw_gears(random.Random(seed))
+    count = len(gears[1].stages)
+    slow = tuple(random.Random(seed).uniform(1, 8) for _ in range(count - 1))
+    ways = {way: factor for b, factor in enumerate(slow) for way in ((b, b + 1), (b + 1, b))}
+    for pieces in gears:
+        made = MixedGears(gears)._mix((pieces,) * count, (pieces,) * count)
+        played = simulate(replace(slow_ways(gears[pieces], ways), by_arrival=True), spans=False)
+        assert simulate(slow_ways(made, ways), spans=False).seconds == pytest.approx(played.seconds)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_of_each_border_are_no_worse_than_those_of_all(seed: int) -> None:
+    """On a trace that does not change, with the same orders: what is best for all stages is among what is tried."""
+    gears = draw_gears(random.Random(seed))
+    took = play_papers_ways(gears, [[1.0] * 3] * (len(gears[1].stages) - 1), [1] * 3)
+    known = "rates known, orders as they come"
+    assert took[f"pieces per border, {known}"] <= took[f"gears, {known}"] * (1 + 1e-9)
