@@ -243,7 +243,7 @@ def test_a_cut_link_changes_the_gear_and_not_what_is_learned() -> None:
         pytest.skip(reason)
     gears, rows = make_chain_of(0.1, 0.2, fixed=0.2)
     with open_ranks() as (hosts, ranks):
-        on, off = (play_cut(hosts, ranks, (gears, rows, 0.2), 1, adapt, 0.9, (5, 12)) for adapt in (True, False))
+        on, off = (play_cut(hosts, ranks, (gears, rows, 0.2), 1, adapt, 0.9, (5, 0, 12)) for adapt in (True, False))
     assert [step.gear for step in on[:5]] == [1] * 5 and on[-1].gear > 1, on
     assert "× the planned seconds; predicted" in on[-1].why
     assert [step.loss for step in on] == pytest.approx([step.loss for step in off], rel=1e-5)
