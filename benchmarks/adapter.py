@@ -21,11 +21,10 @@ from functools import lru_cache
 from itertools import pairwise
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from benchmarks.adapter_crossings import measure_crossings
 from benchmarks.harness import Bench, main
-from benchmarks.line_program import LineProgram, open_programs
+from benchmarks.line_program import LineProgram, ask_programs, open_programs
 from benchmarks.namespaces import End, missing, network, slowed
 from dips.inside.planning.adapt import PIECES, GearAdapter, Gears, TimedTransfer, Way, predict_steps, slow_ways
 from dips.inside.planning.schedules import ScheduleName, list_share
@@ -173,7 +172,7 @@ def play_cut(
     gear = gears[pieces]
     plan = spell_plan(gear, simulate(gear), range(STAGES + 1), SAMPLES // pieces, gears=gears if adapt else None)
     of_piece = fixed / (fixed + (1 - fixed) / pieces)
-    _ask_all(ranks, "begin", plan, astuple(gear.stages[0].devices[0].seconds[0]), of_piece, rows, adapt)
+    ask_programs(ranks, "begin", plan, astuple(gear.stages[0].devices[0].seconds[0]), of_piece, rows, adapt)
     played = [_step(ranks) for _ in range(steps[0])]
     with ExitStack() as stack:
         for host in hosts:
@@ -183,21 +182,15 @@ def play_cut(
             if played[-1].gear != played[0].gear:
                 break
         played += [_step(ranks) for _ in range(steps[2])]
-    _ask_all(ranks, "end")
+    ask_programs(ranks, "end")
     return played
 
 
 def _step(ranks: Sequence[LineProgram]) -> PlayedStep:
-    begins, ends, *told = zip(*_ask_all(ranks, "step"), strict=True)
+    begins, ends, *told = zip(*ask_programs(ranks, "step"), strict=True)
     gears, reasons, losses = (set(of) for of in told)
     assert len(gears) == len(reasons) == len(losses) == 1, f"ranks differ: {told}"
     return PlayedStep(max(ends) - min(begins), gears.pop(), reasons.pop(), losses.pop())
-
-
-def _ask_all(ranks: Sequence[LineProgram], *words: Any) -> list[Any]:
-    for rank in ranks:
-        rank.send_request(*words)
-    return [rank.read_answer() for rank in ranks]
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------

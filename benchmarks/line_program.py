@@ -7,7 +7,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -57,6 +57,13 @@ class LineProgram:
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.communicate()
+
+
+def ask_programs(programs: Sequence[LineProgram], *words: Any) -> list[Any]:
+    """Ask all of them the same, at once; return their answers."""
+    for program in programs:
+        program.send_request(*words)
+    return [program.read_answer() for program in programs]
 
 
 @contextmanager

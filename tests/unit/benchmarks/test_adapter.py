@@ -1,4 +1,4 @@
-"""The ways beside the adapter, in the simulator."""
+"""What stands beside the adapter in the simulator, and the model of the crossings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.adapter import MixedGears, draw_gears, play_papers_ways
+from benchmarks.adapter_crossings import (
+    MBITS,
+    SLOWER,
+    STEP_S,
+    border_bytes,
+    choose_size,
+    line_of,
+    make_cluster,
+    make_slept,
+    step_seconds,
+)
 from dips.inside.planning.adapt import slow_ways
+from dips.inside.planning.search import Planner
 from dips.inside.planning.simulate import simulate
 
 
@@ -32,3 +44,17 @@ def test_pieces_of_each_border_are_no_worse_than_those_of_all(seed: int) -> None
     took = play_papers_ways(gears, [[1.0] * 3] * (len(gears[1].stages) - 1), [1] * 3)
     known = "rates known, orders as they come"
     assert took[f"pieces per border, {known}"] <= took[f"gears, {known}"] * (1 + 1e-9)
+
+
+def test_the_model_that_is_run_is_the_one_that_is_computed_in_other_units() -> None:
+    """A step's seconds, the bytes of the parameters over the line and those of a border have the same ratios."""
+    size = choose_size()
+    whole, slept = Planner(*make_cluster(MBITS[-1], size)), Planner(*make_slept(MBITS[-1] / SLOWER, size))
+
+    def ratios(planner: Planner) -> tuple[float, float]:
+        step_s, model = step_seconds(planner), planner.model
+        parameters_s = model.parameters * model.parameter_bytes * line_of(planner)
+        return parameters_s / step_s, border_bytes(planner) * line_of(planner) / step_s
+
+    assert ratios(slept) == pytest.approx(ratios(whole), rel=1e-4)
+    assert step_seconds(slept) == pytest.approx(STEP_S)
