@@ -41,16 +41,16 @@ Line = tuple[float, float]  # seconds per sample, seconds of any micro-batch
 
 
 class Joined(torch.autograd.Function):
-    """The first of two tensors; the gradient of the second is zero, and takes no memory."""
+    """The first of two tensors; the gradient of the second is zero."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.shape = weight.shape
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradients[0], gradients[0].new_zeros(()).expand(ctx.shape)
+        return gradients[0], gradients[0].new_zeros(ctx.shape)
 
 
 class WeightyLayer(nn.Module):
@@ -78,7 +78,7 @@ class PendingReductions:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
     ) -> None:
         """Begin the reduce-scatter of a layer's gradient."""
-        self._held.append((dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, True), input_tensor))
+        self._held.append((dist.reduce_scatter_single(output_tensor, input_tensor, op, group, True), input_tensor))
 
     def average(self, group: dist.ProcessGroup, gradient: torch.Tensor) -> None:
         """Begin to sum a layer's shard of the gradient over the sites."""

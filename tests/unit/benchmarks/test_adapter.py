@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from benchmarks.adapter import MixedGears, draw_gears, play_papers_ways
 from benchmarks.adapter_crossings import (
     MBITS,
     SLOWER,
     STEP_S,
+    Judged,
     border_bytes,
     choose_size,
     line_of,
@@ -19,8 +22,9 @@ from benchmarks.adapter_crossings import (
     make_slept,
     step_seconds,
 )
+from benchmarks.harness import Bench
 from dips.inside.planning.adapt import slow_ways
-from dips.inside.planning.search import Planner
+from dips.inside.planning.search import Planner, RankedPlan
 from dips.inside.planning.simulate import simulate
 
 
@@ -58,3 +62,19 @@ def test_the_model_that_is_run_is_the_one_that_is_computed_in_other_units() -> N
 
     assert ratios(slept) == pytest.approx(ratios(whole), rel=1e-4)
     assert step_seconds(slept) == pytest.approx(STEP_S)
+
+
+def test_a_plan_is_judged_by_its_first_choice_alone() -> None:
+    """Of all ways, and of those whose steps are one device's, the first of these; the worst rate is told."""
+    ranked = [RankedPlan("EDiT, τ 128", 1.0, 1, exact=False), RankedPlan("HSDP 2 × 2", 2.0, 1)]
+    judged, bench = Judged(), Bench("crossings", False, argparse.Namespace(), Console(quiet=True))
+    seconds = {"pipeline": 2.0, "FSDP2": 2.2, "EDiT": 2.5, "clusters": 4.0}
+    assert judged.add(ranked, seconds) == "EDiT or FSDP2"
+    judged.add(ranked, {**seconds, "FSDP2": 1.0, "EDiT": 0.5})
+    judged.tell(bench, "run", (1, 2))
+    assert [(round(row.value, 6), row.holds) for row in bench.rows] == [
+        (1.25, False),
+        (1, True),
+        (1.1, True),
+        (1, True),
+    ]
