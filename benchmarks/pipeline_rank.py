@@ -194,7 +194,7 @@ def _begin(
         loss=lambda output, targets: (output - targets).square().sum(),
         optimizer=lambda part: torch.optim.SGD(part.parameters(), lr=0.01),
         collective_s=TIMEOUT_S / 2,
-        adapt=adapt,
+        adapt="gears" if adapt else "off",
     )
     total = found["samples"] * sum(found["stages"][0]["microbatches"])
     return pipe, torch.ones(total, rows, WIDTH)

@@ -6,6 +6,7 @@ Of the commands only this one and `dips profile --changed` know dips/inside/, an
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +82,8 @@ def cluster_command(
         for line in explain_plan(plan) if explain else []:
             print(line)
     if output is not None:
-        _write_text(output, yaml.safe_dump(data, sort_keys=False))
+        sources = {key: os.path.relpath(path, output.parent) for key, path in (("profile", profile), ("model", model))}
+        _write_text(output, yaml.safe_dump({**data, "made_from": {**sources, "replans": 0}}, sort_keys=False))
     if timeline is not None:
         if plan.prediction is None:
             raise ConfigError(f"--timeline: {plan.best.name} is computed by a formula, which has no timeline")

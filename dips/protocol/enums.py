@@ -153,6 +153,7 @@ class RemarkSubject(StrEnum):
     GATED = "gated"
     RANGES = "ranges"  # the cluster waits for data ranges
     SCRIPT = "script"  # a notice of the training script
+    PIPELINE = "pipeline"  # a planned pipeline changed its gear or its plan
     CERTIFICATE = "certificate"  # a renewed certificate cannot be used
     END = "end"  # the training command ended without an accepted push
 

@@ -37,6 +37,7 @@ from dips.client.parallel.adapter import is_dtensor, is_fsdp
 from dips.errors import DipsError
 from dips.inside.pipeline import Pipeline
 from dips.inside.pipeline.orders import lower_order, read_pipeline
+from dips.inside.pipeline.torch_runtime import RankStage
 from dips.inside.planning.schedules import SPLITTING, ScheduleName
 from dips.inside.planning.search import deal_microbatches
 from dips.inside.planning.simulate import (
@@ -351,7 +352,7 @@ def geared(_: int) -> list[dict[str, list[float]]]:
     """Gradients in each gear and after a change back, loss of a step and of an evaluation, against one process."""
 
     def play(case: PlannedCase, _: int) -> dict[str, list[float]]:
-        pipe, alone = make_pipeline(case, adapt=True), OneProcess(case)
+        pipe, alone = make_pipeline(case, adapt="gears"), OneProcess(case)
         wanted = alone.backward(case.batch(0))
         found: dict[str, list[float]] = {"gradient": [], "loss": [], "evaluated": [], "gear": []}
         for gear in (1, 2, 4, 1):
@@ -365,6 +366,35 @@ def geared(_: int) -> list[dict[str, list[float]]]:
         return found
 
     return [of for case in GEARED for of in on_ranks(case.ranks, partial(play, case))]
+
+
+def narrow(_: int) -> list[dict[str, list[float]]]:
+    """Of a plan whose borders are as computed, and in bf16: the error of gradients, the bytes that ranks send, and the
+    type in which parts compute.
+    """
+
+    def play(case: PlannedCase, _: int) -> tuple[float, int, bool]:
+        sent, send = list[int](), RankStage._send
+
+        def count(stage: RankStage, *given: Any) -> dist.P2POp:
+            sent.append((made := send(stage, *given)).tensor.nbytes)
+            return made
+
+        RankStage._send = count  # type: ignore[method-assign]
+        pipe, alone = make_pipeline(case), OneProcess(case)
+        computed = set[torch.dtype]()
+        for part in pipe.parts:
+            part.register_forward_hook(lambda _, __, output: computed.add(output.dtype))
+        pipe.step(case.batch(0))
+        alone.backward(case.batch(0))
+        return worst_error(pipe, alone, lambda p: p.grad), sum(sent), computed == {torch.float32}
+
+    case, found = make_case("compact_zb", (1, 2), dtype=torch.float32), []
+    for bf16 in (False, True):
+        plan = {**case.plan, "pipeline": {**case.plan["pipeline"], "bf16_borders": bf16}}
+        of = on_ranks(case.ranks, partial(play, replace(case, plan=plan)))
+        found.append({key: [each[at] for each in of] for at, key in enumerate(("gradient", "bytes", "fp32"))})
+    return found
 
 
 # ---- what else a step is ---------------------------------------------------------------------------------------------
@@ -545,9 +575,11 @@ def refused(_: int) -> dict[str, list[str]]:
             "a device twice": told(lambda: make_pipeline(UNEQUAL, device_name=f"s1d{min(rank, 1)}")),
             "no such device": told(lambda: make_pipeline(UNEQUAL, device_name=f"s{rank}d0")),
             "norm": told(lambda: make_pipeline(UNEQUAL, max_grad_norm=-1.0)),
-            "gears differ": told(lambda: make_pipeline(GEARED[0] if rank else LESS_GEARED, adapt=True)),
-            "adapt differs": told(lambda: make_pipeline(GEARED[0], adapt=rank == 1)),
-            "orders of a gear": told(lambda: make_pipeline(MISGEARED, adapt=True)),
+            "gears differ": told(lambda: make_pipeline(GEARED[0] if rank else LESS_GEARED, adapt="gears")),
+            "adapt differs": told(lambda: make_pipeline(GEARED[0], adapt="gears" if rank == 1 else "off")),
+            "adapt": told(lambda: make_pipeline(GEARED[0], adapt="on")),
+            "no file to plan from": told(lambda: make_pipeline(GEARED[0], adapt="ask")),
+            "orders of a gear": told(lambda: make_pipeline(MISGEARED, adapt="gears")),
             "batch on one rank": told(lambda: pipe.step(short if rank == 1 else (inputs, targets))),
             "no targets": told(lambda: pipe.step((inputs, torch.full_like(targets, -100)))),
             "calls differ": told(lambda: (pipe.evaluate if rank == 1 else pipe.step)((inputs, targets))),

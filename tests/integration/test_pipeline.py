@@ -6,17 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from itertools import groupby, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from typer.testing import CliRunner
 
 from benchmarks.adapter import make_chain_of, open_ranks, play_cut
 from benchmarks.namespaces import missing
+from dips.cli import cli
 from dips.ids import VersionId
+from dips.telemetry import timeline
 from tests.integration import train_constant as script
+from tests.integration import train_replanned as replanned
 from tests.integration.check_pipeline import LEARNED
 from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, harness, reference
 
@@ -47,6 +54,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "saved",
         "refused",
         "geared",
+        "narrow",
     )
 
 
@@ -64,6 +72,16 @@ def test_gears_have_the_gradients_of_one_process(found: dict[str, Any]) -> None:
     for of in found["geared"]:
         assert of["gear"] == [1, 2, 4, 1]
         assert max(of["gradient"]) < 1e-12 and max(of["loss"]) < 1e-12 and max(of["evaluated"]) < 1e-12, of
+
+
+def test_borders_in_bf16_take_half_the_bytes(found: dict[str, Any]) -> None:
+    """Both ways, on each rank; parts compute in fp32, and gradients are those of one process but for the 8 bits of
+    bf16's fraction, where they are equal otherwise.
+    """
+    wide, narrow = found["narrow"]
+    assert all(wide["bytes"]) and [2 * n for n in narrow["bytes"]] == wide["bytes"]
+    assert max(wide["gradient"]) < 1e-6 and 1e-4 < max(narrow["gradient"]) < 2 * 2**-8, narrow
+    assert all(wide["fp32"] + narrow["fp32"])
 
 
 def test_the_norm_is_the_whole_models(found: dict[str, Any]) -> None:
@@ -99,6 +117,8 @@ REFUSED = {
     "norm": "max_grad_norm: expected a number above 0, got -1.0",
     "gears differ": "ranks 0 and 1 differ in the arguments of Pipeline: plan",
     "adapt differs": "ranks 0 and 1 differ in the arguments of Pipeline: adapt",
+    "adapt": "adapt: expected one of off, gears, ask, auto, got 'on'",
+    "no file to plan from": "plan: expected a file for adapt=ask, which writes another beside it, got a mapping",
     "orders of a gear": "pipeline.gears: expected 8 pieces of micro-batches of 4 samples, cut into 2, got 16",
     "batch on one rank": "expected inputs of 12 samples, 6 micro-batches of 2, got the shape [11, 5]",
     "no targets": "batch: expected targets, got none but -100",
@@ -248,3 +268,50 @@ def test_a_cut_link_changes_the_gear_and_not_what_is_learned() -> None:
     assert "× the planned seconds; predicted" in on[-1].why
     assert [step.loss for step in on] == pytest.approx([step.loss for step in off], rel=1e-5)
     assert on[-1].loss < 0.99 * on[0].loss
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_link_that_lacks_is_left_by_a_new_plan(tmp_path: Path) -> None:
+    """Three ranks under an agent that may restart nothing: the line between the first two stages falls to a tenth. With
+    `auto` rank 0 finds a plan that goes around it, the ranks end after the next accepted push and start anew with it,
+    which is no crash; steps then take less than half as long. The timeline has all of it.
+    """
+    torch.manual_seed(0)
+    tensors = {
+        f"{i}.{key}": p.detach().numpy() for i, l in enumerate(replanned.build()) for key, p in l.named_parameters()
+    }
+    shared = {"outer": {"lr": 1.0, "momentum": 0.0, "step": "sgd"}, "penalty": {"gates": []}}
+    made = tmp_path / "plans"
+    made.mkdir()
+    (made / "profile.yaml").write_text(yaml.safe_dump(replanned.PROFILE))
+    (made / "model.yaml").write_text(yaml.safe_dump(replanned.MODEL))
+    words = ["plan", "cluster", str(made / "profile.yaml"), str(made / "model.yaml"), "--for", "pipeline"]
+    assert CliRunner().invoke(cli, [*words, "-o", str(made / "plan.yaml")]).exit_code == 0
+
+    def steps() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (made / "out").read_text().splitlines()] if (made / "out").exists() else []
+
+    with harness.Run(tmp_path, tensors, shared=shared) as run:
+        run.start_master()
+        run.start_slaves()
+        command = [*harness.TORCHRUN, "3", str(HERE / "train_replanned.py"), str(made)]
+        west = run.start_cluster("west", command, steps=2)
+        run.until(lambda: len({tuple(step["stages"]) for step in steps()}) > 1, 250, "ranks with another plan")
+        begun = len(steps())
+        run.until(lambda: len(steps()) >= begun + 4, 60, "steps of the new plan")
+        west.terminate()
+        marks = list(timeline.read_marks(run.timeline("west")))
+    played, new = steps(), yaml.safe_load((made / "plan.yaml").read_text())
+    before, after = (list(each) for _, each in groupby(played, key=lambda step: step["stages"]))
+    assert before[0]["stages"] == ["a", "b", "c"] and {"a", "b"} not in map(set, pairwise(after[0]["stages"])), after[0]
+    assert "new plan taken: " in before[-1]["new_plan"] and before[-1]["version"] != before[0]["version"]
+    took = [median(step["seconds"] for step in of[-3:]) for of in (before, after)]
+    assert took[1] < 0.5 * took[0], took
+    assert new["made_from"]["replans"] == 1 and set(after[-1]["spent"]) > {"forward", "backward", "wait", "step"}
+    kinds = [mark["kind"] for mark in marks]
+    assert kinds.count("trainer_start") == 2 and kinds.count("pipeline") >= 4
+    assert all(mark["forward_s"] > 0 and 0 < mark["idle"] < 1 for mark in marks if mark["kind"] == "pipeline")
+    told = [mark["text"] for mark in marks if mark["kind"] == "remark" and mark["subject"] == "pipeline"]
+    assert told[0].startswith("new plan taken: ") and told[-1].startswith("a push was accepted"), told
+    assert not [mark for mark in marks if mark["kind"] == "remark" and mark["subject"] == "crash"]

@@ -94,7 +94,7 @@ MAY: dict[str, set[str]] = {
     | {"dips.config", "dips.protocol", "dips.client.parallel", "dips.client.rank", "dips.inside.agreement"},
     "dips.inside.planning": LOW | {"dips.sim.heap"},
     "dips.inside.pipeline": LOW
-    | {"dips.client.parallel", "dips.client.rank", "dips.inside.agreement", "dips.inside.planning"},
+    | {"dips.client.parallel", "dips.client.rank", "dips.files", "dips.inside.agreement", "dips.inside.planning"},
     "dips.data": LOW,
     "dips.local": BELOW_ROLES | ROLES | {"dips.commands"},
     "dips.templates": {"dips.client"},  # what `dips new` writes

@@ -626,9 +626,9 @@ LEAVE_S = 3.0  # for telling a master, which may be down, that this cluster leav
 
 def mark_level(kind: str, fields: Mapping[str, object]) -> str:
     """Return the log level of a mark: debug if it is routine and succeeded, warning for remarks, else info; "" for
-    inner steps, which are not logged.
+    inner steps and those of a pipeline, which are not logged.
     """
-    if kind == "inner":
+    if kind in ("inner", "pipeline"):
         return ""
     if kind == "remark":
         return "warning"

@@ -31,10 +31,18 @@ SPENT = (
 )
 WAITED = (MetricRow("dips_agent_wait_seconds", "waited", "One standstill, by its cause.", histogram=True),)
 FATE = (MetricRow("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarnation, by what became of them."),)
+PIPELINE = (
+    MetricRow("dips_agent_pipeline_gear", "gear", "Pieces of each micro-batch of a planned pipeline."),
+    MetricRow("dips_agent_pipeline_step_seconds", "step_s", "Of its last step, mean of the ranks."),
+    MetricRow("dips_agent_pipeline_idle", "idle", "Share of its last step in which a device computed nothing."),
+)
+ACTIONS = (MetricRow("dips_agent_pipeline_action_seconds", "seconds", "Of its last step, by kind of action."),)
+CHANGES = (MetricRow("dips_agent_pipeline_changes", "changes", "Changes of its gear and plan.", counter=True),)
 MOVED = (MetricRow("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
 
 TABLES: tuple[Table, ...] = (
-    (SELF, ()), (SPENT, ("cause",)), (WAITED, ("cause",)), (FATE, ("fate",)), (MOVED, ("direction",))
+    (SELF, ()), (SPENT, ("cause",)), (WAITED, ("cause",)), (FATE, ("fate",)), (MOVED, ("direction",)),
+    (PIPELINE, ()), (ACTIONS, ("action",)), (CHANGES, ("what",)),
 )  # fmt: skip
 
 
@@ -56,6 +64,8 @@ def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
         "spent": tally.seconds_by_cause(now),
         "waits": tally.waits,
         "moved": dict(tally.moved),
+        "pipeline": trainer.pipeline,
+        "changes": dict(trainer.pipeline_changes),
         "fates": {
             "carried": account.carried.tokens,
             "frozen": account.frozen.tokens,
@@ -84,3 +94,9 @@ def collect(status: Status) -> Iterator[Metric]:
     yield from make_families(FATE, fates, ("fate",))
     moved = [((direction,), {"nbytes": nbytes}) for direction, nbytes in status["moved"].items()]
     yield from make_families(MOVED, moved, ("direction",))
+    played = status["pipeline"]
+    yield from make_families(PIPELINE, [] if played is None else [((), played)], ())
+    actions = [] if played is None else [((kind,), {"seconds": seconds}) for kind, seconds in played.spent.items()]
+    yield from make_families(ACTIONS, actions, ("action",))
+    changes = [((what,), {"changes": count}) for what, count in status["changes"].items()]
+    yield from make_families(CHANGES, changes, ("what",))

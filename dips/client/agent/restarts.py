@@ -7,7 +7,7 @@ import re
 from dips.client.agent.launch import CANNOT_START
 from dips.client.agent.membership import join_run, offer_manifest
 from dips.client.agent.push_pull import abort_push, close_pull, give_back
-from dips.client.agent.state import AgentState, Crash, SyncPhase, make_remark
+from dips.client.agent.state import AgentState, Crash, SyncPhase, drop_remark, make_remark
 from dips.client.agent.trainer import BY_SIGNAL, SILENT, describe_signal
 from dips.client.agent.training import look_at_end, mark_inner_steps
 from dips.client.ipc.messages import Answer, AskAgain, Attach, Attached, Detach, ErrorReply, ManifestSent, Noted
@@ -77,7 +77,8 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     trainer.keys = message.keys
     trainer.steps_before, trainer.idle_since = trainer.inner_steps, s.now
     trainer.base, trainer.must_pull, trainer.starved, trainer.detached = None, False, False, False
-    trainer.attached = False
+    trainer.attached, trainer.pipeline, trainer.restarts_for = False, None, ""
+    drop_remark(s, RemarkSubject.PIPELINE)
     sync.question, sync.waiting, sync.verdict = 0, False, None
     sync.pull_failures, sync.frozen = 0, False
     s.pace.restart_count(s.now)
@@ -116,7 +117,8 @@ def end_attempt(s: AgentState, reason: str) -> None:
 # ---- restarts -------------------------------------------------------------------------------------------------------
 # A crash is worth another try unless another try must end the same way: the command does not exist, the configuration
 # is wrong, or it has crashed in the same way three times before its first inner step. Where `before_start` writes the
-# configuration, as a plan for the devices that are there, the next try may have a right one.
+# configuration, as a plan for the devices that are there, the next try may have a right one. Ranks that have said that
+# they end for a new plan have not crashed: these ends are not counted.
 
 
 RESTART_PAUSE_S = 1.0  # pause between a crash and the next launch
@@ -153,7 +155,11 @@ def plan_next_launch(
     """
     if s.stop is not None:
         return _end_agent(s, s.stop.code, s.stop.reason)
-    if code == 0 or terminated or s.membership.progress.finished:
+    ends = terminated or s.membership.progress.finished
+    if s.trainer.restarts_for and not ends:
+        s.trainer.restarts_for = ""
+        return LaunchCommand(before.launch + 1, 0.0)
+    if code == 0 or ends:
         if code == 0 and not terminated:
             look_at_end(s)
         return EndAgent(code)

@@ -12,7 +12,7 @@ from math import inf
 from random import Random
 
 from dips.client.agent.account import NO_INCARNATION, Account, Pace, PastIncarnation, RangeQueue, Tally
-from dips.client.ipc.messages import Answer, ErrorReply, PushResult
+from dips.client.ipc.messages import Answer, ErrorReply, PipelineReported, PushResult
 from dips.dataclass import dataclass
 from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
@@ -332,6 +332,9 @@ class TrainerAttempt:
     idle_since: float = 0.0  # since when the trainer could have taken a step and has reported none
     accepted_pushes: int = 0  # since the agent's start
     resets: int = 0  # resets of a model that was not finite, since the last finite push
+    pipeline: PipelineReported | None = None  # how the last step of a planned pipeline was played
+    pipeline_changes: dict[str, int] = field(default_factory=dict)  # of gear and plan, since the agent's start
+    restarts_for: str = ""  # why the ranks of this attempt end on purpose; "": they do not
 
 
 @dataclass

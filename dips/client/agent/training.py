@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dips.client.agent.state import STANDSTILL, AgentState, SyncPhase, drop_remark, make_remark
-from dips.client.ipc.messages import ErrorReply, LossReported, Remarked, Stepped, TokensCounted
+from dips.client.ipc.messages import (
+    ErrorReply,
+    LossReported,
+    PipelineChanged,
+    PipelineReported,
+    Remarked,
+    Stepped,
+    TokensCounted,
+)
 from dips.errors import ConfigError
 from dips.protocol.data import BegunRange
 from dips.protocol.enums import OutcomeKind, RemarkSubject
@@ -87,6 +95,23 @@ def record_losses(s: AgentState, notice: LossReported) -> None:
 def take_remark(s: AgentState, notice: Remarked) -> None:
     """Keep a rank's remark for the operator."""
     make_remark(s, RemarkSubject.SCRIPT, notice.text[:REMARK_CHARS])
+
+
+def take_pipeline(s: AgentState, notice: PipelineReported) -> None:
+    """Keep how a pipeline's last step was played, and write it to the timeline."""
+    s.trainer.pipeline = notice
+    spent = {f"{kind}_s": round(seconds, 6) for kind, seconds in notice.spent.items()}
+    s.record_mark("pipeline", gear=notice.gear, step_s=notice.step_s, idle=round(notice.idle, 4), **spent)
+
+
+def take_change(s: AgentState, notice: PipelineChanged) -> None:
+    """Remark on a pipeline's new gear or plan; keep why the ranks end, if they do."""
+    t = s.trainer
+    make_remark(s, RemarkSubject.PIPELINE, notice.why[:REMARK_CHARS])
+    if notice.restarts:
+        t.restarts_for = notice.why
+    else:
+        t.pipeline_changes[notice.what] = t.pipeline_changes.get(notice.what, 0) + 1
 
 
 def _check_loss(s: AgentState, finite: bool) -> None:

@@ -202,6 +202,27 @@ class Remarked:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineReported:
+    """Reports how the last step of a planned pipeline inside the cluster was played; at most once a second."""
+
+    attempt: int
+    gear: int  # pieces of each micro-batch of the plan
+    step_s: float  # mean of all ranks, as are the following
+    idle: float  # share of it in which a device computed nothing
+    spent: dict[str, float]  # seconds by kind of action
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineChanged:
+    """Reports a change of a planned pipeline, and why."""
+
+    attempt: int
+    what: str  # "gear" or "plan"
+    why: str
+    restarts: bool = False  # the ranks end now, for which the training command is started again: it is no crash
+
+
+@dataclass(frozen=True, slots=True)
 class TransferProgress:
     """Reports rank 0's progress in the present transfer; answered by Noted, or by Halt if the transfer is void."""
 
@@ -344,7 +365,7 @@ Question = (
     | Resume
     | Detach
 )
-Notice = Stepped | TokensCounted | LossReported | Remarked
+Notice = Stepped | TokensCounted | LossReported | Remarked | PipelineReported | PipelineChanged
 Answer = (
     AskAgain
     | Attached

@@ -51,6 +51,11 @@ class OuterLog:
         self._result: PushResult | None = None
         self._version: VersionId | None = None
 
+    @property
+    def accepted(self) -> int:
+        """Pushes that were accepted since `begin`."""
+        return self._counts["accepted"]
+
     def begin(self, version: VersionId, result: PushResult | None) -> None:
         """Set the version and result known before training begins; they are not reported."""
         self._version, self._result = version, result

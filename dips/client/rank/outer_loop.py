@@ -110,7 +110,7 @@ class OuterLoop:
         layout = lay_out(model, self._collectives, optimizer, grouping=self._config.shared.grouping)
         if layout.adapter.loses_bits and self._collectives.rank == 0:
             joining.warn_of_coarse(layout.adapter.loses_bits)
-        parts = [model] if isinstance(model, nn.Module) else model
+        self._parts = parts = [model] if isinstance(model, nn.Module) else model
         self._optimizers = InnerOptimizers(parts, optimizer)
         self._trained_names = TrainedNames(parts, self._collectives)
         self._kept_weights = KeptWeights(parts, layout.adapter, self._optimizers, self._collectives, self._warn)
@@ -193,6 +193,11 @@ class OuterLoop:
         return self._state.finished
 
     @property
+    def accepted_pushes(self) -> int:
+        """Pushes that were accepted since this object was made, the same on all ranks."""
+        return self._log.accepted
+
+    @property
     def moving(self) -> bool:
         """Whether a push or pull is in flight while training continues (`overlap: full`)."""
         return self._outer_steps.in_flight
@@ -260,6 +265,19 @@ class OuterLoop:
     def remark(self, text: str) -> None:
         """Show a remark in the agent's log and in `dips status`. Only rank 0's call has an effect."""
         self._agent_client.notify_agent(messages.Remarked(self._state.attempt, text))
+
+    def report_pipeline(self, *, gear: int, step_s: float, idle: float, spent: Mapping[str, float]) -> None:
+        """Show how the last step of a planned pipeline was played; `Pipeline` calls it. Only rank 0's call has an
+        effect. The fields are those of PipelineReported.
+        """
+        attempt = self._state.attempt
+        self._agent_client.notify_agent(messages.PipelineReported(attempt, gear, step_s, idle, dict(spent)))
+
+    def report_change(self, what: str, why: str, restarts: bool = False) -> None:
+        """Show that a planned pipeline changed its gear or its plan; `Pipeline` calls it. Only rank 0's call has an
+        effect. The fields are those of PipelineChanged.
+        """
+        self._agent_client.notify_agent(messages.PipelineChanged(self._state.attempt, what, why, restarts))
 
     def log_to(self, target: Any) -> None:
         """Write `dips/…` numbers at every outcome and version: mean loss since the last, progress, counts of outcomes.
@@ -529,6 +547,13 @@ class OuterLoop:
             raise LocalProtocolError("the model is torn: an install failed half-way; restart the training job")
         if os.getpid() != self._pid:
             raise LocalProtocolError("an OuterLoop belongs to the process that made it, not to one forked from it")
+
+
+def find_loop(parts: Sequence[nn.Module]) -> OuterLoop | None:
+    """Return this process's open OuterLoop over one of these modules; None if there is none."""
+    wanted = set(parts)
+    open_loops = (loop for loop in list(_loops) if not loop._closed)
+    return next((loop for loop in open_loops if any(m in wanted for p in loop._parts for m in p.modules())), None)
 
 
 def _make_call(given: Any) -> Callable[[], Any]:

@@ -3,10 +3,12 @@
 
 pipeline.py       `Pipeline`, the training script's part: steps, evaluation, checkpoints, what is refused
 orders.py         the plan and each rank's order, with its transfers; no torch
+replan.py         the search for a new plan when links have other rates, and its files
 parts.py          the layers that a rank holds, sharded over its stage
 torch_runtime.py  torch's runtime that plays the order, and all of torch's private names
 """
 
 from dips.inside.pipeline.pipeline import Pipeline
+from dips.inside.pipeline.replan import PlanReplaced
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "PlanReplaced"]

@@ -46,6 +46,7 @@ class PipelinePlan:
     stages: tuple[tuple[str, ...], ...]  # devices of each
     layers: tuple[tuple[int, int], ...]  # of each part: first, and one past the last
     recompute: bool
+    bf16_borders: bool  # what goes over a border goes in bf16, whatever is computed in
     orders: Mapping[str, tuple[ScheduledAction, ...]]
     shares: Mapping[str, tuple[int, ...]]  # the micro-batches of each device, in the order of its last forwards
 
@@ -102,6 +103,7 @@ def read_pipeline(data: Any, name: str) -> PipelinePlan:
             stages=stages,
             layers=layers,
             recompute=bool(found["recompute"]),
+            bf16_borders=bool(found.get("bf16_borders", False)),
             orders=orders,
             shares={device: list_share(order) for device, order in orders.items()},
         )
@@ -283,7 +285,7 @@ def match_transfers(
 ) -> list[TimedTransfer]:
     """Return the transfers of a step, in the order of their arrival, with the seconds that each took.
 
-    ranks         of each rank `sent` and `came` as `TransferTimes` has them, by tags as text, in seconds of the step
+    ranks         of each rank `sent` and `came` as `StepTimes` has them, by tags as text, in seconds of the step
     border_bytes  of a micro-batch that is not cut, after each part
 
     Gloo moves a tensor when both ends have named it, one after the other between two ranks: a transfer takes from the

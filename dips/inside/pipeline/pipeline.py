@@ -16,7 +16,8 @@ other parts still compute (Zorse §4.1.2); with `max_grad_norm`, which needs the
 Under Di-PS the job is one cluster: `OuterLoop(pipe.parts)`, then `outer.step(tokens=pipe.tokens, loss=loss)`.
 
 With `adapt` the micro-batches are cut into more or fewer pieces when links sag, between two steps: the same gradients
-from other orders of the plan (dips/inside/planning/adapt.py).
+from other orders of the plan; and where that does not help, a new plan is made (dips/inside/planning/adapt.py). An
+OuterLoop over the parts, if the script has one, is told of it, and how each step was played.
 
 What the caller must do: the constructor, `step`, `evaluate`, `state_dict`, `load_state_dict` and `close` are
 collective: all ranks call them, in the same order.
@@ -53,6 +54,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dips.client.parallel.adapter import is_dtensor
 from dips.client.rank.agent_client import JobCollectives
+from dips.client.rank.outer_loop import find_loop
 from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Unavailable
 from dips.inside.agreement import agree, compare
 from dips.inside.pipeline.orders import (
@@ -66,9 +68,14 @@ from dips.inside.pipeline.orders import (
     read_pipeline,
 )
 from dips.inside.pipeline.parts import Build, LayerShapes, PipelinePart, build_layers, make_part
-from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage, TransferTimes
-from dips.inside.planning.adapt import GearAdapter, GearChange, Gears
+from dips.inside.pipeline.replan import PlanReplaced, Replanner, digest_plan
+from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage, StepTimes
+from dips.inside.planning.adapt import Adapting, GearAdapter, GearChange, Gears, PlanChange, PlanVerdict
 
+STEP = "step"  # of all kinds of action, the whole of them
+COMPUTING = ("forward", "backward", "weight")  # kinds of action in which a device is not idle
+LOOKS = 10  # steps in which ranks look for the file of a new plan before rank 0 says that some have none
+REPORT_S = 1.0  # between two reports to the run of how a step was played
 IGNORED = -100  # a target that does not count, as torch's cross_entropy has it by default
 LOG = structlog.get_logger()
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -112,7 +119,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         device_name: str | None = None,
         collective_s: float = 600.0,
-        adapt: bool = False,
+        adapt: str = Adapting.OFF,
     ) -> None:
         """Build this rank's layers, and shard them over its stage.
 
@@ -125,8 +132,10 @@ class Pipeline:
         device         of this rank
         device_name    this rank's device in the plan; by default rank i is the i-th, stage by stage
         collective_s   a rank that misses a transfer or a collective for this long ends the job, with a sentence
-        adapt          changes the plan's gear between steps when links sag: micro-batches are cut into more or fewer
-                       pieces, and gradients stay as they are. A plan without gears is played as it is
+        adapt          what is changed when links sag. "gears": micro-batches are cut into more or fewer pieces between
+                       steps, and gradients stay as they are; a plan without gears is played as it is. "ask": it also
+                       says when another plan would be faster, and writes it beside `plan`, which is a file then.
+                       "auto": it takes that plan, and raises PlanReplaced after the next accepted push
         Errors         ConfigError, the same on every rank: a plan for another model, other devices or another number of
                        ranks, no sequence of layers, a layer that a pipeline cannot run, ranks that differ
         """
@@ -134,10 +143,10 @@ class Pipeline:
             raise ConfigError("Pipeline: call torch.distributed.init_process_group first")
         self._collectives = JobCollectives(collective_s)
         self._collective_s, self._rank = collective_s, dist.get_rank()
-        data, self._plan, (plans, gears) = agree(self._collectives, lambda: _read_plan(plan, max_grad_norm))
+        data, self._plan, (plans, gears) = agree(self._collectives, lambda: _read_plan(plan, max_grad_norm, adapt))
         everyone = [list(range(dist.get_world_size()))]
         given = {"plan": data, "seed": seed, "max_grad_norm": max_grad_norm, "optimizer": optimizer is not None}
-        given["adapt"] = adapt
+        given["adapt"], adapting = str(adapt), Adapting(adapt)
         compare(self._collectives, "the arguments of Pipeline", given, everyone)
         self._ranks = self._place_ranks(device_name)
         self._name = next(name for name, rank in self._ranks.items() if rank == self._rank)
@@ -157,16 +166,29 @@ class Pipeline:
         trained = {n: part for n, part in self._by_number.items() if any(p.requires_grad for p in part.parameters())}
         self._optimizers = {n: optimizer(part) for n, part in trained.items()} if optimizer else {}
         self._loss, self._batch_tokens = loss, 1
-        self._times = TransferTimes()
-        self._gears = {n: self._make_gear(n, one) for n, one in plans.items() if n == 1 or adapt}
+        self._times = StepTimes()
+        self._gears = {n: self._make_gear(n, one) for n, one in plans.items() if n == 1 or adapting is not Adapting.OFF}
         self._gear = self._gears[1]
         # Rank 0 decides. What it decided after a step goes to all with the losses of the next.
         self._adapter = GearAdapter(gears) if len(self._gears) > 1 and not self._rank else None
-        self._border_bytes = gears[1].border_bytes if gears else ()
+        self._replanner: Replanner | None = None
+        self._plan_path: Path | None = None
+        if adapting in (Adapting.ASK, Adapting.AUTO):
+            self._replanner = agree(self._collectives, lambda: _make_replanner(plan, data, gears, adapting, self._rank))
+            self._plan_path = Path(str(plan))
+        looks = len(self._gears) > 1 or (gears and self._plan_path is not None)
+        self._border_bytes = gears[1].border_bytes if looks else ()  # none: transfers are not looked at
         self._decided: GearChange | None = None
-        self._failed, self._closed = "", False
+        self._planned: PlanChange | None = None
+        self._pushes: int | None = None  # accepted when all ranks had the new plan's file; None: not all have it
+        self._looked = 0  # steps in which they looked for it
+        self._reported_s, self._failed, self._closed = 0.0, "", False
         self.last_change: GearChange | None = None
         """The last change of gear, with its reason; None before the first."""
+        self.new_plan: PlanChange | None = None
+        """The last plan that was found to be better, and why; None before the first. Only with "ask" and "auto"."""
+        self.last_seconds: dict[str, float] = {}
+        """Seconds of the last step, mean of all ranks: of the whole `step`, and by kind of action."""
         self.steps = 0
         """Steps since the pipeline was made, plus those of the loaded checkpoint."""
         self.tokens = 0
@@ -198,12 +220,13 @@ class Pipeline:
         inputs, targets = self._take_batch("step", batch)
         with self._explained():
             self._times.clear()
+            self._leave_for_plan()
             begin_s = time.monotonic()  # the same moment on all ranks, within the seconds of a small message
             losses = self._gear.runtime.play(self._gear.train_order, inputs, targets)
             if self._max_grad_norm is not None:
                 self._clip_gradients()
             for optimizer in self._optimizers.values() if self._max_grad_norm is not None else ():
-                _step_optimizer(optimizer)
+                self._step_optimizer(optimizer)
             loss = self._end_step(losses, begin_s)
         self.steps, self.tokens = self.steps + 1, self._batch_tokens
         if not isfinite(loss):
@@ -269,7 +292,12 @@ class Pipeline:
     def _on_reduced(self, number: int) -> None:
         """Step the optimizer of a part whose gradients are whole, unless the norm of all is waited for."""
         if self._max_grad_norm is None and number in self._optimizers:
-            _step_optimizer(self._optimizers[number])
+            self._step_optimizer(self._optimizers[number])
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        with self._times.spending("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
 
     def _clip_gradients(self) -> None:
         assert self._max_grad_norm is not None
@@ -291,29 +319,95 @@ class Pipeline:
         mine = _sum_losses(losses)
         return float(sum(json.loads(one) for one in self._collectives.all_gather(json.dumps(mine).encode())))
 
-    # ---- gears -------------------------------------------------------------------------------------------------------
+    # ---- links that sag ----------------------------------------------------------------------------------------------
+    # Rank 0 decides. What it decided after a step goes to all with the losses of the next.
 
     def _end_step(self, losses: Sequence[torch.Tensor], begin_s: float) -> float:
-        """Return the loss of all ranks; with gears tell rank 0 the transfers, and follow what it decided."""
-        if len(self._gears) == 1:
-            return self._sum_over_ranks(losses)
-        told = {
+        """Return the loss of all ranks; tell rank 0 seconds and transfers, and follow what it decided."""
+        told: dict[str, Any] = {
             "loss": _sum_losses(losses),
-            "sent": {tag: round(at - begin_s, 5) for tag, at in self._times.sent.items()},
-            "came": {tag: [round(at - begin_s, 5) for at in each] for tag, each in self._times.came.items()},
+            "spent": {**self._times.spent, STEP: time.monotonic() - begin_s},
             "gear": None if self._decided is None else asdict(self._decided),
+            "plan": None if self._planned is None else asdict(self._planned),
         }
+        if self._border_bytes:
+            told["sent"] = {tag: round(at - begin_s, 5) for tag, at in self._times.sent.items()}
+            told["came"] = {tag: [round(at - begin_s, 5) for at in each] for tag, each in self._times.came.items()}
+        if self._awaits_file:
+            assert self._plan_path is not None
+            told["file"] = digest_plan(self._plan_path)
         ranks = [json.loads(one) for one in self._collectives.all_gather(json.dumps(told).encode())]
-        change = ranks[0]["gear"]
-        if self._adapter is not None:
-            measured = match_transfers(self._gear.plan, ranks, self._border_bytes, self._gear.pieces)
-            self._decided = self._adapter.take_transfers(measured)
-        if change is not None:
-            self.last_change = GearChange(**{**change, "way": tuple(change["way"])})
-            self._gear = self._gears[self.last_change.new]
-            if not self._rank:
-                LOG.info("gear_changed", old=self.last_change.old, new=self.last_change.new, why=str(self.last_change))
+        if self._border_bytes and not self._rank:
+            self._decide(ranks)
+        if self._awaits_file:
+            self._compare_files([of["file"] for of in ranks])
+        self.last_seconds = _mean_seconds(ranks)
+        self._tell_run(self._follow(ranks[0]))
         return float(sum(told["loss"] for told in ranks))
+
+    @property
+    def _awaits_file(self) -> bool:
+        """Whether a new plan has been taken, and not every rank is known to have its file."""
+        taken = self.new_plan is not None and self.new_plan.verdict is PlanVerdict.ADOPTED
+        return taken and self._pushes is None
+
+    def _compare_files(self, digests: Sequence[str]) -> None:
+        """Begin to wait for a push, if all ranks have the plan that rank 0 has written; say once who has not."""
+        lacking = [rank for rank, digest in enumerate(digests) if digest != digests[0] or not digest]
+        self._looked += 1
+        if not lacking:
+            loop = find_loop(self.parts)
+            self._pushes = 0 if loop is None else loop.accepted_pushes
+        elif self._looked == LOOKS and not self._rank:
+            why = (
+                f"ranks {lacking} do not have rank 0's {self._plan_path}: copy it to their hosts; they go on until then"
+            )
+            LOG.warning("new_plan_not_shared", why=why)
+
+    def _decide(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Decide what to change, by the transfers of a step; on rank 0."""
+        measured = match_transfers(self._gear.plan, ranks, self._border_bytes, self._gear.pieces)
+        self._decided = None if self._adapter is None else self._adapter.take_transfers(measured)
+        if self._replanner is not None:
+            self._planned = self._replanner.take_transfers(measured, time.monotonic())
+
+    def _follow(self, first: Mapping[str, Any]) -> dict[str, str]:
+        """Change what rank 0 decided after the step before; return why, by what is changed."""
+        news = {}
+        if (gear := first["gear"]) is not None:
+            self.last_change = GearChange(**{**gear, "way": tuple(gear["way"])})
+            self._gear = self._gears[self.last_change.new]
+            news["gear"] = str(self.last_change)
+            if not self._rank:
+                LOG.info("gear_changed", old=self.last_change.old, new=self.last_change.new, why=news["gear"])
+        if (plan := first["plan"]) is not None:
+            changed = {"verdict": PlanVerdict(plan["verdict"]), "link": tuple(plan["link"])}
+            self.new_plan = PlanChange(**{**plan, **changed})
+            news["plan"] = str(self.new_plan)
+        return news
+
+    def _tell_run(self, news: Mapping[str, str]) -> None:
+        """Tell the run, if there is one, how the step was played, and what changed after it; on rank 0."""
+        now = time.monotonic()
+        if self._rank or (not news and now - self._reported_s < REPORT_S) or (loop := find_loop(self.parts)) is None:
+            return
+        self._reported_s = now
+        spent = {kind: seconds for kind, seconds in self.last_seconds.items() if kind != STEP}
+        step_s = self.last_seconds[STEP]
+        idle = 1 - sum(spent.get(kind, 0.0) for kind in COMPUTING) / step_s
+        loop.report_pipeline(gear=self.gear, step_s=step_s, idle=idle, spent=spent)
+        for what, why in news.items():
+            loop.report_change(what, why)
+
+    def _leave_for_plan(self) -> None:
+        """Raise PlanReplaced on all ranks, if a push was accepted since all had the new plan."""
+        loop = None if self._pushes is None else find_loop(self.parts)
+        if loop is None or self._pushes is None or loop.accepted_pushes <= self._pushes:
+            return
+        self._failed = f"a push was accepted, and {self._plan_path} is another plan now: start the ranks anew"
+        loop.report_change("plan", self._failed, restarts=True)
+        self._collectives.all_gather(b"")  # rank 0 has told the agent before a rank ends
+        raise PlanReplaced(self._failed)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -348,6 +442,8 @@ class Pipeline:
         """Give the process groups back, but for the stage's, over which the parameters stay sharded. Idempotent."""
         if not self._closed:
             self._closed = True
+            if self._replanner is not None:
+                self._replanner.close()
             for group in (self._alone, self._between):
                 dist.destroy_process_group(group)
             self._collectives.close()
@@ -396,7 +492,8 @@ class Pipeline:
         borders = {}
         for number in self._by_number:
             before, after = ([rank_of(at, m) for m in own] for at in (number - 1, number + 1))
-            borders[number] = PartBorders(self._between, before, after, tag, self._times)
+            narrow = torch.bfloat16 if plan.bf16_borders else None
+            borders[number] = PartBorders(self._between, before, after, tag, self._times, narrow)
         stages = [
             RankStage(part, number, len(plan.layers), self._device, self._alone, borders[number], seeding(part))
             for number, part in self._by_number.items()
@@ -437,11 +534,13 @@ def _sum_losses(losses: Sequence[torch.Tensor]) -> float:
 
 
 def _read_plan(
-    plan: str | os.PathLike[str] | Mapping[str, Any], max_grad_norm: float | None
+    plan: str | os.PathLike[str] | Mapping[str, Any], max_grad_norm: float | None, adapt: str
 ) -> tuple[Mapping[str, Any], PipelinePlan, tuple[dict[int, PipelinePlan], Gears]]:
     """Return the plan's contents, its pipeline, and its gears to play and to simulate."""
     if max_grad_norm is not None and not 0 < max_grad_norm < float("inf"):
         raise ConfigError(f"max_grad_norm: expected a number above 0, got {max_grad_norm}")
+    if adapt not in list(Adapting):
+        raise ConfigError(f"adapt: expected one of {', '.join(Adapting)}, got {adapt!r}")
     data, name = plan, "plan"
     if not isinstance(plan, Mapping):
         name = str(plan)
@@ -466,6 +565,16 @@ def _build(
     return kept, shapes
 
 
-def _step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
+def _mean_seconds(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by kind of action, mean of all ranks."""
+    kinds = sorted({kind for told in ranks for kind in told["spent"]})
+    return {kind: sum(told["spent"].get(kind, 0.0) for told in ranks) / len(ranks) for kind in kinds}
+
+
+def _make_replanner(
+    plan: Any, data: Mapping[str, Any], gears: Gears, adapting: Adapting, rank: int
+) -> Replanner | None:
+    """Rank 0's; the others have none. Raises ConfigError for a plan that is no file, or of unknown origin."""
+    if isinstance(plan, Mapping):
+        raise ConfigError(f"plan: expected a file for adapt={adapting}, which writes another beside it, got a mapping")
+    return None if rank else Replanner(Path(plan), data, gears, adapting)

@@ -43,16 +43,28 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
-class TransferTimes:
-    """When a rank's transfers went and came, by tag, in seconds of this machine's clock."""
+class StepTimes:
+    """When a rank's transfers went and came in a step, by tag, in seconds of this machine's clock; and how long it was
+    at each kind of action, as its processor saw it: an accelerator's work counts where it is waited for.
+    """
 
     sent: dict[int, float] = field(default_factory=dict)  # offered to the receiver
     came: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # asked for, waited for, here
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by kind of action
 
     def clear(self) -> None:
         """Forget them, before a step."""
-        self.sent.clear()
-        self.came.clear()
+        for held in (self.sent, self.came, self.spent):
+            held.clear()
+
+    @contextmanager
+    def spending(self, kind: str) -> Iterator[None]:
+        """Count the seconds of this block."""
+        begin_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[kind] = self.spent.get(kind, 0.0) + time.monotonic() - begin_s
 
 
 @dataclass(slots=True)
@@ -61,13 +73,14 @@ class TimedReceive:
 
     work: Any
     tag: int
-    times: TransferTimes
+    times: StepTimes
     asked_s: float
 
     def wait(self) -> None:
         """Wait for the transfer, as torch's runtime does right before its use."""
         waited_s = time.monotonic()
-        self.work.wait()
+        with self.times.spending("wait"):
+            self.work.wait()
         self.times.came[self.tag] = (self.asked_s, waited_s, time.monotonic())
 
 
@@ -79,9 +92,14 @@ class PartBorders:
     before: Sequence[int]  # rank that computes the part before, for each of this rank's micro-batches
     after: Sequence[int]
     tag: Callable[[BorderTransfer, int, int], int]  # of a send, its part and micro-batch
-    times: TransferTimes
+    times: StepTimes
+    dtype: torch.dtype | None = None  # of what is on its way; None: as it is computed
     taken: Spec | None = field(default=None)  # of what the part before gives; the pipeline tells them before each step
     given: Spec | None = field(default=None)
+
+    def narrow(self, computed: torch.dtype) -> torch.dtype:
+        """Return in which format a tensor of this one crosses the border."""
+        return self.dtype if self.dtype is not None and self.dtype.itemsize < computed.itemsize else computed
 
 
 class RankStage(_PipelineStageBase):
@@ -107,7 +125,7 @@ class RankStage(_PipelineStageBase):
         super().__init__(part, number, parts, device, alone)
         self._runtime_validate = False  # it would compare with metadata that torch's own stage exchanges
         self._stage_meta.inputs = (None,)  # type: ignore[assignment]  # read for its length
-        self._borders, self._on_forward = borders, on_forward
+        self._borders, self._on_forward, self.times = borders, on_forward, borders.times
         self._activations: dict[int, torch.Tensor] = {}  # that came from the part before, by micro-batch
         self._gradients: dict[int, torch.Tensor] = {}  # from the part after
         self.failed_here = False  # an exception was raised by the part's own computation
@@ -116,12 +134,12 @@ class RankStage(_PipelineStageBase):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         tag = self._borders.tag(BorderTransfer.SEND_F, self.stage_index - 1, fwd_chunk_id)
-        self._activations[fwd_chunk_id] = _make_buffer(self._borders.taken)
+        self._activations[fwd_chunk_id] = self._make_receiver(self._borders.taken)
         return [self._receive(self._activations[fwd_chunk_id], self._borders.before[fwd_chunk_id], tag)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         tag = self._borders.tag(BorderTransfer.SEND_B, self.stage_index + 1, bwd_chunk_id)
-        self._gradients[bwd_chunk_id] = _make_buffer(self._borders.given)
+        self._gradients[bwd_chunk_id] = self._make_receiver(self._borders.given)
         return [self._receive(self._gradients[bwd_chunk_id], self._borders.after[bwd_chunk_id], tag)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -138,6 +156,10 @@ class RankStage(_PipelineStageBase):
         tag = self._borders.tag(BorderTransfer.SEND_B, self.stage_index, bwd_chunk_id)
         return [self._send(gradient, self._borders.before[bwd_chunk_id], tag)]
 
+    def _make_receiver(self, spec: Spec | None) -> torch.Tensor:
+        assert spec is not None
+        return _make_buffer((spec[0], self._borders.narrow(spec[1])))
+
     def _receive(self, buffer: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
         made = dist.P2POp(dist.irecv, buffer, rank, self._borders.group, tag)
         made.op = self._begin_receive  # torch refuses another operation in the constructor
@@ -147,7 +169,7 @@ class RankStage(_PipelineStageBase):
         return TimedReceive(dist.irecv(buffer, tag=tag, **source), tag, self._borders.times, time.monotonic())
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
-        ready = tensor.detach().cpu().contiguous()
+        ready = tensor.detach().to("cpu", self._borders.narrow(tensor.dtype)).contiguous()
         self._borders.times.sent[tag] = time.monotonic()
         return dist.P2POp(dist.isend, ready, rank, self._borders.group, tag)
 
@@ -159,11 +181,16 @@ class RankStage(_PipelineStageBase):
         self._gradients[mb_index] = _make_buffer(self._borders.given).zero_() if gradient is None else gradient
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor]:
-        taken = self._activations.pop(fwd_chunk_id).to(self.device)
+        taken = self._take(self._activations.pop(fwd_chunk_id), self._borders.taken)
         return (taken.requires_grad_(self.has_backward and taken.is_floating_point()),)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor]:
-        return (self._gradients.pop(bwd_chunk_id).to(self.device),)
+        return (self._take(self._gradients.pop(bwd_chunk_id), self._borders.given),)
+
+    def _take(self, came: torch.Tensor, spec: Spec | None) -> torch.Tensor:
+        """Return what came over a border as this part computes with it."""
+        assert spec is not None
+        return came.to(self.device).to(spec[1])
 
     # ---- computation -------------------------------------------------------------------------------------------------
 
@@ -174,24 +201,26 @@ class RankStage(_PipelineStageBase):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        with self._marking_failure(), self._on_forward(fwd_chunk_id):
+        with self._computing("forward"), self._on_forward(fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if self.is_last and not self.has_backward:
             del self.fwd_cache[fwd_chunk_id]
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._marking_failure():
+        with self._computing("backward"):
             super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._marking_failure():
+        with self._computing("weight"):
             super().backward_weight_one_chunk(*args, **kwargs)
 
     @contextmanager
-    def _marking_failure(self) -> Iterator[None]:
+    def _computing(self, kind: str) -> Iterator[None]:
+        """Count the seconds of a computation, and mark a failure as this rank's own."""
         try:
-            yield
+            with self._borders.times.spending(kind):
+                yield
         except Exception:
             self.failed_here = True
             raise
@@ -263,7 +292,8 @@ class RankRuntime:
 
     def _reduce(self, action: _Action, ctx: Any) -> None:
         stage = next(stage for stage in self._stages if stage.stage_index == action.stage_index)
-        stage.perform_reduce_grad(1)
+        with stage.times.spending("reduce"):
+            stage.perform_reduce_grad(1)
         self._on_reduced(action.stage_index)
 
 

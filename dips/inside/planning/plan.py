@@ -70,6 +70,7 @@ class ClusterPlan:
     decoder: bool  # the model is a `transformer`, whose layers frameworks know by name
     shares: Mapping[str, tuple[int, int]]  # of data parallelism: a device's samples of a step, and its micro-batches
     recompute: bool
+    bf16_borders: bool
     gears: Gears  # of a pipeline: its own, and those to change to when links sag
 
     @property
@@ -127,6 +128,7 @@ def make_plan(profile: ClusterProfile, model: ModelProfile, target: Framework | 
         decoder=model.transformer is not None,
         shares=shares,
         recompute=model.recompute,
+        bf16_borders=model.bf16_borders,
         gears=gears,
     )
 
@@ -193,6 +195,7 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
             "samples": choice.samples,
             "offload": choice.offload,
             "recompute": plan.recompute,
+            "bf16_borders": plan.bf16_borders,
             "stages": [
                 {
                     "devices": list(stage.devices),
@@ -209,7 +212,7 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
                 device: " ".join(map(str, order))
                 for device, order in (plan.prediction.orders.items() if plan.prediction else ())
             },
-            **(spell_gears(plan.gears) if len(plan.gears) > 1 else {}),
+            **(spell_gears(plan.gears) if plan.gears else {}),
         },
         "shares": {d: {"samples": n, "microbatches": m} for d, (n, m) in plan.shares.items()} or None,
         "others": [

@@ -26,6 +26,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from math import isfinite
+from statistics import fmean
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -105,11 +106,13 @@ class ClusterProfile:
 
     def find_link(self, sender: ClusterNode, receiver: ClusterNode) -> LinkSpeed | None:
         """Return the rate from one node to another, by their names or by their sites."""
-        for a in (sender.name, sender.site):
-            for b in (receiver.name, receiver.site):
-                if (found := self.links.get(a, {}).get(b)) is not None:
-                    return found
-        return None
+        ends = self.find_ends(sender, receiver)
+        return None if ends is None else self.links[ends[0]][ends[1]]
+
+    def find_ends(self, sender: ClusterNode, receiver: ClusterNode) -> tuple[str, str] | None:
+        """Return the two names by which `links` has the rate from one node to another."""
+        ends = ((a, b) for a in (sender.name, sender.site) for b in (receiver.name, receiver.site))
+        return next(((a, b) for a, b in ends if b in self.links.get(a, {})), None)
 
     @cached_property
     def cards(self) -> dict[str, float]:
@@ -249,6 +252,7 @@ class ModelProfile:
     layers: tuple[LayerNeed, ...] = ()
     transformer: TransformerShape | None = None
     recompute: bool = True  # a layer's activations are computed again in its backward; only borders are kept
+    bf16_borders: bool = False  # activations and their gradients of 32 bits cross borders between stages in bf16
     parameter_bytes: float = 2.0
     gradient_bytes: float = 2.0
     state_bytes: float = 12.0  # of the optimizer, with fp32 masters
@@ -258,6 +262,11 @@ class ModelProfile:
         """Every layer, in order."""
         made = self.layers or (_transformer_layers(self.transformer, self.sequence) if self.transformer else ())
         return tuple(replace(layer, repeat=1) for layer in made for _ in range(layer.repeat))
+
+    @property
+    def border_share(self) -> float:
+        """The share of a layer's `border_bytes` that goes over a border."""
+        return 0.5 if self.bf16_borders else 1.0
 
     @property
     def parameters(self) -> float:
@@ -289,6 +298,8 @@ def check_model(model: ModelProfile, name: str) -> None:
         raise ConfigError(
             f"{name}: expected either `layers` or `transformer`, got {'both' if model.layers else 'neither'}"
         )
+    if model.bf16_borders and model.transformer is not None:
+        raise ConfigError(f"{name}: bf16_borders: expected `layers` of 32 bits: those of `transformer` have 16 already")
     if model.batch < 1 or model.sequence < 1:
         raise ConfigError(f"{name}: expected batch and sequence of at least 1, got {model.batch}, {model.sequence}")
     for layer in model.layers:
@@ -326,6 +337,27 @@ def parse_profile(raw: Mapping[str, Any], name: str) -> ClusterProfile:
     profile = build(ClusterProfile, raw, name)
     check_profile(profile, name)
     return replace(profile, nodes=tuple(node for node in profile.nodes if node.devices))
+
+
+def set_rates(raw: Mapping[str, Any], rates: Mapping[tuple[str, str], float], name: str) -> dict[str, Any]:
+    """Return a profile file's keys with other rates of some links; all else stays as it is written.
+
+    rates   bytes a second from one node to another. Of several that `links` has in one line the mean counts
+    Errors  ConfigError for a file that is no profile, or that lacks such a link
+    """
+    profile = parse_profile(raw, name)
+    nodes = {node.name: node for node in profile.nodes}
+    byte_s: dict[tuple[str, str], list[float]] = {}
+    for (a, b), rate in rates.items():
+        ends = profile.find_ends(nodes[a], nodes[b]) if a in nodes and b in nodes else None
+        if ends is None:
+            raise ConfigError(f"{name}: links: expected the rate from {a} to {b}, which the plan has, got none")
+        byte_s.setdefault(ends, []).append(1 / rate)
+    links = {str(a): {str(b): line for b, line in row.items()} for a, row in raw["links"].items()}
+    for (a, b), each in byte_s.items():
+        gbit, line = float(f"{1 / fmean(each) / GBIT_BYTES:.4g}"), links[a][b]
+        links[a][b] = {**line, "gbit": gbit} if isinstance(line, Mapping) else gbit
+    return {**raw, "links": links}
 
 
 def parse_model(raw: Mapping[str, Any], name: str) -> ModelProfile:

@@ -183,7 +183,9 @@ class Planner:
         return SimulatedPipeline(
             schedule=choice.schedule,
             stages=tuple(stages),
-            border_bytes=tuple(choice.samples * self.layers[c - 1].border_bytes for c in choice.cuts[1:-1]),
+            border_bytes=tuple(
+                choice.samples * self.layers[c - 1].border_bytes * self.model.border_share for c in choice.cuts[1:-1]
+            ),
             route=self._route,
             ministages=v,
             keep=v == 1,

@@ -54,6 +54,7 @@ def test_the_plan_is_shown_and_written(files: list[str], tmp_path: Path) -> None
     for said in ("tiny: ", "estimated: big, small", "instead", "half the rate", "Memory is tightest on"):
         assert said in words_shown, said
     data = yaml.safe_load(out.read_text())
+    assert data.pop("made_from") == {"profile": "profile.yaml", "model": "model.yaml", "replans": 0}
     assert " micro-batches ┃ forward + backward ┃ idle ┃ peak memory ┃" in words_shown
     for stage in data["pipeline"]["stages"]:
         ((first, end),), (count,) = stage["layers"], stage["microbatches"]
@@ -69,6 +70,30 @@ def test_the_plan_is_shown_and_written(files: list[str], tmp_path: Path) -> None
     assert [list(stage) for stage in plan.stages] == [stage["devices"] for stage in data["pipeline"]["stages"]]
     assert [layer for part in plan.layers for layer in range(*part)] == list(range(8))
     assert plan.samples * plan.microbatches == data["samples"]
+
+
+def test_borders_of_16_bits_have_half_the_bytes(files: list[str], tmp_path: Path) -> None:
+    """Of layers of 32 bits that cross in bf16: in the bytes that are moved, the step of a pipeline that waits for them,
+    and its gears' costs. The memory of what is kept to compute with stays.
+    """
+    layer = {"name": "l", "parameters": 1e8, "flops": 1e10, "activation_bytes": 4e6, "border_bytes": 4e6, "repeat": 4}
+    found = []
+    for narrow in ({}, {"bf16_borders": True}):
+        Path(files[1]).write_text(yaml.safe_dump({"name": "m", "batch": 8, "layers": [layer], **narrow}))
+        told = CliRunner().invoke(
+            cli, ["plan", "cluster", *files, "--for", "pipeline", "-o", str(tmp_path / "plan.yaml")]
+        )
+        assert told.exit_code == 0, told.output
+        found.append(yaml.safe_load((tmp_path / "plan.yaml").read_text()))
+    wide, narrow_plan = (plan["pipeline"] for plan in found)
+    assert [plan["bf16_borders"] for plan in (wide, narrow_plan)] == [False, True]
+    assert read_pipeline(found[1], "plan.yaml").bf16_borders and not read_pipeline(found[0], "plan.yaml").bf16_borders
+    crossings = [plan["bytes"]["pipeline"] / plan["samples"] for plan in (wide, narrow_plan)]
+    assert [n * plan["samples"] for n, plan in zip(crossings, (wide, narrow_plan), strict=True)] == [
+        2 * 8 * 4e6, 2 * 8 * 2e6
+    ]  # fmt: skip
+    assert [plan["costs"]["border_bytes"][0] / plan["samples"] for plan in (wide, narrow_plan)] == [4e6, 2e6]
+    assert found[1]["step_s"] < 0.8 * found[0]["step_s"]
 
 
 def test_a_plan_is_drawn(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from dips.client.agent.membership import build_heartbeat
 from dips.client.agent.restarts import RESTART_PAUSE_S, EndAgent, LaunchCommand, describe_crash
 from dips.client.agent.state import Crash
+from dips.client.ipc.messages import PipelineChanged
 from dips.ids import GENESIS
 from dips.protocol.effects import Finished
 from dips.protocol.enums import ClusterStanding, RemarkSubject
@@ -96,6 +97,29 @@ def test_where_a_command_configures_each_launch_a_wrong_configuration_is_tried_a
     assert isinstance(end, EndAgent) and end.code == 78 and "3 times in the same way" in end.reason
     end = crash(Play(max_restarts=9, before_start=("plan",)), code=127, last_line="before_start: sh: plan: not found")
     assert isinstance(end, EndAgent) and end.reason.endswith("last line: before_start: sh: plan: not found")
+
+
+def test_ranks_that_end_for_a_new_plan_have_not_crashed() -> None:
+    """The command is started again at once, whatever its exit code, and neither counted nor remarked on as a crash; the
+    next attempt's end is an end like any other. SIGTERM and the run's end go first.
+    """
+    play = Play(max_restarts=0)
+    first = play.core.plan_first_launch()
+    play.begin()
+    for attempt, code in ((1, 1), (2, 0)):
+        if attempt > 1:
+            play.send(play.attach(launch=attempt, pid=attempt))
+        play.step()
+        play.send(PipelineChanged(play.s.trainer.attempt, "plan", "plan.yaml is another now", restarts=True))
+        assert play.core.plan_next_launch(first, code) == LaunchCommand(2, 0.0)
+        assert play.marks[-1] == ("remark", {"subject": RemarkSubject.PIPELINE, "text": "plan.yaml is another now"})
+    assert not play.s.crashes and RemarkSubject.CRASH not in play.s.remarks
+    play.send(play.attach(launch=3, pid=3))
+    assert play.s.trainer.restarts_for == "" and RemarkSubject.PIPELINE not in play.s.remarks
+    play.send(PipelineChanged(play.s.trainer.attempt, "plan", "plan.yaml is another now", restarts=True))
+    assert play.core.plan_next_launch(first, code=143, terminated=True) == EndAgent(143)
+    play.send(play.attach(launch=4, pid=4))
+    assert isinstance(crash(play), EndAgent)
 
 
 def test_crashes_are_shown() -> None:

@@ -6,10 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from dips.client.ipc.messages import LossReported, PullMoved, PushMoved, Stepped, TokensCounted
+from dips.client.agent import metrics
+from dips.client.agent.state import list_remarks
+from dips.client.ipc.messages import (
+    LossReported,
+    PipelineChanged,
+    PipelineReported,
+    PullMoved,
+    PushMoved,
+    Stepped,
+    TokensCounted,
+)
 from dips.protocol.effects import Committed, Joined
-from dips.protocol.enums import ClusterStanding, OutcomeKind
+from dips.protocol.enums import ClusterStanding, OutcomeKind, RemarkSubject
 from dips.protocol.events import PushFinished, RoundAwaited
+from dips.protocol.heartbeats import Remark
 from tests.unit.client.agent.play import NONE_YET, V1, Play, outcome
 
 
@@ -58,6 +69,36 @@ def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
     assert (finished.loss, finished.tokens, finished.inner_steps) == (2.5, 20, 2)
     assert play.send(LossReported(1, 0.0, 0, finite=False)) is None
     assert [kind for kind, _ in play.marks].count("loss_not_finite") == 1
+
+
+def test_a_pipeline_is_shown(play: Play) -> None:
+    """How its last step was played on the timeline and in metrics, and each change with its reason besides as a remark;
+    counts stay when a new attempt begins, the step is then unknown.
+    """
+    play.begin()
+    play.send(PipelineReported(1, 2, 0.5, 0.25, {"forward": 0.125, "wait": 0.0625}))
+    assert play.marks[-1] == (
+        "pipeline", {"gear": 2, "step_s": 0.5, "idle": 0.25, "forward_s": 0.125, "wait_s": 0.0625}
+    )  # fmt: skip
+    for why in ("gear 1 to 2: a link", "gear 2 to 4: a link"):
+        play.send(PipelineChanged(1, "gear", why))
+        assert play.marks[-1] == ("remark", {"subject": RemarkSubject.PIPELINE, "text": why})
+    play.send(PipelineChanged(1, "plan", "new plan: a link"))
+    assert scrape(play)["dips_agent_pipeline_gear"] == {(): 2}
+    assert scrape(play)["dips_agent_pipeline_step_seconds"] == {(): 0.5}
+    assert scrape(play)["dips_agent_pipeline_idle"] == {(): 0.25}
+    assert scrape(play)["dips_agent_pipeline_action_seconds"] == {("forward",): 0.125, ("wait",): 0.0625}
+    assert scrape(play)["dips_agent_pipeline_changes"] == {("gear",): 2, ("plan",): 1}
+    assert list_remarks(play.s) == (Remark(RemarkSubject.PIPELINE, "new plan: a link"),)
+    play.send(play.attach(launch=2, pid=8))
+    assert list_remarks(play.s) == () and scrape(play)["dips_agent_pipeline_gear"] == {}
+    assert scrape(play)["dips_agent_pipeline_changes"] == {("gear",): 2, ("plan",): 1}
+
+
+def scrape(play: Play) -> dict[str, dict[tuple[str, ...], float]]:
+    """Metrics by name and values of their labels."""
+    found = metrics.collect(metrics.read_metrics(play.s, play.now))
+    return {f.name: {tuple(s.labels.values()): s.value for s in f.samples} for f in found}
 
 
 def test_steps_that_are_told_together_count_like_each(play: Play) -> None:

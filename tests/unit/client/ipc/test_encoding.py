@@ -8,7 +8,18 @@ import msgspec
 import pytest
 
 from dips.client.ipc import messages
-from dips.client.ipc.messages import AskAgain, Attach, LossReported, ManifestSent, Message, PullNow, Remarked, Stepped
+from dips.client.ipc.messages import (
+    AskAgain,
+    Attach,
+    LossReported,
+    ManifestSent,
+    Message,
+    PipelineChanged,
+    PipelineReported,
+    PullNow,
+    Remarked,
+    Stepped,
+)
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, ManifestWanted, SlaveAddress
@@ -31,6 +42,8 @@ def nested(field: str, value: object) -> bytes:
         Stepped(1, 4096, 2.5),
         LossReported(1, 7.5, 3),
         Remarked(1, "set stop.tokens"),
+        PipelineReported(1, 2, 0.5, 0.25, {"forward": 0.125}),
+        PipelineChanged(1, "gear", "gear 1 to 2"),
         AskAgain("äöü"),
         Attach(1, 0, "9", "0" * 64, 1, 2),
         ManifestWanted("0" * 64),
@@ -89,6 +102,6 @@ def test_length_is_bounded_both_ways() -> None:
 
 def test_every_message_is_in_the_table() -> None:
     """Names are unique, and every message has only fields that the codec can read."""
-    assert len(messages.MESSAGES) == 30
+    assert len(messages.MESSAGES) == 32
     for cls in messages.MESSAGES.values():
         assert all(f.name != "kind" for f in fields(cls))

@@ -31,7 +31,7 @@ from dips.client.ipc.messages import (
 )
 from dips.client.rank import agent_client, joining, steps, transfer
 from dips.client.rank.agent_client import JobCollectives
-from dips.client.rank.outer_loop import OWN_STATES
+from dips.client.rank.outer_loop import OWN_STATES, find_loop  # CHECK
 from dips.client.rank.shard_transfer import BackgroundTransfer, ShardTransfer, TransferRequest, TransferResult
 from dips.client.rank.steps import OuterSteps
 from dips.client.rank.transfer import TransferStats
@@ -245,6 +245,31 @@ def test_a_pipelines_losses_are_told_before_a_push(directory: Path, monkeypatch:
     agent.join()
     told = [type(message).__name__ for message in agent.messages][3:]
     assert told == ["Stepped", "LossReported", "PushWanted", "Detach"]
+
+
+def test_a_planned_pipeline_finds_its_loop_and_reports(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its parts, also as modules of a module, while the loop is open; its pushes count once, when they are accepted;
+    and what is reported arrives in order, after the steps before it.
+    """
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    results = [messages.PushResult(1, seq, kind, "") for seq, kind in enumerate(("accepted", "gated", "accepted"))]
+    settled = [TrainOn("", 1, 0.25, results[at]) for at in (0, 0, 1, 2)]
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), *settled, Noted())
+    agent, counted = ScriptedAgent(directory / "agent.sock", *script), []
+    parts, other = [nn.Linear(3, 2), nn.Linear(2, 2)], nn.Linear(3, 2)
+    with OuterLoop(nn.ModuleList(parts), directory / "cluster.yaml") as outer:
+        assert find_loop(parts) is find_loop(parts[1:]) is outer and find_loop([other]) is None
+        for _ in settled:
+            outer.step(tokens=8)
+            counted.append(outer.accepted_pushes)
+        outer.report_pipeline(gear=2, step_s=1, idle=0.5, spent={"forward": 0.25})
+        outer.report_change("plan", "it is another now", restarts=True)
+    assert find_loop(parts) is None and counted == [1, 1, 1, 2]
+    agent.join()
+    assert agent.messages[-3:-1] == [
+        messages.PipelineReported(1, 2, 1.0, 0.5, {"forward": 0.25}),
+        messages.PipelineChanged(1, "plan", "it is another now", restarts=True),
+    ]
 
 
 @pytest.mark.parametrize(("version", "begins"), [(GENESIS, 1.0), (V1, 0.01)])

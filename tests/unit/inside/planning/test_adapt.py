@@ -1,4 +1,4 @@
-"""Gears: what is changed when links sag, when, and that it comes to rest."""
+"""What is changed when links sag, gear or plan, when, and that it comes to rest."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 from dips.errors import ConfigError
 from dips.inside.planning.adapt import (
     GAIN,
+    OFF,
+    PLAN_GAIN,
     WINDOW,
+    Adapting,
     GearAdapter,
+    PlanVerdict,
+    PlanWanted,
+    PlanWatch,
     TimedTransfer,
+    judge_plan,
     keep_useful,
+    node_of,
     parse_gears,
     predict_steps,
     spell_gears,
@@ -135,7 +143,7 @@ def test_latency_is_not_taken_for_a_slow_rate() -> None:
     gears = make_gears()
     adapter = GearAdapter(gears)
     adapter.take_transfers(window(gears, 4, 1))
-    assert list(adapter._slowdowns.values()) == pytest.approx([1.0] * 4)
+    assert list(adapter._windows.slowdowns.values()) == pytest.approx([1.0] * 4)
 
 
 def test_gears_that_never_help_are_not_kept() -> None:
@@ -210,3 +218,147 @@ def test_a_plan_for_slow_links_has_gears() -> None:
     counts = [len(gear.stages[0].devices[0].microbatches) for gear in gears.values()]
     assert counts == [found["stages"][0]["microbatches"][0] * pieces for pieces in (1, 2)]
     assert predict_steps(gears, {}) == pytest.approx(predict_steps(plan.gears, {}), rel=1e-5)
+
+
+# ---- a new plan ------------------------------------------------------------------------------------------------------
+
+ALL = {("g0", "g1"), ("g1", "g0"), ("g1", "g2"), ("g2", "g1")}
+
+
+def after(watch: PlanWatch, gears: dict[int, SimulatedPipeline], slow: float, windows: int) -> list[PlanWanted]:
+    """What is wanted in so many windows of each link; each search finds its end at once."""
+    found = []
+    for _ in range(windows):
+        if (wanted := watch.take_transfers(window(gears, 1, slow))) is not None:
+            watch.settle_search()
+            found.append(wanted)
+    return found
+
+
+def test_a_rate_that_lacks_for_three_windows_makes_a_plan_wanted() -> None:
+    """With the measured rates of all links that are off, the best gear's step at these, and the worst link; not before
+    the third window, and not again at the same rates.
+    """
+    gears = make_gears()
+    watch = PlanWatch(gears)
+    assert after(watch, gears, 1, 2) == after(watch, gears, 4, 2) == []
+    (wanted,) = after(watch, gears, 4, 1)
+    byte_s = gears[1].route("g0", "g1").byte_s
+    assert set(wanted.rates) == ALL and list(wanted.rates.values()) == pytest.approx([1 / (4 * byte_s)] * 4)
+    assert wanted.old_s == pytest.approx(min(seconds_of(gears, 4).values()), rel=1e-6)
+    assert (wanted.windows, wanted.slowdown) == (3, pytest.approx(4)) and wanted.link in ALL
+    assert after(watch, gears, 4, 20) == []
+
+
+@pytest.mark.parametrize(("slow", "searches"), [(OFF * 0.99, 0), (OFF * 1.01, 1), (0.99 / OFF, 1), (1.01 / OFF, 0)])
+def test_links_that_are_near_their_rates_are_not_searched_for(slow: float, searches: int) -> None:
+    """A quarter over or under, each way."""
+    gears = make_gears()
+    assert len(after(PlanWatch(gears), gears, slow, 6)) == searches
+
+
+def test_windows_that_end_in_one_step_count_each() -> None:
+    """Three of each link, of which one is as planned: nothing; three that are slow: a search."""
+    gears = make_gears()
+    watch = PlanWatch(gears)
+    assert watch.take_transfers([*window(gears, 1, 4), *window(gears, 1, 1), *window(gears, 1, 4)]) is None
+    assert watch.take_transfers([*window(gears, 1, 4), *window(gears, 1, 4)]) is not None
+
+
+def test_links_that_are_as_planned_again_are_wanted_too() -> None:
+    """After a search with a quarter of the rate a plan for the whole rate is searched for, over twice the windows; the
+    profile gets that rate back.
+    """
+    gears = make_gears()
+    watch = PlanWatch(gears)
+    assert len(after(watch, gears, 4, 3)) == 1
+    assert after(watch, gears, 1, 5) == []
+    (wanted,) = after(watch, gears, 1, 1)
+    assert wanted.windows == 6 and wanted.slowdown == pytest.approx(1) and set(wanted.rates) == ALL
+
+
+def test_a_search_that_failed_is_followed_by_another() -> None:
+    """At the same rates, over twice the windows."""
+    gears = make_gears()
+    watch = PlanWatch(gears)
+    found = [n for n in range(12) if watch.take_transfers(window(gears, 1, 4)) is not None]
+    assert found == [2, 8]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 40), st.floats(1.5, 20), st.integers(0, 4))
+def test_a_link_that_flaps_has_few_new_plans(half: int, slow: float, replans: int) -> None:
+    """In 600 windows: as many as n doubles, whatever the period; a plan that came of others begins with more."""
+    gears = make_gears()
+    watch, found = PlanWatch(gears, replans), 0
+    assert watch.needed == 3 << replans
+    for number in range(600):
+        found += len(after(watch, gears, slow if number // half % 2 else 1.0, 1))
+    assert found <= 8 - replans
+    assert PlanWatch(gears, 1000).needed == 3072, "bounded, whatever a file says"
+
+
+def test_devices_of_one_node_have_no_link() -> None:
+    """What goes inside a node is not in `links` of a profile."""
+    gears = make_gears()
+    watch = PlanWatch(gears)
+    names = {f"g{s}": f"n.{s}" for s in range(3)}
+    watch._route = lambda a, b: gears[1].route(f"g{a[-1]}", f"g{b[-1]}")
+    inside = [replace(t, sender=names[t.sender], receiver=names[t.receiver]) for t in window(gears, 1, 9)]
+    assert [watch.take_transfers(inside) for _ in range(9)] == [None] * 9
+    assert node_of("n.0") == "n" and node_of("g0") == "g0"
+
+
+WANTED = PlanWanted({("a", "b"): 1e6}, old_s=2.0, windows=3, link=("a", "b"), slowdown=4.0)
+
+
+def planned(seconds: float, devices: str = "ab", samples: int = 8) -> dict[str, Any]:
+    stages = [{"devices": [f"{d}.0"]} for d in devices]
+    return {"plan": "p", "step_s": seconds, "samples": samples, "pipeline": {"stages": stages}}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "adapting", "offered", "verdict"),
+    [
+        (2.0 * (1 - PLAN_GAIN), Adapting.ASK, False, PlanVerdict.OFFERED),
+        (2.0 * (1 - PLAN_GAIN), Adapting.AUTO, False, PlanVerdict.ADOPTED),
+        (2.0 * (1 - PLAN_GAIN) + 1e-6, Adapting.AUTO, False, None),
+        (2.0 * (1 - PLAN_GAIN) + 1e-6, Adapting.ASK, True, PlanVerdict.WITHDRAWN),
+        (1.0, Adapting.ASK, True, PlanVerdict.OFFERED),
+    ],
+)
+def test_a_plan_is_changed_for_a_tenth(
+    seconds: float, adapting: Adapting, offered: bool, verdict: PlanVerdict | None
+) -> None:
+    """Of the best gear's step; what was offered before and is no better now is withdrawn."""
+    change = judge_plan(WANTED, planned(9.0, "ba"), planned(seconds), adapting, offered)
+    assert (change and change.verdict) == verdict
+    if change is not None:
+        assert (change.old_s, change.new_s, change.link, change.plan) == (2.0, seconds, ("a", "b"), "p")
+
+
+def test_a_change_of_plan_says_why_and_what_to_do() -> None:
+    """In so few characters that `dips status` shows them, with names of hosts as they are."""
+    long = replace(WANTED, link=("gpu-node-0123", "gpu-node-0456"))
+    change = judge_plan(long, planned(9.0), planned(1.0), Adapting.ASK, offered=False)
+    assert str(change) == (
+        "new plan: gpu-node-0123 to gpu-node-0456 takes 4.00 × the planned seconds over 3 windows; predicted 1 s a "
+        "step, not 2 in the best gear. To accept: rename the new files, profile first, to those they lie beside; start "
+        "the job anew"
+    )
+    assert all(len(str(replace(change, verdict=verdict))) <= 240 for verdict in PlanVerdict)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (planned(1.0, "abc"), "expected one of 8 samples for a.0, b.0, got 8 for a.0, b.0, c.0"),
+        (planned(1.0, samples=16), "got 16 for a.0, b.0"),
+        ({"plan": "FSDP2", "step_s": 1.0, "samples": 8, "pipeline": None}, "expected what `dips plan cluster` writes"),
+    ],
+)
+def test_a_plan_that_these_ranks_cannot_play_is_refused(found: dict[str, Any], told: str) -> None:
+    """For other devices, another batch, or no pipeline: profile or model were changed meanwhile."""
+    with pytest.raises(ConfigError, match="a new plan") as refused:
+        judge_plan(WANTED, planned(9.0), found, Adapting.AUTO, offered=False)
+    assert told in str(refused.value)

@@ -16,6 +16,7 @@ from dips.inside.planning.profile import (
     parse_model,
     parse_profile,
     ring_seconds,
+    set_rates,
 )
 
 INVENTORIES = Path(__file__).parents[4] / "configs" / "inventories"
@@ -91,6 +92,29 @@ def test_what_is_measured_goes_before_what_is_estimated() -> None:
     assert layer_seconds(profile, model, "slow", model.chain[0], 2).w == pytest.approx(4e9 / (60e12 * 0.45) + 2e-4)
     assert not is_estimated(profile, model, "fast")
     assert is_estimated(profile, model, "slow")
+
+
+def test_measured_rates_take_the_place_of_those_in_the_file() -> None:
+    """Each in the line that the two nodes have, of several the mean of their seconds a byte; latency, `shared` and all
+    other keys stay, and the file that was read is not changed.
+    """
+    raw = machines(links={**machines()["links"], "a": {"c": 4}})
+    rates = {("a", "b"): 1.25e9, ("b", "c"): 0.25e8, ("c", "a"): 1.25e8, ("c", "b"): 1.25e8 / 3, ("a", "c"): 2.5e8}
+    found = set_rates(raw, rates, "profile.yaml")
+    assert found["links"] == {
+        "east": {"east": 10.0, "west": {"gbit": 0.2, "latency_us": 1000, "shared": True}},
+        "west": {"east": {"gbit": 0.5, "latency_us": 1000}},
+        "a": {"c": 2.0},
+    }
+    assert {**found, "links": raw["links"]} == raw and raw["links"]["east"]["east"] == 100
+    read(found)
+
+
+@pytest.mark.parametrize("link", [("a", "d"), ("d", "a")])
+def test_a_rate_of_a_node_that_the_file_lacks_is_refused(link: tuple[str, str]) -> None:
+    """The profile was edited since the plan was made."""
+    with pytest.raises(ConfigError, match=f"profile.yaml: links: expected the rate from {link[0]} to {link[1]}"):
+        set_rates(machines(), {link: 1e9}, "profile.yaml")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""A new plan for links that have other rates than planned: its search beside training, and its files.
+
+Rank 0 has a `Replanner`. When `PlanWatch` (dips/inside/planning/adapt.py) wants a new plan, it writes the profile with
+the measured rates aside, and `dips plan cluster` searches in a process of its own, since a thread would hold up the
+steps of all ranks. What is found lies beside plan and profile as plan.new.yaml and profile.new.yaml (`ask`), or takes
+their places (`auto`): whole, and the profile first, so that a plan is never older than its profile.
+
+Must stay true: one search at a time, which ends after SEARCH_S; no call here waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import structlog
+import yaml
+
+from dips.errors import ConfigError, DipsError
+from dips.files import write_aside
+from dips.inside.planning.adapt import (
+    Adapting,
+    Gears,
+    PlanChange,
+    PlanVerdict,
+    PlanWanted,
+    PlanWatch,
+    TimedTransfer,
+    judge_plan,
+)
+from dips.inside.planning.profile import set_rates
+
+SEARCH_S = 600.0  # after which a search is given up: one over a hundred devices takes a minute or two
+NICE = 10  # its priority, below that of the ranks
+LOG = structlog.get_logger()
+
+
+class PlanReplaced(DipsError):
+    """The ranks end, so that the next start of the job plays a new plan. It is no failure."""
+
+
+class Replanner:
+    """Searches for new plans, one at a time, and puts what is better beside the plan or in its place."""
+
+    def __init__(self, plan: Path, data: Mapping[str, Any], gears: Gears, adapting: Adapting) -> None:
+        """Begin with the present plan.
+
+        plan    its file, and `data` what it holds
+        Errors  ConfigError for a plan that does not say which files it was made from, or whose files are gone
+        """
+        made = data.get("made_from")
+        try:
+            assert isinstance(made, Mapping)
+            profile, model, self._replans = str(made["profile"]), str(made["model"]), int(made["replans"])
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{plan}: made_from: expected profile, model and replans for adapt={adapting}, got {made!r}: plan "
+                "again, by `dips plan cluster ... -o`"
+            ) from error
+        self._plan, self._data, self._adapting = plan, data, adapting
+        self._profile, self._model = (plan.parent / name for name in (profile, model))
+        for path in (self._profile, self._model):
+            if not path.is_file():
+                raise ConfigError(f"{plan}: made_from: expected {path}, from which adapt={adapting} plans: not there")
+        self._watch = PlanWatch(gears, self._replans) if gears else None  # one stage has no borders
+        self._wanted: PlanWanted | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._begun_s = 0.0
+        self._offered = self._done = False
+
+    def take_transfers(self, transfers: Sequence[TimedTransfer], now: float) -> PlanChange | None:
+        """Record the transfers of a step; return what becomes of a plan that was found since. Never raises."""
+        if self._watch is None or self._done:
+            return None
+        try:
+            if self._wanted is not None:
+                return self._look_after_search(now)
+            if (wanted := self._watch.take_transfers(transfers)) is not None:
+                self._begin_search(wanted, now)
+        except (DipsError, OSError) as error:
+            LOG.warning("plan_search_failed", why=str(error))
+            self._end_search()
+        return None
+
+    def close(self) -> None:
+        """End a search that goes on. Idempotent."""
+        self._end_search()
+
+    # ---- search ------------------------------------------------------------------------------------------------------
+
+    def _begin_search(self, wanted: PlanWanted, now: float) -> None:
+        self._wanted, self._begun_s = wanted, now
+        slower = f"{wanted.slowdown:.2f} × the planned seconds"
+        LOG.info("plan_search", link=" to ".join(wanted.link), takes=slower, windows=wanted.windows)
+        profile, plan = map(_name_found, (self._profile, self._plan))
+        _write_yaml(profile, set_rates(_read_yaml(self._profile), wanted.rates, str(self._profile)))
+        words = [sys.executable, "-m", "dips.cli", "plan", "cluster", str(profile), str(self._model)]
+        words += ["--for", "pipeline", "-o", str(plan)]
+        if nice := shutil.which("nice"):
+            words = [nice, "-n", str(NICE), *words]
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (it is closed with the search)
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors
+        )
+
+    def _look_after_search(self, now: float) -> PlanChange | None:
+        assert self._process is not None and self._wanted is not None and self._watch is not None
+        code = self._process.poll()
+        if code is None:
+            if now - self._begun_s > SEARCH_S:
+                raise ConfigError(f"the search took more than {SEARCH_S:g} s")
+            return None
+        if code:
+            raise ConfigError(f"dips plan cluster: exit {code}: {self._last_line() or 'it printed nothing'}")
+        found = _read_yaml(_name_found(self._plan))
+        change = judge_plan(self._wanted, self._data, found, self._adapting, self._offered)
+        self._watch.settle_search()
+        if change is not None:
+            self._put_files(change, found)
+        self._end_search()
+        return change
+
+    def _put_files(self, change: PlanChange, found: Mapping[str, Any]) -> None:
+        """Put the new plan and its profile where they belong."""
+        for path in map(_name_new, (self._profile, self._plan)):
+            path.unlink(missing_ok=True)
+        self._done, self._offered = change.verdict is PlanVerdict.ADOPTED, change.verdict is PlanVerdict.OFFERED
+        if self._done or self._offered:
+            profile, plan = map(_name_new if self._offered else Path, (self._profile, self._plan))
+            os.replace(_name_found(self._profile), profile)
+            _write_yaml(plan, {**found, "made_from": {**self._data["made_from"], "replans": self._replans + 1}})
+        LOG.info("new_plan", verdict=str(change.verdict), why=str(change), directory=str(self._plan.parent))
+
+    def _end_search(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._errors is not None:
+            self._errors.close()
+        self._process = self._errors = self._wanted = None
+        for path in map(_name_found, (self._profile, self._plan)):
+            path.unlink(missing_ok=True)
+
+    def _last_line(self) -> str:
+        assert self._errors is not None
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def digest_plan(plan: Path) -> str:
+    """Return a digest of a plan's file; "" if it cannot be read."""
+    try:
+        return hashlib.sha256(plan.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _name_new(path: Path) -> Path:
+    """The name of a file that is offered."""
+    return path.with_name(f"{path.stem}.new{path.suffix}")
+
+
+def _name_found(path: Path) -> Path:
+    """The name of a file of a search that goes on."""
+    return path.with_name(f".found-{path.name}")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys, got {found!r}")
+    return found
+
+
+def _write_yaml(path: Path, content: Mapping[str, Any]) -> None:
+    with write_aside(path) as aside:
+        aside.write_text(yaml.safe_dump(dict(content), sort_keys=False))

@@ -1,0 +1,188 @@
+"""The search for a new plan beside training: its files, and that whatever fails in it leaves the ranks alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import yaml
+from typer.testing import CliRunner
+
+from dips.cli import cli
+from dips.errors import ConfigError
+from dips.inside.pipeline import replan
+from dips.inside.pipeline.orders import read_gears, read_pipeline
+from dips.inside.pipeline.replan import Replanner, digest_plan
+from dips.inside.planning.adapt import WINDOW, Adapting, PlanChange, PlanVerdict, TimedTransfer
+
+LAYER = {"name": "l", "parameters": 1e6, "flops": 1e10, "activation_bytes": 4e6, "border_bytes": 1e6, "repeat": 6}
+MODEL = {"name": "m", "batch": 16, "recompute": False, "layers": [LAYER]}
+SECONDS = {key: [0.01, 0.001] for key in ("forward", "input", "weight")}
+MACHINES = {
+    "nodes": [{"name": name, "kind": "k", "site": name} for name in "abc"],
+    "kinds": {"k": {"memory_gb": 40, "tflops": 100}},
+    "links": {a: {b: {"gbit": 10, "latency_us": 100} for b in "abc" if b != a} for a in "abc"},
+    "measured": {"k": {"l": SECONDS}},
+}
+SAGGED = 60.0  # times the seconds that a transfer takes
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """plan.yaml of three devices, beside what it was made from."""
+    made = tmp_path_factory.mktemp("made")
+    (made / "profile.yaml").write_text(yaml.safe_dump(MACHINES))
+    (made / "model.yaml").write_text(yaml.safe_dump(MODEL))
+    words = ["plan", "cluster", f"{made}/profile.yaml", f"{made}/model.yaml", "--for", "pipeline"]
+    assert CliRunner().invoke(cli, [*words, "-o", f"{made}/plan.yaml"]).exit_code == 0
+    return made
+
+
+@pytest.fixture
+def plan(made: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "plan.yaml"
+
+
+def make(plan: Path, adapting: Adapting) -> Replanner:
+    data = yaml.safe_load(plan.read_text())
+    return Replanner(plan, data, read_gears(data, read_pipeline(data, "plan"), "plan")[1], adapting)
+
+
+def windows(plan: Path, slow: float) -> Iterator[list[TimedTransfer]]:
+    """Three windows of each link of the plan, a window at a time; between its first two devices transfers are slow."""
+    pipeline = yaml.safe_load(plan.read_text())["pipeline"]
+    first = {stage["devices"][0] for stage in pipeline["stages"][:2]}
+    for _ in range(3):
+        made = []
+        for link in pipeline["costs"]["links"]:
+            by = slow if {link["from"], link["to"]} == first else 1.0
+            seconds = link["latency_s"] + by * max(cost for _, cost in link["uses"]) * 1e6
+            made += [TimedTransfer(link["from"], link["to"], 1e6, seconds, waited=True)] * WINDOW
+        yield made
+
+
+def search(replanner: Replanner, plan: Path, slow: float) -> PlanChange | None:
+    """Let it search for a plan with such links, and come to an end."""
+    for transfers in windows(plan, slow):
+        assert replanner.take_transfers(transfers, 0.0) is None
+    if replanner._process is not None:
+        replanner._process.wait(100)
+    return replanner.take_transfers([], 1.0)
+
+
+def names(plan: Path) -> set[str]:
+    return {path.name for path in plan.parent.iterdir()}
+
+
+@pytest.mark.parametrize("adapting", [Adapting.ASK, Adapting.AUTO])
+def test_a_better_plan_lies_beside_the_present_one_or_takes_its_place(plan: Path, adapting: Adapting) -> None:
+    """Whole and playable, with the measured rates in the profile, made from the same files and one more in a row; the
+    plan is newer than its profile, and nothing else is left. One that is taken is the last of this job.
+    """
+    was, taken = plan.read_text(), adapting is Adapting.AUTO
+    replanner = make(plan, adapting)
+    change = search(replanner, plan, SAGGED)
+    assert change is not None and change.new_s < 0.9 * change.old_s
+    assert change.verdict is (PlanVerdict.ADOPTED if taken else PlanVerdict.OFFERED)
+    ends = ".yaml" if taken else ".new.yaml"
+    new, profile = (plan.with_name(name + ends) for name in ("plan", "profile"))
+    data = yaml.safe_load(new.read_text())
+    read_pipeline(data, "plan")
+    assert data["step_s"] == change.new_s and data["plan"] == change.plan
+    assert data["made_from"] == {"profile": "profile.yaml", "model": "model.yaml", "replans": 1}
+    link = yaml.safe_load(profile.read_text())["links"][change.link[0]][change.link[1]]
+    assert link == {"gbit": pytest.approx(10 / SAGGED, rel=1e-3), "latency_us": 100}
+    assert new.stat().st_mtime_ns >= profile.stat().st_mtime_ns
+    assert names(plan) == {"profile.yaml", "model.yaml", "plan.yaml", new.name, profile.name}
+    if taken:
+        assert [replanner.take_transfers(each, 2.0) for _ in range(4) for each in windows(plan, 1.0)] == [None] * 12
+        assert make(plan, adapting)._watch.needed == 6, "a link that flaps has few new plans"  # type: ignore[union-attr]
+    else:
+        assert plan.read_text() == was
+        replanner._watch._doublings = 0  # type: ignore[union-attr]
+        back = search(replanner, plan, 1.0)
+        assert back is not None and back.verdict is PlanVerdict.WITHDRAWN
+        assert names(plan) == {"profile.yaml", "model.yaml", "plan.yaml"}
+    replanner.close()
+
+
+def test_a_plan_that_is_no_better_is_not_shown(plan: Path) -> None:
+    """A link of two thirds of its rate bounds nothing here: nothing is said, and nothing left."""
+    before = {path.name: path.read_bytes() for path in plan.parent.iterdir()}
+    assert search(make(plan, Adapting.AUTO), plan, 1.5) is None
+    assert {path.name: path.read_bytes() for path in plan.parent.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda plan: plan.with_name("model.yaml").write_text("name: m"), "dips plan cluster: exit 78: "),
+        (lambda plan: plan.with_name("profile.yaml").write_text("["), "profile.yaml: cannot be read"),
+        (lambda plan: plan.with_name("profile.yaml").unlink(), "profile.yaml: cannot be read"),
+        (lambda plan: spoil_file(plan.with_name("model.yaml"), batch=32), "expected one of 16 samples for a.0, b.0"),
+    ],
+)
+def test_a_search_that_fails_is_logged_and_not_more(plan: Path, spoil: Any, why: str) -> None:
+    """Files that were edited or removed meanwhile: training goes on by the plan of before."""
+    replanner, was = make(plan, Adapting.AUTO), plan.read_text()
+    spoil(plan)
+    with structlog.testing.capture_logs() as logs:
+        assert search(replanner, plan, SAGGED) is None
+    (failed,) = [log for log in logs if log["event"] == "plan_search_failed"]
+    assert why in failed["why"], failed
+    assert plan.read_text() == was and not [name for name in names(plan) if name.startswith(".")]
+
+
+def spoil_file(path: Path, **keys: Any) -> None:
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **keys}))
+
+
+def test_a_search_ends_in_time_and_with_the_pipeline(plan: Path) -> None:
+    """By the clock, and when the pipeline is closed; its process is gone each time."""
+    replanner = make(plan, Adapting.ASK)
+    for ends in (lambda: replanner.take_transfers([], replan.SEARCH_S + 1), replanner.close):
+        replanner._watch._doublings = 0  # type: ignore[union-attr]
+        for transfers in windows(plan, SAGGED):
+            replanner.take_transfers(transfers, 0.0)
+        process = replanner._process
+        assert process is not None and process.poll() is None
+        ends()
+        assert process.poll() is not None and replanner._process is None
+        assert names(plan) == {"profile.yaml", "model.yaml", "plan.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda plan: spoil_file(plan, made_from=None), "made_from: expected profile, model and replans for adapt=ask"),
+        (lambda plan: spoil_file(plan, made_from={"profile": "p"}), "made_from: expected profile, model and replans"),
+        (lambda plan: plan.with_name("model.yaml").unlink(), "model.yaml, from which adapt=ask plans: not there"),
+    ],
+)
+def test_a_plan_of_unknown_origin_is_refused(plan: Path, spoil: Any, told: str) -> None:
+    """One that an earlier version has written, and one that was copied without its files."""
+    spoil(plan)
+    with pytest.raises(ConfigError) as refused:
+        make(plan, Adapting.ASK)
+    assert told in str(refused.value)
+
+
+def test_a_plan_of_one_stage_has_no_links_to_look_at(plan: Path) -> None:
+    """It is played as it is, whatever `adapt` says: a plan that came of slow links may be one."""
+    data = yaml.safe_load(plan.read_text())
+    replanner = Replanner(plan, data, {}, Adapting.AUTO)
+    assert replanner.take_transfers([], 0.0) is None
+    replanner.close()
+
+
+def test_a_file_has_a_digest_or_none(tmp_path: Path) -> None:
+    """By which ranks know that they have one plan."""
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "b").write_text("x")
+    assert digest_plan(tmp_path / "a") == digest_plan(tmp_path / "b") != digest_plan(tmp_path / "c") == ""
