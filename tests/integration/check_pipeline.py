@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -24,20 +25,25 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.pipeline_rank import spell_plan
+from dips.client import OuterLoop
 from dips.client.parallel.adapter import is_dtensor, is_fsdp
 from dips.errors import DipsError
-from dips.inside.pipeline import Pipeline
+from dips.inside.pipeline import Pipeline, PlanReplaced
 from dips.inside.pipeline.orders import lower_order, read_pipeline
+from dips.inside.pipeline.pipeline import LOOKS
 from dips.inside.pipeline.torch_runtime import RankStage
+from dips.inside.planning.adapt import PlanChange, PlanVerdict
 from dips.inside.planning.schedules import SPLITTING, ScheduleName
 from dips.inside.planning.search import deal_microbatches
 from dips.inside.planning.simulate import (
@@ -395,6 +401,54 @@ def narrow(_: int) -> list[dict[str, list[float]]]:
         of = on_ranks(case.ranks, partial(play, replace(case, plan=plan)))
         found.append({key: [each[at] for each in of] for at, key in enumerate(("gradient", "bytes", "fp32"))})
     return found
+
+
+def replaced(_: int) -> list[dict[str, Any]]:
+    """Ranks of which one looks for the new plan in another directory, until it is copied there: in which steps all have
+    it, and what each is told when a push was accepted. (Of an OuterLoop without an agent, whose count is set.)
+    """
+
+    case = replace(GEARED[1], dtype=torch.float32)
+
+    def play(directory: Path, rank: int) -> dict[str, Any]:
+        os.environ["DIPS_ALONE"] = "1"
+        own = directory / str(int(rank == 2)) / "plan.yaml"
+        pipe = Pipeline(case.build, own, loss=summed_loss, collective_s=COLLECTIVE_S, adapt="auto")
+        outer, had, told = OuterLoop(pipe.parts), [], ""
+
+        def step() -> None:
+            pipe.step(case.batch(0))
+            had.append(pipe._pushes is not None)
+
+        try:
+            with structlog.testing.capture_logs() as logs:
+                step()
+                if not rank:
+                    own.write_text(own.read_text() + "\n# another plan\n")
+                    pipe._planned = PlanChange(PlanVerdict.ADOPTED, 2.0, 1.0, 3, ("s0d0", "s1d0"), 4.0, "p")
+                for _ in range(LOOKS + 1):
+                    step()
+                dist.barrier()
+                if rank == 2:
+                    shutil.copy(directory / "0" / "plan.yaml", own)
+                dist.barrier()
+                step()
+                step()  # no push was accepted: they go on
+                outer._log._counts["accepted"] += 1
+                step()
+        except PlanReplaced as replaced:
+            told = str(replaced).replace(str(own), "PLAN")
+        warned = [log["why"] for log in logs if log["event"] == "new_plan_not_shared"]
+        return {"had": had, "told": told, "warned": warned, "new": str(pipe.new_plan)}
+
+    with tempfile.TemporaryDirectory() as made:
+        for each in ("0", "1"):
+            (directory := Path(made) / each).mkdir()
+            origin = {"profile": "profile.yaml", "model": "model.yaml", "replans": 0}
+            (directory / "plan.yaml").write_text(yaml.safe_dump({**case.plan, "samples": 12, "made_from": origin}))
+            for name in ("profile.yaml", "model.yaml"):
+                (directory / name).touch()
+        return on_ranks(case.ranks, partial(play, Path(made)))
 
 
 # ---- what else a step is ---------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "refused",
         "geared",
         "narrow",
+        "replaced",
     )
 
 
@@ -82,6 +83,17 @@ def test_borders_in_bf16_take_half_the_bytes(found: dict[str, Any]) -> None:
     assert all(wide["bytes"]) and [2 * n for n in narrow["bytes"]] == wide["bytes"]
     assert max(wide["gradient"]) < 1e-6 and 1e-4 < max(narrow["gradient"]) < 2 * 2**-8, narrow
     assert all(wide["fp32"] + narrow["fp32"])
+
+
+def test_ranks_end_together_for_a_plan_that_all_have(found: dict[str, Any]) -> None:
+    """One looks elsewhere: rank 0 says once which, and training goes on. When it has the plan, all end in the step
+    after the next accepted push, with one sentence.
+    """
+    ranks = found["replaced"]
+    assert all(of["had"] == [False] * 12 + [True] * 2 for of in ranks), ranks
+    assert {of["told"] for of in ranks} == {"a push was accepted, and PLAN is another plan now: start the ranks anew"}
+    assert all(of["new"].startswith("new plan taken: s0d0 to s1d0 takes 4.00 ×") for of in ranks)
+    assert [len(of["warned"]) for of in ranks] == [1, 0, 0] and "ranks [2] do not have" in ranks[0]["warned"][0]
 
 
 def test_the_norm_is_the_whole_models(found: dict[str, Any]) -> None:

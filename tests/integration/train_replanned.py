@@ -3,8 +3,8 @@
     train_replanned.py DIRECTORY
 
 plan.yaml is there, and what it was made from. Layers sleep for the seconds of the profile, and so do sends, one after
-the other to each rank. From step SAGS on, those between the devices of FIRST take SAGGED times as long. Rank 0 writes a line for
-each step to DIRECTORY/out.
+the other to each rank. From step SAGS on, those between the devices of FIRST take SAGGED times as long. Rank 0 writes a
+line for each step to DIRECTORY/out.
 """
 
 from __future__ import annotations
