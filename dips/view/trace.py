@@ -289,6 +289,9 @@ PAIRS = {
 }
 
 
+OFTEN = frozenset({"inner", "pipeline"})  # once or twice a second: steps are what lies between pulls and pushes
+
+
 def _read_cluster(writer: Writer, lines: Sequence[Mark]) -> tuple[list[TraceSpan], list[TraceSpan]]:
     spans, instants = list[TraceSpan](), list[TraceSpan]()
     open_since: dict[str, Mark] = {}  # by the kind that ends it
@@ -299,7 +302,7 @@ def _read_cluster(writer: Writer, lines: Sequence[Mark]) -> tuple[list[TraceSpan
             open_since[PAIRS[kind][1]] = mark
         elif kind in open_since:
             spans.append(_span_of_pair(writer, open_since.pop(kind), float(mark["at"]), _extra(mark)))
-        elif kind != "inner":  # twice a second: steps are what lies between pulls and pushes
+        elif kind not in OFTEN:
             instants.append(_instant(writer, mark, {}))
     spans += [_span_of_pair(writer, begun, last, {"open": True}) for begun in open_since.values()]
     return spans, instants

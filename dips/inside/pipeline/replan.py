@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -110,6 +111,7 @@ class Replanner:
         self._process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors
         )
+        weakref.finalize(self, self._process.kill)  # when the rank ends by an exception
 
     def _look_after_search(self, now: float) -> PlanChange | None:
         assert self._process is not None and self._wanted is not None and self._watch is not None

@@ -153,8 +153,8 @@ def test_a_round_whose_beginning_is_lost_has_no_span() -> None:
 
 
 def test_what_happened_at_once_is_an_instant() -> None:
-    """But not the inner steps, of which a line comes twice a second."""
-    lines = [line(at, "cluster", "east", "inner", steps=at) for at in range(1, 4)]
+    """But not the inner steps and those of a pipeline, of which a line comes once or twice a second."""
+    lines = [line(at, "cluster", "east", kind, steps=at) for at in range(1, 4) for kind in ("inner", "pipeline")]
     lines += [
         line(5, "cluster", "east", "outcome", push=PUSH, outcome="gated"),
         line(6, "master", "master", "term_begins", term=2),
