@@ -3,7 +3,8 @@
 Rank 0 has a `Replanner`. When `PlanWatch` (dips/inside/planning/adapt.py) wants a new plan, it writes the profile with
 the measured rates aside, and `dips plan cluster` searches in a process of its own, since a thread would hold up the
 steps of all ranks. What is found lies beside plan and profile as plan.new.yaml and profile.new.yaml (`ask`), or takes
-their places (`auto`): whole, and the profile first, so that a plan is never older than its profile.
+their places (`auto`): whole, and the profile first, so that a plan is never older than its profile. Those of before
+stay as plan.old.yaml and profile.old.yaml.
 
 Must stay true: one search at a time, which ends after SEARCH_S; no call here waits for it.
 """
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -126,20 +128,25 @@ class Replanner:
         change = judge_plan(self._wanted, self._data, found, self._adapting, self._offered)
         self._watch.settle_search()
         if change is not None:
-            self._put_files(change, found)
+            change = self._put_files(change, found)
+            LOG.info("new_plan", verdict=str(change.verdict), why=str(change))
         self._end_search()
         return change
 
-    def _put_files(self, change: PlanChange, found: Mapping[str, Any]) -> None:
-        """Put the new plan and its profile where they belong."""
-        for path in map(_name_new, (self._profile, self._plan)):
-            path.unlink(missing_ok=True)
-        self._done, self._offered = change.verdict is PlanVerdict.ADOPTED, change.verdict is PlanVerdict.OFFERED
-        if self._done or self._offered:
-            profile, plan = map(_name_new if self._offered else Path, (self._profile, self._plan))
+    def _put_files(self, change: PlanChange, found: Mapping[str, Any]) -> PlanChange:
+        """Put the new plan and its profile where they belong; return the change with that place."""
+        adopted, offered = (change.verdict is of for of in (PlanVerdict.ADOPTED, PlanVerdict.OFFERED))
+        for path in (self._profile, self._plan):
+            _name_beside(path, "new").unlink(missing_ok=True)
+            if adopted:
+                shutil.copy2(path, _name_beside(path, "old"))
+        if adopted or offered:
+            profile, plan = (_name_beside(path, "new") if offered else path for path in (self._profile, self._plan))
             os.replace(_name_found(self._profile), profile)
             _write_yaml(plan, {**found, "made_from": {**self._data["made_from"], "replans": self._replans + 1}})
-        LOG.info("new_plan", verdict=str(change.verdict), why=str(change), directory=str(self._plan.parent))
+            change = replace(change, file=str(plan))
+        self._done, self._offered = adopted, offered
+        return change
 
     def _end_search(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -166,9 +173,9 @@ def digest_plan(plan: Path) -> str:
         return ""
 
 
-def _name_new(path: Path) -> Path:
-    """The name of a file that is offered."""
-    return path.with_name(f"{path.stem}.new{path.suffix}")
+def _name_beside(path: Path, which: str) -> Path:
+    """The name of a file that is offered ("new"), or was replaced ("old")."""
+    return path.with_name(f"{path.stem}.{which}{path.suffix}")
 
 
 def _name_found(path: Path) -> Path:

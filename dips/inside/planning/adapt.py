@@ -242,9 +242,9 @@ class PlanVerdict(StrEnum):
 
 
 REMEDIES: Mapping[PlanVerdict, str] = {
-    PlanVerdict.OFFERED: "To accept: rename the new files, profile first, to those they lie beside; start the job anew",
+    PlanVerdict.OFFERED: "To accept, rename it and the new profile, and start anew",
     PlanVerdict.ADOPTED: "It begins after the next accepted push, or when the job is started anew",
-    PlanVerdict.WITHDRAWN: "The plan that was offered is removed",
+    PlanVerdict.WITHDRAWN: "What was offered is removed",
 }
 
 
@@ -259,13 +259,14 @@ class PlanChange:
     link: Link
     slowdown: float
     plan: str  # its name
+    file: str = ""  # where it lies
 
     def __str__(self) -> str:
-        """Return the change with its reason."""
+        """Return the change with its reason, and what to do."""
         link = f"{self.link[0]} to {self.link[1]} takes {self.slowdown:.2f} × the planned seconds"
         return (
             f"{self.verdict}: {link} over {self.windows} windows; predicted {self.new_s:.3g} s a step, not "
-            f"{self.old_s:.3g} in the best gear. {REMEDIES[self.verdict]}"
+            f"{self.old_s:.3g}. {REMEDIES[self.verdict]}{': ' if self.file else ''}{self.file}"
         )
 
 

@@ -94,13 +94,15 @@ def test_a_better_plan_lies_beside_the_present_one_or_takes_its_place(plan: Path
     new, profile = (plan.with_name(name + ends) for name in ("plan", "profile"))
     data = yaml.safe_load(new.read_text())
     read_pipeline(data, "plan")
-    assert data["step_s"] == change.new_s and data["plan"] == change.plan
+    assert data["step_s"] == change.new_s and data["plan"] == change.plan and change.file == str(new)
     assert data["made_from"] == {"profile": "profile.yaml", "model": "model.yaml", "replans": 1}
     link = yaml.safe_load(profile.read_text())["links"][change.link[0]][change.link[1]]
     assert link == {"gbit": pytest.approx(10 / SAGGED, rel=1e-3), "latency_us": 100}
     assert new.stat().st_mtime_ns >= profile.stat().st_mtime_ns
-    assert names(plan) == {"profile.yaml", "model.yaml", "plan.yaml", new.name, profile.name}
+    kept = {"plan.old.yaml", "profile.old.yaml"} if taken else {"plan.new.yaml", "profile.new.yaml"}
+    assert names(plan) == {"profile.yaml", "model.yaml", "plan.yaml", *kept}
     if taken:
+        assert plan.with_name("plan.old.yaml").read_text() == was
         assert [replanner.take_transfers(each, 2.0) for _ in range(4) for each in windows(plan, 1.0)] == [None] * 12
         assert make(plan, adapting)._watch.needed == 6, "a link that flaps has few new plans"  # type: ignore[union-attr]
     else:

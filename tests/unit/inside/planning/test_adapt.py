@@ -343,10 +343,11 @@ def test_a_change_of_plan_says_why_and_what_to_do() -> None:
     change = judge_plan(long, planned(9.0), planned(1.0), Adapting.ASK, offered=False)
     assert str(change) == (
         "new plan: gpu-node-0123 to gpu-node-0456 takes 4.00 × the planned seconds over 3 windows; predicted 1 s a "
-        "step, not 2 in the best gear. To accept: rename the new files, profile first, to those they lie beside; start "
-        "the job anew"
+        "step, not 2. To accept, rename it and the new profile, and start anew"
     )
-    assert all(len(str(replace(change, verdict=verdict))) <= 240 for verdict in PlanVerdict)  # type: ignore[type-var]
+    for verdict in PlanVerdict:
+        said = str(replace(change, verdict=verdict, file="/runs/llama/plan.new.yaml"))  # type: ignore[type-var]
+        assert said.endswith(": /runs/llama/plan.new.yaml") and len(said) <= 240
 
 
 @pytest.mark.parametrize(
