@@ -114,20 +114,12 @@ def test_a_better_plan_lies_beside_the_present_one_or_takes_its_place(plan: Path
     replanner.close()
 
 
-def test_a_plan_that_is_no_better_is_not_shown(plan: Path) -> None:
-    """A link of two thirds of its rate bounds nothing here: nothing is said, and nothing left."""
-    before = {path.name: path.read_bytes() for path in plan.parent.iterdir()}
-    assert search(make(plan, Adapting.AUTO), plan, 1.5) is None
-    assert {path.name: path.read_bytes() for path in plan.parent.iterdir()} == before
-
-
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
         (lambda plan: plan.with_name("model.yaml").write_text("name: m"), "dips plan cluster: exit 78: "),
         (lambda plan: plan.with_name("profile.yaml").write_text("["), "profile.yaml: cannot be read"),
         (lambda plan: plan.with_name("profile.yaml").unlink(), "profile.yaml: cannot be read"),
-        (lambda plan: spoil_file(plan.with_name("model.yaml"), batch=32), "expected one of 16 samples for a.0, b.0"),
     ],
 )
 def test_a_search_that_fails_is_logged_and_not_more(plan: Path, spoil: Any, why: str) -> None:
