@@ -40,7 +40,7 @@ from dips.inside.pipeline import Pipeline
 Line = tuple[float, float]  # seconds per sample, seconds of any micro-batch
 
 
-class Joined(torch.autograd.Function):
+class JoinedInputs(torch.autograd.Function):
     """The first of two tensors; the gradient of the second is zero."""
 
     @staticmethod
@@ -62,7 +62,7 @@ class WeightyLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         f, i, w = (slope * len(x) + start for slope, start in self.lines)
-        return Joined.apply(Slow.apply(x + self.start, f, i), Slow.apply(self.weight, 0.0, w))
+        return JoinedInputs.apply(Slow.apply(x + self.start, f, i), Slow.apply(self.weight, 0.0, w))
 
 
 class PendingReductions:
