@@ -438,8 +438,9 @@ def replaced(_: int) -> list[dict[str, Any]]:
                 step()
         except PlanReplaced as replaced:
             told = str(replaced).replace(str(own), "PLAN")
+        saved = pipe.state_dict()["steps"]
         warned = [log["why"] for log in logs if log["event"] == "new_plan_not_shared"]
-        return {"had": had, "told": told, "warned": warned, "new": str(pipe.new_plan)}
+        return {"had": had, "told": told, "warned": warned, "new": str(pipe.new_plan), "saved": saved}
 
     with tempfile.TemporaryDirectory() as made:
         for each in ("0", "1"):

@@ -404,10 +404,10 @@ class Pipeline:
         loop = None if self._pushes is None else find_loop(self.parts)
         if loop is None or self._pushes is None or loop.accepted_pushes <= self._pushes:
             return
-        self._failed = f"a push was accepted, and {self._plan_path} is another plan now: start the ranks anew"
-        loop.report_change("plan", self._failed, restarts=True)
+        why = f"a push was accepted, and {self._plan_path} is another plan now: start the ranks anew"
+        loop.report_change("plan", why, restarts=True)
         self._collectives.all_gather(b"")  # rank 0 has told the agent before a rank ends
-        raise PlanReplaced(self._failed)
+        raise PlanReplaced(why)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

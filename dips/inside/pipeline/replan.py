@@ -46,7 +46,9 @@ LOG = structlog.get_logger()
 
 
 class PlanReplaced(DipsError):
-    """The ranks end, so that the next start of the job plays a new plan. It is no failure."""
+    """The ranks end, so that the next start of the job plays a new plan. It is no failure: a checkpoint may be saved
+    before.
+    """
 
 
 class Replanner:
