@@ -288,7 +288,7 @@ def test_a_cut_link_changes_the_gear_and_not_what_is_learned() -> None:
 def test_a_link_that_lacks_is_left_by_a_new_plan(tmp_path: Path) -> None:
     """Three ranks under an agent that may restart nothing: the line between the first two stages falls to a tenth. With
     `auto` rank 0 finds a plan that goes around it, the ranks end after the next accepted push and start anew with it,
-    which is no crash; steps then take less than half as long. The timeline has all of it.
+    which is no crash; steps then take less than half as long. `dips status` and the timeline show it.
     """
     torch.manual_seed(0)
     tensors = {
@@ -310,6 +310,8 @@ def test_a_link_that_lacks_is_left_by_a_new_plan(tmp_path: Path) -> None:
         run.start_slaves()
         command = [*harness.TORCHRUN, "3", str(HERE / "train_replanned.py"), str(made)]
         west = run.start_cluster("west", command, steps=2)
+        status = ["status", "--config", str(run.file), "--json"]
+        run.until(lambda: "new plan taken" in CliRunner().invoke(cli, status).output, 150, "the master shows it")
         run.until(lambda: len({tuple(step["stages"]) for step in steps()}) > 1, 250, "ranks with another plan")
         begun = len(steps())
         run.until(lambda: len(steps()) >= begun + 4, 60, "steps of the new plan")
