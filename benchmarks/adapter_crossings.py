@@ -9,15 +9,15 @@ the plan has closed forms. Near a crossing the two may differ; the bar is what t
 At four rates each is then run, by `Pipeline`, `fully_shard`, `MeshLoop` and a whole run of master, slave and agents,
 between two network namespaces, with layers that sleep and that have real parameters and borders.
 
-Chosen before anything was computed:
+Chosen by rules that know nothing of what is run:
 
 * The model is the one of GPT-2's four sizes for which a step computes for as long as its activations take over the line
   at the geometric mean of the rates (`choose_size`; the batch is SpanTrain's). Devices have a T4's speed, and memory
   for any of the ways, since memory is not what is compared.
 * What is run is that model in other units: the same ratios of a step's seconds, bytes of parameters and bytes of a
   border, in steps of `STEP_S` of computation, on links a tenth as fast, in `LAYERS` equal layers.
-* The rates are two on each side of the plan's crossing from pipeline to FSDP2: the two above it, and those near a tenth
-  and a quarter of it. A machine of two cores carries them (a tenth of these).
+* The rates are two on each side of the crossing from pipeline to FSDP2 that is computed, at 3,200 to 5,600 Mbit/s: the
+  two above it, and those near a tenth and a quarter of it. A machine of two cores carries a tenth of these.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Judged:
             bench.row(name, 1 + max(lost), "×", against="a crossing", of=1 + LOST, least=1.0, less=True)
             bench.row(f"{how}, of {key}: rates at which it is the fastest", sum(l <= 0 for l in lost), "")
             bench.note(
-                f"{how}, of {key}: {' '.join(ways)} from {mbits[0]} to {mbits[-1]} Mbit/s, {crossings} crossings"
+                f"{how}, of {key}: {' '.join(ways)} from {mbits[0]:g} to {mbits[-1]:g} Mbit/s, {crossings} crossings"
             )
 
 
@@ -185,8 +185,7 @@ def run_ways(bench: Bench, size: str) -> None:
     pushes = time_pushes(mbits, int(layer.parameters))
     judged = Judged()
     with open_sites() as (hosts, ranks):
-        lines = [(slope, start) for slope, start in _pass_lines()]
-        ask_programs(ranks, "make", LAYERS, int(layer.parameters), lines)
+        ask_programs(ranks, "make", LAYERS, int(layer.parameters), _pass_lines())
         for way in ("FSDP2", "HSDP", *["EDiT"] * EDIT_STEPS):  # connections and buffers, at the full rate
             take_step(ranks, way)
         for mbit, planner in planners.items():
