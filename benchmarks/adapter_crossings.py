@@ -26,11 +26,12 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import inf, log, sqrt
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -57,20 +58,13 @@ SIZES = {"small": (12, 768), "medium": (24, 1024), "large": (36, 1280), "xl": (4
 
 def measure_crossings(bench: Bench) -> None:
     """The plan's first choice at each rate against the fastest, as computed and as run."""
-    size = choose_size()
+    size, mbits = choose_size(), MBITS[:: 3 if bench.quick else 1]
     judged = Judged()
-    for mbit in MBITS[:: 3 if bench.quick else 1]:
-        planner = Planner(*make_cluster(mbit, size))
-        ranked = planner.search().ranked
-        found = {
-            "pipeline": try_pipelines(planner),
-            "FSDP2": walk_fsdp2(planner),
-            "EDiT": walk_edit(planner),
-            "clusters": count_clusters(planner),
-        }
-        shown = ", ".join(f"{way} {seconds:.3g} s" for way, seconds in found.items())
-        bench.say(f"{mbit} Mbit/s: {judged.add(ranked, found)}; {shown}")
-    judged.tell(bench, "computed", MBITS[:: 3 if bench.quick else 1])
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for mbit, (ranked, found) in zip(mbits, pool.map(compute_each, mbits, repeat(size)), strict=True):
+            shown = ", ".join(f"{way} {seconds:.3g} s" for way, seconds in found.items())
+            bench.say(f"{mbit} Mbit/s: {judged.add(ranked, found)}; {shown}")
+    judged.tell(bench, "computed", mbits)
     bench.note(f"computed: GPT-2 {size}, two sites of two devices of a T4's speed")
     run_ways(bench, size)
 
@@ -316,6 +310,18 @@ def _wait_round(lines: Path, after: float) -> float:
 
 
 # ---- by other means --------------------------------------------------------------------------------------------------
+
+
+def compute_each(mbit: float, size: str) -> tuple[list[RankedPlan], dict[str, float]]:
+    """Return the plan's ranking at a rate, and the seconds of a step in each way."""
+    planner = Planner(*make_cluster(mbit, size))
+    found = {
+        "pipeline": try_pipelines(planner),
+        "FSDP2": walk_fsdp2(planner),
+        "EDiT": walk_edit(planner),
+        "clusters": count_clusters(planner),
+    }
+    return planner.search().ranked, found
 
 
 def try_pipelines(planner: Planner) -> float:
