@@ -180,7 +180,7 @@ def run_ways(bench: Bench, size: str) -> None:
     judged = Judged()
     with open_sites() as (hosts, ranks):
         ask_programs(ranks, "make", LAYERS, int(layer.parameters), _pass_lines())
-        for way in ("FSDP2", "HSDP", *["EDiT"] * EDIT_STEPS):  # connections and buffers, at the full rate
+        for way in ("FSDP2", "HSDP", "site", *["EDiT"] * EDIT_STEPS):  # connections and buffers, at the full rate
             take_step(ranks, way)
         for mbit, planner in planners.items():
             ranked = planner.search(lambda choice: not choice.offload).ranked
@@ -269,12 +269,13 @@ def run_each(
     wanted = {way: min(p.step_s for p in ranked if name_way(p) == way) for way in ("pipeline", "EDiT", "clusters")}
     wanted |= {name: next(p.step_s for p in ranked if p.name.startswith(name)) for name in ("HSDP", "FSDP2")}
     alike = wanted["FSDP2"] < MOST_SLOWER * wanted["HSDP"]
-    ways = ("pipeline", "HSDP", *(["FSDP2"] if alike else []))
-    took = {way: median(take_step(ranks, way) for _ in range(rounds)) for way in ways}
-    edit = [[take_step(ranks, "EDiT") for _ in range(EDIT_STEPS)] for _ in range(rounds)]
+    turn = ["pipeline", "HSDP", *(["FSDP2"] if alike else []), "site", *["EDiT"] * EDIT_STEPS]
+    turns = [[take_step(ranks, way) for way in turn] for _ in range(rounds)]  # so that a slow minute slows all
+    took = {way: median(each) for way, each in zip(turn, zip(*turns, strict=True), strict=True) if way != "EDiT"}
+    edit = [seconds[-EDIT_STEPS:] for seconds in turns]
     plain = median(steps[1] for steps in edit)
-    took["EDiT"] = plain + max(0.0, median(sum(steps) for steps in edit) - EDIT_STEPS * plain) / TAU
-    took["clusters"] = max(plain, push_s / INNER_STEPS)
+    took["EDiT"] = plain + max(0.0, median(map(sum, edit)) - EDIT_STEPS * plain) / TAU
+    took["clusters"] = max(took.pop("site"), push_s / INNER_STEPS)
     shown = ", ".join(f"{way} {seconds:.3g} s ({wanted[way]:.3g})" for way, seconds in took.items())
     took["FSDP2"] = min(took.get("FSDP2", inf), took.pop("HSDP"))
     return took, f"{shown}; {describe_choice(choice)}, a push and pull {push_s:.3g} s"

@@ -5,8 +5,8 @@
     ["make", layers, numel, [f, i, w]]     layers of so many parameters, whose passes take slope × samples + start
                                            seconds, each pair; ranks 0 and 1 are a site, 2 and 3 the other
     ["plan", plan, floats]                 the pipeline to be run; so many floats of a sample go over a border
-    [way, samples]                         a step of FSDP2, HSDP or EDiT over so many samples of this rank, or of the
-                                           pipeline → [begin, end]
+    [way, samples]                         a step of FSDP2, HSDP, EDiT or a site alone over so many samples of this
+                                           rank, or of the pipeline → [begin, end]
 
 FSDP2 on CPUs waits for each collective. Here gathers are asked for a layer ahead, and reductions end before the
 optimizer steps, as on an accelerator, where streams do that.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import structlog
 import torch
@@ -91,11 +91,6 @@ class PendingReductions:
         self._held.clear()
 
 
-def _shard_whole(layers: Sequence[nn.Module], mesh: DeviceMesh) -> Any:
-    """Return a model of layers that are sharded already."""
-    return fully_shard(nn.Sequential(*layers), mesh=mesh)
-
-
 class ShardedModel:
     """The layers under FSDP2, and a step of them."""
 
@@ -113,37 +108,38 @@ class ShardedModel:
                 made.set_custom_reduce_scatter(self._reductions)
             else:
                 made.set_all_reduce_hook(partial(self._reductions.average, between))
-        for layer, following in pairwise(layers):
-            layer.set_modules_to_forward_prefetch([following])
-        self._model = _shard_whole(layers, mesh)
+        self._model = cast(Any, fully_shard(nn.Sequential(*layers), mesh=mesh))
         self._model._set_unshard_async_op(True)  # wart: there is no public name; without it a prefetch waits at once
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.0)
+        self._gather_ahead(layers)
+
+    def _gather_ahead(self, layers: Sequence[Any]) -> None:
+        for layer, following in pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
 
     def take_step(self, samples: int) -> None:
         """Train on so many samples of this rank."""
         self._model(torch.ones(samples, 1, requires_grad=True)).sum().backward()
         self._reductions.finish()
-        self._optimizer.step()
+        self._end_step(samples)
         self._optimizer.zero_grad()
 
+    def _end_step(self, samples: int) -> None:
+        self._optimizer.step()
 
-class MeshModel:
-    """The layers sharded in each site by FSDP2, and averaged between sites by EDiT."""
 
-    def __init__(self, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-        for layer in layers:
-            made: Any = fully_shard(layer, mesh=mesh["shard"])
-            made.set_gradient_divide_factor(1.0)
-            made.set_force_sum_reduction_for_comms(True)
-        self._model = _shard_whole(layers, mesh["shard"])
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.0)
+class AveragedModel(ShardedModel):
+    """The layers sharded in each site, and averaged between sites by EDiT."""
+
+    def __init__(self, layers: Sequence[Any], mesh: DeviceMesh) -> None:
+        super().__init__(layers, mesh["shard"])
         self._loop = MeshLoop(self._model, mesh, self._optimizer, RULES, steps=EDIT_STEPS, collective_s=TIMEOUT_S / 2)
 
-    def take_step(self, samples: int) -> None:
-        """Train on so many samples of this rank."""
-        self._model(torch.ones(samples, 1, requires_grad=True)).sum().backward()
+    def _gather_ahead(self, layers: Sequence[Any]) -> None:
+        """Gather each layer when the forward comes to it: its sync lands just before."""
+
+    def _end_step(self, samples: int) -> None:
         take_step(self._model, self._optimizer)
-        self._optimizer.zero_grad()
         self._loop.step(tokens=samples)
 
 
@@ -181,7 +177,8 @@ class CrossingRank:
         self._ways["FSDP2"] = ShardedModel(list(self._make_layers()), self._every)
         between = self._mesh.get_group("sync")
         self._ways["HSDP"] = ShardedModel(list(self._make_layers()), self._mesh["shard"], between)
-        self._ways["EDiT"] = MeshModel(list(self._make_layers()), self._mesh)
+        self._ways["site"] = ShardedModel(list(self._make_layers()), self._mesh["shard"])
+        self._ways["EDiT"] = AveragedModel(list(self._make_layers()), self._mesh)
 
     def plan(self, plan: dict[str, Any], floats: int) -> None:
         """Make the pipeline, in place of the one before."""
