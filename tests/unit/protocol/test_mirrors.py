@@ -178,14 +178,26 @@ def test_only_who_serves_is_believed_of_its_mirror() -> None:
     assert run.head == seen
 
 
-def two_slaves(mirrors: dict[str, ev.MirrorReport], effects: list[Any] | None = None) -> tuple[Callable[..., Any], Any]:
+def test_what_a_mirror_had_when_its_slave_came_is_known() -> None:
+    """Its process told it once, as it registered: what an older disk lacks beyond that, a person decides."""
+    run, held = two_versions(replace(OPTIONS, most_rollback=0))
+    for _ in range(3):
+        make_version(run)
+    register_again(run, (run.head,), ev.MirrorReport((run.head,)))
+    shown = lose_disk(run, (held,), (held,))
+    assert shown.red and shown.steps == 3
+
+
+def two_slaves(
+    mirrors: dict[str, ev.MirrorReport], effects: list[Any] | None = None, most_rollback: int = 100
+) -> tuple[Callable[..., Any], Any]:
     """A run whose head is v7, with v2, v6 and v7 on offer: how a slave registers, and what status says."""
     layers = Manifest(tuple(Layer(n, (Parameter(n + ".w", (9,)),)) for n in ("x", "y")))
     placed = (("a", (0,)), ("b", (1,)))
     row = RunRow("r", "c", layers.to_json(), placed, ("0" * 32,) * 2, (1.0,) * 2)
     rows = tuple(VersionRow(version(n), version(max(n - 1, 0)), True, 0, 0 < n < 6 and n != 2) for n in range(8))
     state = LedgerState(row, 2, 8, rows, (), (), (), (), ScoreHistory((), ()), (), Intervals(), None)
-    master = Coordinator(state, layers, replace(OPTIONS, most_rollback=100), 0.0)
+    master = Coordinator(state, layers, replace(OPTIONS, most_rollback=most_rollback), 0.0)
 
     def register(
         name: str, memory: VersionId | None, disk: tuple[VersionId, ...], unread: tuple[VersionId, ...] = ()
@@ -232,6 +244,19 @@ def test_nothing_is_undone_that_a_mirror_brings_back() -> None:
     register("a", v7, (v2, v6, v7))
     assert register("b", None, (v2,)) == LoadVersion(v2)
     assert view().head == "v2@r2"
+
+
+def test_the_mirror_that_lagged_most_decides_how_far_nobody_is_asked() -> None:
+    """The mirror of a had v6, that of b had v2: when b has lost its disk, too, five steps are what was known."""
+    v2, v6, v7 = version(2), version(6), version(7)
+    mirrors = {"a": ev.MirrorReport((v6,)), "b": ev.MirrorReport((v2,))}
+    register, view = two_slaves(mirrors, most_rollback=0)
+    for name in "ab":
+        assert isinstance(register(name, v7, (v2, v6, v7)), Hold)
+    mirrors["a"] = ev.MirrorReport(())
+    register("a", None, (v2,))
+    assert view().rollback.red and view().head == "v7@r7"
+    assert register("b", None, (v2,)) == LoadVersion(v2) and view().head == "v2@r2"
 
 
 def test_an_old_version_is_read_before_the_run_goes_back_to_it() -> None:
