@@ -245,7 +245,6 @@ def on_late_snapshot_answered(run: RunState, fanout: Fanout) -> None:
     digests = tuple((name, a.digest) for name, a in fanout.answers.items() if isinstance(a, Persisted))
     run.emit_record(VersionDurable(run.head, digests, run.now))
     run.versions[run.head] = replace(run.versions[run.head], durable=True)
-    run.offers_changed()
     run.emit_note("version_durable", version=run.head)
     on_snapshot_written(run)
     retire_versions(run, partial=True)
@@ -305,13 +304,11 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
     if not old:
         return
     run.emit_record(VersionsRetired(old))
-    run.offers_changed()
     for version in undone:
         del run.undone_kept[version]
     for version in old:
         if version in run.versions:
             run.versions[version] = replace(run.versions[version], retired=True)
-        run.committed_at.pop(version, None)
     run.forget_old_versions()
     run.order_all(FanoutKind.STANDALONE, run.head, Retire(old), run.options.timing.compute_s)
 

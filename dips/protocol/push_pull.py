@@ -423,8 +423,7 @@ def flip_slaves(run: RunState, version: VersionId, pulling: Sequence[Cluster]) -
     keys = tuple(RankKeys(c.keys) for c in served) if any(c.keys for c in served) else ()
     order = Commit(version, opening, keys)
     run.flipping = run.order_all(FanoutKind.COMMIT, version, order, run.options.timing.order_s)
-    if not run.flipping.waiting:
-        on_slaves_flipped(run, run.flipping)
+    assert run.flipping.waiting, f"no slave serves that could flip to {version}"
 
 
 def _choose_served(run: RunState, pulling: Sequence[Cluster]) -> list[Cluster]:

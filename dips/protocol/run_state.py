@@ -251,6 +251,7 @@ class RunState:
             v.version: v for v in state.versions
         }
         self.step_norms: dict[VersionId, float] = {}  # of this term: ‖θ − parent's θ‖ of each version; 0: unknown
+        self.committed_at: dict[VersionId, float] = {}  # of versions of this term in the lineage
         self.forget_old_versions()
         self.undone: dict[VersionId, VersionRow] = {v.version: v for v in state.undone}
         self.head = state.versions[-1].version
@@ -283,7 +284,6 @@ class RunState:
         self.mirror_target: VersionId | None = None  # version that every mirror should hold next
         self.mirrored: dict[VersionId, int] = {}  # versions kept for mirrors → for how many: see durability.py
         self.met = deque[tuple[int, int]](maxlen=MET_SHOWN)  # of the newest versions: (pushes in it, live clusters)
-        self.committed_at: dict[VersionId, float] = {}  # versions of this term that are not retired
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ unchanged
         self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
@@ -309,6 +309,7 @@ class RunState:
         for version in older[: max(0, len(self.versions) - 1 - self.options.lineage_kept)]:
             del self.versions[version]
             self.step_norms.pop(version, None)
+            self.committed_at.pop(version, None)
 
     def _restore_outcomes(self, state: LedgerState) -> None:
         for outcome, version in state.outcomes:
@@ -464,7 +465,7 @@ class RunState:
         return [s for s in self.slaves.values() if s.state is SlaveState.READY]
 
     def offers_changed(self) -> None:
-        """Mark all slaves' offers as unknown: a version is new, has become durable, or was retired."""
+        """Mark all slaves' offers as unknown: a version is new. A retired one may stay in an offer: nobody asks for it."""
         for slave in self.slaves.values():
             slave.offer = None
             self.roster.follow_offer(slave)

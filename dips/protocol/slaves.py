@@ -178,12 +178,7 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
         return RegisterLater(RETRY_S, "; ".join(why for why in (seeding.WAITS, event.reason) if why))
     if run.head in (*event.complete, *event.unread) or run.head == GENESIS:
         return LoadVersion(run.head)  # a load verifies what it reads
-    held = ", ".join(str(v) for v in event.complete) or "no snapshot"
-    if run.rollback_waits:
-        return RegisterLater(RETRY_S, "; ".join(why for why in (run.rollback_waits, event.reason) if why))
-    return RegisterLater(
-        RETRY_S, f"the head {run.head} is not on its disk ({held}); {event.reason or 'restore its snapshot directory'}"
-    )
+    return RegisterLater(RETRY_S, "; ".join(why for why in (run.rollback_waits, event.reason) if why))
 
 
 def _lacks_head(run: RunState, event: SlaveRegistered) -> bool:

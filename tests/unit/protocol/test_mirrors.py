@@ -103,6 +103,18 @@ def test_mirrors_copy_one_version_after_another() -> None:
     assert run.view.slaves["s"].mirror == MirrorView(str(v2))
 
 
+def test_how_long_a_mirror_lags_counts_from_the_version_that_it_lacks() -> None:
+    """Also when that one is on no disk any more: the mirror goes on from the newest."""
+    run, held = two_versions()
+    lacked = make_version(run)
+    for _ in range(4):
+        make_version(run)
+    (made,) = (row.at for row in run.committed if row.version == lacked)
+    mirror = run.view.slaves["s"].mirror
+    assert lacked in retired(run) and mirror is not None and mirror.version == str(held)
+    assert (mirror.behind_versions, mirror.behind_s) == (5, run.now - made)
+
+
 def test_a_mirror_that_fails_is_told_once() -> None:
     """And that it works again, once."""
     run, held = two_versions()

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from dips.protocol.effects import Reply, Tuned
+from dips.dataclass import replace
+from dips.protocol.effects import Acknowledged, Extended, Failed, Ranges, Refused, Reply, Tuned
 from dips.protocol.entities import IDLE_ROW_S, IDLE_ROWS, AuditBudget
 from dips.protocol.events import (
+    ExtensionAsked,
     OperatorAsked,
     OperatorReported,
     OperatorRequest,
     QuarantineAsked,
+    RangesRequested,
     ReadmissionAsked,
+    TargetChange,
     TuningAsked,
 )
 from dips.protocol.operator import MOST_TEXT
-from dips.protocol.options import Options, PenaltyOptions, TimingOptions, TunedOption
-from dips.protocol.records import OperatorActed
-from tests.unit.protocol.scripted_run import ScriptedRun
+from dips.protocol.options import (
+    DataOptions,
+    Options,
+    PenaltyOptions,
+    StopOptions,
+    Targets,
+    TimingOptions,
+    TunedOption,
+)
+from dips.protocol.records import OperatorActed, RunExtended
+from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 
 
 def ask(run: ScriptedRun, request: OperatorRequest) -> object:
@@ -67,8 +79,9 @@ def test_an_operators_quarantine_leaves_the_statistics_alone() -> None:
     assert [round_of(run, "a") for _ in range(4)] == ["gated"] * 4
     assert run.view.clusters["a"].quarantined and run.view.clusters["a"].quarantine == "a look"
     assert run.machine._run.penalty.penalty_row("a") == before
-    ask(run, ReadmissionAsked(0, "a"))
+    assert isinstance(ask(run, ReadmissionAsked(0, "a")), Acknowledged)
     assert round_of(run, "a") == "accepted"
+    assert isinstance(ask(run, ReadmissionAsked(0, "a")), Refused), "nothing keeps it out"
 
 
 def test_a_row_stands_before_its_answer_and_is_bounded() -> None:
@@ -111,3 +124,35 @@ def test_nobody_fills_the_ledger_with_requests_that_change_nothing() -> None:
     assert len(run.all_of(OperatorActed)) == IDLE_ROWS
     tune(run, "outer.lr", 0.5)
     assert run.all_of(OperatorActed)[-1].passed_over == 10
+
+
+def extend(run: ScriptedRun, **targets: float) -> object:
+    return run.ask(ExtensionAsked(0, tuple(TargetChange(key, value) for key, value in targets.items())))
+
+
+def test_targets_that_cannot_be_are_refused() -> None:
+    """Nothing is recorded of them, nor of those that the run has already."""
+    run = ScriptedRun(replace(OPTIONS, stop=StopOptions(tokens=1000, versions=5)))
+    run.train("a")
+    run.outcome(run.push("a"))
+    for wrong in ({"tokens": 0.0}, {"epochs": 0.0}, {"epochs": 2.0}, {"versions": 1.0}):
+        assert isinstance(extend(run, **wrong), Refused), wrong
+    for wrong in ({"round": 5.0}, {"tokens": 1000.5}):
+        assert isinstance(extend(run, **wrong), Failed), wrong
+    assert extend(run, tokens=1000.0, epochs=1.0) == Extended(Targets(tokens=1000, versions=5), None)
+    assert not run.all_of(RunExtended)
+    assert extend(run, wall_s=99.5, versions=0.0) == Extended(targets := Targets(tokens=1000, wall_s=99.5), None)
+    assert run.all_of(RunExtended) == [RunExtended(targets, None, run.now)]
+
+
+def test_a_finished_run_goes_on_to_its_new_target() -> None:
+    """A target that is reached already would end it at once; with one more epoch there is data again."""
+    run = ScriptedRun(replace(OPTIONS, stop=StopOptions(versions=1), data=DataOptions(ranges=2)))
+    run.train("a")
+    run.outcome(run.push("a"))
+    end = run.head
+    assert run.view.finished == str(end) and isinstance(extend(run, versions=1.0), Refused)
+    assert extend(run, versions=9.0, epochs=2.0) == Extended(targets := Targets(versions=9, epochs=2), end)
+    assert run.all_of(RunExtended) == [RunExtended(targets, end, run.now)] and run.view.finished is None
+    assert run.ask(RangesRequested(0, "a", run.inc("a"), 1, 9)) == Ranges((0, 1, 2, 3), False)
+    assert round_of(run, "a") == "accepted" and run.view.finished is None

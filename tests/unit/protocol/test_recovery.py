@@ -43,7 +43,7 @@ from dips.protocol.releases import PROTOCOL
 
 MODEL = Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (10,)),)) for i in range(3)))
 PLACED = (("s", (0, 2)), ("t", (1,)))
-HEAD, MADE = VersionId(9, 12), VersionId(10, 14)
+OLDER, HEAD, MADE = VersionId(2, 3), VersionId(9, 12), VersionId(10, 14)
 NOTHING_LOST = Refused(
     0.0,
     f"every slave has {HEAD}: nothing is lost; one that began with an empty disk just now is known to lack it when it "
@@ -55,12 +55,15 @@ DIGESTS = ("of 0", "of 1", "of 2")
 class Lost:
     """A run whose head was v9@r12; `s` has it, `t` comes with what `holds` says."""
 
-    def __init__(self, *holds: VersionId, protocol: int = PROTOCOL, options: Options = Options()) -> None:
+    def __init__(
+        self, *holds: VersionId, protocol: int = PROTOCOL, options: Options = Options(), retired: bool = True
+    ) -> None:
         row = RunRow("r", "c", MODEL.to_json(), PLACED, ("0" * 32,) * 3, (1.0,) * 3)
         versions = (
             VersionRow(GENESIS, GENESIS, True, 0, False),
-            VersionRow(VersionId(2, 3), GENESIS, True, 5, True),
-            VersionRow(HEAD, VersionId(2, 3), True, 7, False),
+            VersionRow(VersionId(1, 1), GENESIS, True, 1, True),
+            VersionRow(OLDER, VersionId(1, 1), True, 4, retired),
+            VersionRow(HEAD, OLDER, True, 7, False),
         )
         state = LedgerState(
             replace(row, protocol=protocol), 1, 14, versions, (), (), (), (), ScoreHistory((), (1.0,)), (), Intervals(),
@@ -180,6 +183,15 @@ def test_a_disk_that_comes_back_ends_it() -> None:
     assert not run.records(VersionCommitted) and run.machine.head() == HEAD
 
 
+def test_a_common_version_that_comes_back_ends_it() -> None:
+    """Both find it on their disks meanwhile, and the run goes back to it: the file's would not follow it."""
+    run = Lost(options=Options(most_rollback=100), retired=False)
+    run.open()
+    run.register("s", OLDER, HEAD)
+    assert run.register("t", OLDER) == LoadVersion(OLDER) and run.machine.head() == OLDER
+    assert run.recover() == Dropped(f"the head is {OLDER} now")
+
+
 def test_a_process_that_is_silent_gives_its_place_up() -> None:
     run = Lost()
     run.open()
@@ -199,6 +211,7 @@ def test_requests_that_cannot_be() -> None:
     run = Lost()
     run.step(ev.SlaveSilent("t", 1, 99.0))
     assert run.recover() == Pending("not here: t")
+    assert run.register("s", HEAD) == LoadVersion(HEAD), "what t holds is not known: nobody waits for a disk"
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -1,0 +1,92 @@
+"""What a slave says as it comes, refuses or falls silent, and what stays open on it afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.errors import RemoteProtocolError
+from dips.ids import GENESIS, VersionId
+from dips.protocol import events as ev
+from dips.protocol.effects import Abort, Acknowledged, Commit, Failed, Fold, Measure, Note, Pending, Refused
+from tests.unit.protocol.scripted_run import ScriptedRun
+
+V1 = VersionId(1, 1)
+
+
+def registers(run: ScriptedRun, memory: VersionId | None, *complete: VersionId) -> None:
+    run.ask(ev.SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 0, memory, None, complete, 4, ""))
+
+
+def test_only_the_present_process_of_a_slave_falls_silent() -> None:
+    """Neither the one before it, whose lease runs out later, nor a slave of another placement."""
+    run = ScriptedRun()
+    present = run.view.slaves["s"].sinc
+    for slave, sinc in (("s", present - 1), ("t", present)):
+        run.step(ev.SlaveSilent(slave, sinc, 99.0))
+    assert run.view.slaves["s"].state == "ready"
+    run.step(ev.SlaveSilent("s", present, 99.0))
+    assert run.view.slaves["s"].state == "lost"
+
+
+@pytest.mark.parametrize("kind", [Measure, Fold])
+def test_a_round_that_a_slave_refuses_leaves_nothing_open_on_it(kind: type) -> None:
+    """It may be drained at once; when it comes again, it is told that the round left no version, and only then."""
+    run = ScriptedRun(slots=1)
+    run.train("a")
+    run.outcome(run.push("a"))
+    registers(run, V1, V1)
+    assert not run.all_of(Abort), "the last round left the head"
+    run.held.add(kind)
+    push = run.push("a")
+    (order,) = run.orders
+    run.orders.clear()
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, RemoteProtocolError, "broken"))
+    assert run.outcome(push).kind == "skipped"
+    told = len(run.all_of(Abort))
+    registers(run, V1, V1)
+    assert [order.round for order in run.all_of(Abort)[told:]] == [2]
+    assert isinstance(run.ask(ev.DrainAsked(0, "s")), Acknowledged) and run.view.slaves["s"].state == "draining"
+
+
+def test_a_drain_waits_for_whatever_is_open() -> None:
+    """Pushes, a round, the flip, the next round; it is noted once, and a slave that is drained is not drained again."""
+    run = ScriptedRun()
+    run.train("a", "b")
+
+    def drained() -> str:
+        answer = run.ask(ev.DrainAsked(0, "s"))
+        return answer.reason if isinstance(answer, Pending) else type(answer).__name__
+
+    first, second = run.open_push("a"), run.open_push("b")
+    assert drained() == "s waits for 2 pushes and 0 pulls"
+    run.held = {Commit}
+    run.commit(first)
+    assert "round 1 (collecting" in drained()
+    run.wait(20.0)
+    assert drained() == "s waits for the flip to the new version"
+    run.commit(second)
+    assert drained() == "s waits for the next round"
+    run.held.clear()
+    run.answer()
+    run.wait(20.0)
+    run.outcome(first), run.outcome(second)
+    assert run.view.slaves["s"].state == "draining" and drained() == "Acknowledged"
+    assert [e.kind for e in run.all_of(Note) if e.kind.startswith("slave_drain")] == ["slave_drains", "slave_drained"]
+    assert isinstance(run.ask(ev.DrainAsked(0, "t")), Failed)
+
+
+def test_a_slave_that_is_lost_drains_no_more() -> None:
+    """There is nothing to wait for; when it serves again, it goes on serving."""
+    run = ScriptedRun()
+    run.train("a")
+    run.open_push("a")
+    assert isinstance(run.ask(ev.DrainAllAsked(0)), Pending)
+    run.step(ev.SlaveSilent("s", run.view.slaves["s"].sinc, 99.0))
+    for request in (ev.DrainAllAsked(0), ev.DrainAsked(0, "s")):
+        assert isinstance(run.ask(request), Refused)
+    registers(run, GENESIS)
+    run.wait(1.0)
+    assert run.view.slaves["s"].state == "ready"
+    for _ in range(2):
+        assert isinstance(run.ask(ev.DrainAllAsked(0)), Acknowledged)
+    assert run.view.slaves["s"].state == "draining"
