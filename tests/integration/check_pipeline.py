@@ -76,6 +76,7 @@ class PlannedCase:
     dtype: torch.dtype
     dropout: float = 0.0
     samples: int = SAMPLES
+    tied: bool = False  # the head's weight is the embedding's, and that of one block another's
 
     @property
     def ranks(self) -> int:
@@ -83,10 +84,15 @@ class PlannedCase:
 
     def build(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield layers of which one has no parameters, and none a number of them that ranks divide evenly."""
-        yield "embed", nn.Embedding(VOCABULARY, WIDTH, dtype=self.dtype)
-        for i in range(self.layers - 2):
-            yield f"blocks.{i}", nn.Tanh() if i == 1 else ResidualTanh(self.dropout, self.dtype)
-        yield "head", nn.Linear(WIDTH, VOCABULARY, dtype=self.dtype)
+        embed, head = (
+            nn.Embedding(VOCABULARY, WIDTH, dtype=self.dtype), nn.Linear(WIDTH, VOCABULARY, dtype=self.dtype)
+        )  # fmt: skip
+        blocks = [nn.Tanh() if i == 1 else ResidualTanh(self.dropout, self.dtype) for i in range(self.layers - 2)]
+        if self.tied:
+            head.weight, blocks[-1].inner.weight = embed.weight, blocks[0].inner.weight
+        yield "embed", embed
+        yield from ((f"blocks.{i}", block) for i, block in enumerate(blocks))
+        yield "head", head
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of a global batch; samples have unequally many tokens."""
@@ -101,6 +107,8 @@ class PlannedCase:
 
 class ResidualTanh(nn.Module):
     """A block with dropout."""
+
+    inner: nn.Linear
 
     def __init__(self, dropout: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -262,7 +270,9 @@ class OneProcess:
         self.model = nn.Sequential(*(layer for _, layer in named))
         self.named = {
             f"{named[int(number)][0]}.{rest}": p
-            for number, rest, p in ((*path.split(".", 1), p) for path, p in self.model.named_parameters())
+            for number, rest, p in (
+                (*path.split(".", 1), p) for path, p in self.model.named_parameters(remove_duplicate=False)
+            )
         }
 
     def backward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -457,7 +467,9 @@ def replaced(_: int) -> list[dict[str, Any]]:
 UNEQUAL = make_case("breadth_first", (1, 2), 2)  # three ranks, two ministages
 OTHER = make_case("compact_zb", (2, 1), seed=4)
 ALONE = make_case("gpipe", (1,))
-LEARNED = make_case("breadth_first", (2, 1), 2, dtype=torch.float32, dropout=0.1)  # of train_pipeline.py
+LEARNED = replace(
+    make_case("breadth_first", (2, 1), 2, dtype=torch.float32, dropout=0.1), tied=True
+)  # of train_pipeline.py
 Named = dict[str, list[float]]
 
 
@@ -522,20 +534,21 @@ def saved(_: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
 
         def save(_: int) -> tuple[float, Named]:
-            pipe = make_pipeline(UNEQUAL, optimizer=adamw)
+            pipe = make_pipeline(TIED[0], optimizer=adamw)
             for step in range(2):
                 pipe.step(UNEQUAL.batch(step))
             dcp.save(pipe.state_dict(), checkpoint_id=directory)
             return pipe.step(UNEQUAL.batch(2)), full_parameters(pipe)
 
         def load(case: PlannedCase, _: int) -> tuple[float, Named, int]:
-            pipe = make_pipeline(case, optimizer=adamw, seed=7)
+            pipe = make_pipeline(replace(case, tied=True), optimizer=adamw, seed=7)
             state = pipe.state_dict()
             dcp.load(state, checkpoint_id=directory)
             pipe.load_state_dict(state)
             return pipe.step(case.batch(2)), full_parameters(pipe), pipe.steps
 
         before = on_ranks(UNEQUAL.ranks, save)
+        assert all(isinstance(of, tuple) for of in before), before
         wanted: Named = {}
         for _, of in before:
             wanted |= of
@@ -585,6 +598,71 @@ def gathered_bytes(part: nn.Module) -> int:
     return sum(t.untyped_storage().nbytes() for t in (*kept, *waiting))
 
 
+TIED = tuple(
+    replace(case, tied=True)
+    for case in (
+        UNEQUAL,
+        make_case("compact_zb", (3, 2), seed=1),  # shards of the copies begin elsewhere
+        make_case("gpipe", (2,), recompute=True),  # owner and copy in one part
+        make_case("breadth_first", (1,), 3),
+    )
+)
+
+
+class RecordingSGD(torch.optim.SGD):
+    """Keeps the gradients that it steps by."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = {p: p.grad.clone() for group in self.param_groups for p in group["params"]}
+        return super().step(closure)
+
+
+def tied(_: int) -> list[dict[str, Any]]:
+    """Of each case the worst gradient, three steps of AdamW, the norms with clipping, and whether copies are equal."""
+
+    def play(case: PlannedCase, _: int) -> tuple[dict[str, float], Named]:
+        pipe, alone = make_pipeline(case, optimizer=lambda p: RecordingSGD(p.parameters(), lr=0.0)), OneProcess(case)
+        loss = abs(pipe.step(case.batch(0)) - alone.backward(case.batch(0)))
+        seen = {p: g for optimizer in pipe.optimizers for p, g in optimizer.seen.items()}
+        names = {p: name for part in pipe.parts for name, p in part.named_parameters()}
+        worst = 0.0
+        for parameter in sorted(seen, key=lambda p: names[p]):  # full_tensor is collective
+            got, wanted = whole(seen[parameter]), alone.named[names[parameter]].grad
+            worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max()))
+        pipe.close()
+        norms = []
+        pipe, alone = make_pipeline(case, optimizer=adamw, max_grad_norm=0.3), OneProcess(case)
+        optimizer = adamw(alone.model)
+        for step in range(STEPS):
+            loss = max(loss, abs(pipe.step(case.batch(step)) - alone.backward(case.batch(step))))
+            norms.append(abs(pipe.grad_norm - float(nn.utils.clip_grad_norm_(alone.model.parameters(), 0.3))))
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = max(loss, abs(pipe.evaluate(case.batch(9)) - alone.backward(case.batch(9))))
+        clipped = worst_error(pipe, alone, lambda p: p.detach())
+        pipe.close()
+        pipe, alone = make_pipeline(case, optimizer=adamw), OneProcess(case)
+        optimizer = adamw(alone.model)
+        for step in range(STEPS):
+            loss = max(loss, abs(pipe.step(case.batch(step)) - alone.backward(case.batch(step))))
+            optimizer.step()
+            optimizer.zero_grad()
+        stepped = max(clipped, worst_error(pipe, alone, lambda p: p.detach()))
+        return {"gradient": worst, "norm": max(norms), "stepped": stepped, "loss": loss}, full_parameters(pipe)
+
+    told = []
+    for case in TIED:
+        found = on_ranks(case.ranks, partial(play, case))
+        assert all(isinstance(of, tuple) for of in found), found
+        held: Named = {}
+        for _, named in found:
+            held |= named
+        last = f"blocks.{case.layers - 3}.inner.weight"
+        equal = held["head.weight"] == held["embed.weight"] and held[last] == held["blocks.0.inner.weight"]
+        told.append({key: max(of[key] for of, _ in found) for key in found[0][0]} | {"equal": equal})
+    return told
+
+
 # ---- bad inputs ------------------------------------------------------------------------------------------------------
 
 
@@ -616,6 +694,9 @@ def refused(_: int) -> dict[str, list[str]]:
             yield from UNEQUAL.build()
             yield nn.Tanh()
 
+        def build_tied() -> Iterator[Any]:
+            yield from replace(UNEQUAL, tied=rank != 1).build()
+
         other = OTHER.plan if rank == 2 else UNEQUAL.plan
         inputs, targets = UNEQUAL.batch(0)
         pipe = make_pipeline(UNEQUAL)
@@ -624,6 +705,8 @@ def refused(_: int) -> dict[str, list[str]]:
             "ranks": told(lambda: make_pipeline(ALONE)),
             "no file": told(lambda: Pipeline(UNEQUAL.build, "/nowhere/plan.yaml", loss=summed_loss)),
             "model": told(lambda: Pipeline(build_otherwise, UNEQUAL.plan, loss=summed_loss)),
+            "tied, no optimizer": told(lambda: make_pipeline(TIED[0])),
+            "ties differ": told(lambda: Pipeline(build_tied, UNEQUAL.plan, loss=summed_loss, optimizer=adamw)),
             "no layers": told(lambda: Pipeline(lambda: nn.Linear(3, 3), UNEQUAL.plan, loss=summed_loss)),
             "plans differ": told(lambda: Pipeline(UNEQUAL.build, other, loss=summed_loss)),
             "seeds differ": told(lambda: make_pipeline(UNEQUAL, seed=rank)),

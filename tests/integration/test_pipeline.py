@@ -52,6 +52,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "clipped",
         "dropout",
         "saved",
+        "tied",
         "refused",
         "geared",
         "narrow",
@@ -112,16 +113,29 @@ def test_dropout_and_evaluation_do_not_depend_on_the_plan(found: dict[str, Any])
 
 
 def test_a_checkpoint_fits_another_plan(found: dict[str, Any]) -> None:
-    """Model, moments and the count of steps, loaded into three plans: the next step is that of the job that went on."""
+    """Model, moments and the count of steps, loaded into three plans, with shared parameters: the next step is that of
+    the job that went on.
+    """
     of = found["saved"]
     assert max(of["worst"]) < 1e-12 and of["losses"] == pytest.approx([of["losses"][0]] * 4, abs=1e-12)
     assert of["steps"] == [3, 3, 3]
+
+
+def test_shared_parameters_are_trained_as_one(found: dict[str, Any]) -> None:
+    """Embedding and head, and two blocks, on two stages, on other shards, and in one part: gradients are added once,
+    the norm counts them once, three steps of AdamW are those of one process, and the copies are equal to the bit.
+    """
+    for of in found["tied"]:
+        assert of["gradient"] < 1e-12 and of["norm"] < 1e-12 and of["stepped"] < 1e-10 and of["loss"] < 1e-10, of
+        assert of["equal"], of
 
 
 REFUSED = {
     "ranks": "expected 1 ranks, one for each device, got 3",
     "no file": "expected a plan of `dips plan cluster`",
     "model": "it is for drawn, of 8 layers; `build` has 9",
+    "tied, no optimizer": "blocks.5.inner.weight and blocks.0.inner.weight are one parameter: expected `optimizer`",
+    "ties differ": "ranks 0 and 1 differ in the parameters that layers of `build` share: blocks.5.inner.weight",
     "no layers": "expected the model's layers in order, as nn.Sequential or a generator, got Linear",
     "plans differ": "ranks 0 and 2 differ in the arguments of Pipeline: plan",
     "seeds differ": "ranks 0 and 1 differ in the arguments of Pipeline: seed",
@@ -248,10 +262,11 @@ def test_a_pipeline_is_a_cluster_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.timeout(250)
 def test_a_pipeline_learns_under_di_ps(tmp_path: Path) -> None:
     """2 + 1 ranks whose ministages step by themselves push and pull every fourth step; all ranks are told one loss, and
-    it falls.
+    it falls. What layers share is one parameter of the run.
     """
     torch.manual_seed(0)
-    tensors = {f"{name}.{key}": p.detach().numpy() for name, l in LEARNED.build() for key, p in l.named_parameters()}
+    named = {p: f"{name}.{key}" for name, l in reversed([*LEARNED.build()]) for key, p in l.named_parameters()}
+    tensors = {name: p.detach().numpy() for p, name in named.items()}
     shared = {"outer": {"lr": 1.0, "momentum": 0.0, "step": "sgd"}, "penalty": {"gates": []}, "stop": {"versions": 8}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.start_master()

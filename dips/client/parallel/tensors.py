@@ -11,7 +11,7 @@ none, the rounding error of a pull is kept for the next push (host.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -191,8 +191,8 @@ class TorchAdapter(Adapter):
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         self.reshard()
         for part in self._parts:
-            for path, parameter in part.named_parameters():
-                yield plain_name(path), parameter, _local_tensor(parameter)
+            for name, parameter in _name_parameters(part):
+                yield name, parameter, _local_tensor(parameter)
         yield from ((name, buffer, _local_tensor(buffer)) for name, buffer in self._chosen_buffers())
 
     def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -243,9 +243,9 @@ class TorchAdapter(Adapter):
 
     def _trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for part in self._parts:
-            for path, parameter in part.named_parameters():
+            for name, parameter in _name_parameters(part):
                 if parameter.requires_grad:
-                    check_parameter(name := plain_name(path), self._share_buffers)
+                    check_parameter(name, self._share_buffers)
                     yield name, parameter
 
     def _chosen_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -257,6 +257,16 @@ class TorchAdapter(Adapter):
 def plain_name(path: str) -> str:
     """Return a parameter's name in the model without wrappers."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def _name_parameters(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a part's parameters by their names in the model: those that it shares with another part have its names
+    (`PipelinePart.tied_names`), so that they are pushed once, and all copies written.
+    """
+    tied: Mapping[str, str] = getattr(part, "tied_names", {})
+    for path, parameter in part.named_parameters():
+        name = plain_name(path)
+        yield tied.get(name, name), parameter
 
 
 def _unwrap_module(module: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ pipeline.py       `Pipeline`, the training script's part: steps, evaluation, che
 orders.py         the plan and each rank's order, with its transfers; no torch
 replan.py         the search for a new plan when links have other rates, and its files
 parts.py          the layers that a rank holds, sharded over its stage
+tied.py           parameters that layers share
 torch_runtime.py  torch's runtime that plays the order, and all of torch's private names
 """
 

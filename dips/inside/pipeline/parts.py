@@ -39,6 +39,8 @@ class PipelinePart(nn.Module):
         self._called = tuple(layers.values())  # a tuple: not registered once more
         self._numbers, self._seed = tuple(numbers), seed
         self._now = (0, 0)
+        self.tied_names: Mapping[str, str] = {}
+        """Names in the model of this part's parameters that an earlier layer has, too; `OuterLoop` reads them."""
 
     @contextmanager
     def seeded(self, step: int, microbatch: int) -> Iterator[None]:
@@ -59,9 +61,11 @@ class PipelinePart(nn.Module):
 class LayerShapes:
     """All layers of the model without memory, to find the shapes of what goes over borders."""
 
-    def __init__(self, named: Mapping[str, nn.Module]) -> None:
+    def __init__(self, named: Mapping[str, nn.Module], ties: Mapping[str, str]) -> None:
         self._named = dict(named)
         self.names = list(named)
+        self.ties = dict(ties)
+        """Trainable parameters that an earlier layer has, too: by their name, that of the earlier one."""
 
     def trace(self, inputs: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Return shape and dtype of each layer's output for inputs of a micro-batch.
@@ -87,25 +91,29 @@ class LayerShapes:
 def build_layers(build: Build, seed: int, wanted: Sequence[range]) -> tuple[list[dict[str, nn.Module]], LayerShapes]:
     """Build the model layer by layer under a seed; return the wanted ranges of its layers, by name, and all shapes.
 
+    A layer that shares parameters with an earlier one gets copies of its own (tied.py).
+
     Raises ConfigError for what is no sequence of layers, and for layers that a pipeline cannot run.
     """
     kept: list[dict[str, nn.Module]] = [{} for _ in wanted]
     shapes: dict[str, nn.Module] = {}
+    ties: dict[str, str] = {}
     owners: dict[int, tuple[weakref.ref[Any], str]] = {}  # of parameters and layers seen so far
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for number, (name, layer) in enumerate(_list_layers(build())):
             if name in shapes:
                 raise ConfigError(f"build: expected layers of different names, got {name} twice")
-            _check_layer(name, layer, owners)
+            shared = _check_layer(name, layer, owners)
+            ties |= {path: first for path, (first, trained) in shared.items() if trained}
             # Parameters and buffers are not copied: the memo has their counterparts already.
             tensors = [*layer.parameters(), *layer.buffers()]
             memo: dict[int, Any] = {id(t): _as_meta(t) for t in tensors}
             shapes[name] = copy.deepcopy(layer, memo)
             for layers, numbers in zip(kept, wanted, strict=True):
                 if number in numbers:
-                    layers[name] = layer
-    return kept, LayerShapes(shapes)
+                    layers[name] = copy.deepcopy(layer) if shared else layer
+    return kept, LayerShapes(shapes, ties)
 
 
 def _list_layers(made: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -123,18 +131,28 @@ def _list_layers(made: Any) -> Iterator[tuple[str, nn.Module]]:
         yield str(name), layer
 
 
-def _check_layer(name: str, layer: nn.Module, owners: dict[int, tuple[weakref.ref[Any], str]]) -> None:
+def _check_layer(
+    name: str, layer: nn.Module, owners: dict[int, tuple[weakref.ref[Any], str]]
+) -> dict[str, tuple[str, bool]]:
+    """Return its parameters that an earlier layer has: by their names, the earlier name and whether it is trained."""
     for path, module in layer.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
                 f"layer {'.'.join(filter(None, (name, path)))}: {type(module).__name__} has statistics of the batch, "
                 "which a pipeline never has in one place: use LayerNorm, GroupNorm or RMSNorm"
             )
-    for held in (layer, *layer.parameters()):
+    shared: dict[str, tuple[str, bool]] = {}
+    for path, held in (("", layer), *layer.named_parameters()):
         known = owners.get(id(held))
-        if known is not None and known[0]() is held:
-            raise ConfigError(f"layers {known[1]} and {name} share parameters, which a pipeline would train apart")
-        owners[id(held)] = weakref.ref(held), name
+        if known is None or known[0]() is not held:
+            owners[id(held)] = weakref.ref(held), ".".join(filter(None, (name, path)))
+        elif isinstance(held, nn.Parameter):
+            shared[f"{name}.{path}"] = known[1], held.requires_grad
+        else:
+            raise ConfigError(
+                f"layers {known[1]} and {name} are one module: make one for each, which may share parameters"
+            )
+    return shared
 
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,10 @@ OuterLoop over the parts, if the script has one, is told of it, and how each ste
 What the caller must do: the constructor, `step`, `evaluate`, `state_dict`, `load_state_dict` and `close` are
 collective: all ranks call them, in the same order.
 
-Known limits: layers take and give one tensor. Parameters that two layers share, mixed precision by FSDP's policy and
-plans with `offload` are refused or not built. Where a stage is sharded, both of its ministages at work are whole.
+Parameters that layers share are trained as one (tied.py): the first layer's optimizer steps them, after all backwards.
+
+Known limits: layers take and give one tensor. Mixed precision by FSDP's policy and plans with `offload` are refused or
+not built. Where a stage is sharded, both of its ministages at work are whole.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ from dips.inside.pipeline.orders import (
 )
 from dips.inside.pipeline.parts import Build, LayerShapes, PipelinePart, build_layers, make_part
 from dips.inside.pipeline.replan import PlanReplaced, Replanner, digest_plan
+from dips.inside.pipeline.tied import TiedParameters
 from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage, StepTimes
 from dips.inside.planning.adapt import Adapting, GearAdapter, GearChange, Gears, PlanChange, PlanVerdict
 
@@ -152,7 +155,10 @@ class Pipeline:
         self._name = next(name for name, rank in self._ranks.items() if rank == self._rank)
         self._numbers = list(self._plan.parts_of(self._name))
         wanted = [range(*self._plan.layers[number]) for number in self._numbers]
-        kept, self._shapes = agree(self._collectives, lambda: _build(build, seed, wanted, self._plan))
+        kept, self._shapes = agree(
+            self._collectives, lambda: _build(build, seed, wanted, self._plan, optimizer is not None)
+        )
+        compare(self._collectives, "the parameters that layers of `build` share", self._shapes.ties, everyone)
         self._device, self._seed, self._max_grad_norm = torch.device(device), seed, max_grad_norm
         self._timeout = timedelta(seconds=collective_s)
         self._stage_group = self._make_groups()
@@ -164,7 +170,12 @@ class Pipeline:
         self._by_number = dict(zip(self._numbers, self.parts, strict=True))
         self._make_optimizer = optimizer
         trained = {n: part for n, part in self._by_number.items() if any(p.requires_grad for p in part.parameters())}
-        self._optimizers = {n: optimizer(part) for n, part in trained.items()} if optimizer else {}
+        tags = max(one.tag(BorderTransfer.SEND_F, len(one.layers), 0) for one in plans.values())  # of borders
+        self._tied = TiedParameters(self._shapes.ties, self.parts, self._collectives, self._between, tags)
+        made = {n: self._tied.leave_out_copies(optimizer(part)) for n, part in trained.items()} if optimizer else {}
+        self._optimizers = {n: left for n, left in made.items() if left is not None}
+        late = [n for n in made if max_grad_norm is not None or self._tied.owned_by(self._by_number[n])]
+        self._late = frozenset(late) & self._optimizers.keys()  # what they step by is whole when all is computed
         self._loss, self._batch_tokens = loss, 1
         self._times = StepTimes()
         self._gears = {n: self._make_gear(n, one) for n, one in plans.items() if n == 1 or adapting is not Adapting.OFF}
@@ -223,10 +234,12 @@ class Pipeline:
             self._leave_for_plan()
             begin_s = time.monotonic()  # the same moment on all ranks, within the seconds of a small message
             losses = self._gear.runtime.play(self._gear.train_order, inputs, targets)
+            self._tied.sum_gradients()
             if self._max_grad_norm is not None:
                 self._clip_gradients()
-            for optimizer in self._optimizers.values() if self._max_grad_norm is not None else ():
-                self._step_optimizer(optimizer)
+            for number in self._late:
+                self._step_optimizer(self._optimizers[number])
+            self._tied.spread_values()
             loss = self._end_step(losses, begin_s)
         self.steps, self.tokens = self.steps + 1, self._batch_tokens
         if not isfinite(loss):
@@ -290,8 +303,8 @@ class Pipeline:
             self._gear.traced = key
 
     def _on_reduced(self, number: int) -> None:
-        """Step the optimizer of a part whose gradients are whole, unless the norm of all is waited for."""
-        if self._max_grad_norm is None and number in self._optimizers:
+        """Step the optimizer of a part whose gradients are whole, unless others are waited for."""
+        if number in self._optimizers and number not in self._late:
             self._step_optimizer(self._optimizers[number])
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -554,13 +567,17 @@ def _read_plan(
 
 
 def _build(
-    build: Build, seed: int, wanted: Sequence[range], plan: PipelinePlan
+    build: Build, seed: int, wanted: Sequence[range], plan: PipelinePlan, steps: bool
 ) -> tuple[list[dict[str, nn.Module]], LayerShapes]:
     kept, shapes = build_layers(build, seed, wanted)
     if len(shapes.names) != plan.layers[-1][1]:
         raise ConfigError(
             f"plan: it is for {plan.model}, of {plan.layers[-1][1]} layers; `build` has {len(shapes.names)}: plan for "
             "this model, with its layers one by one"
+        )
+    for name, first in {} if steps else shapes.ties.items():
+        raise ConfigError(
+            f"build: layers share {first}, which {name} is, too: expected `optimizer`, which steps it once"
         )
     return kept, shapes
 

@@ -73,10 +73,20 @@ class WrappedModel(nn.Module):
     """No sequence of layers."""
 
 
-def tied() -> Iterator[nn.Module]:
-    embed, head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
-    head.weight = embed.weight
-    yield from (embed, nn.Tanh(), head)
+def test_a_shared_parameter_is_held_by_each_layer() -> None:
+    """The later layers get copies of their own, also in one part and of a whole module; a frozen one is no tie."""
+
+    def build() -> Iterator[nn.Module]:
+        embed, head, frozen = nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        head.weight = embed.weight
+        yield from (embed, nn.Sequential(embed, nn.Tanh()), head, frozen, nn.Sequential(frozen))
+
+    (kept,), shapes = build_layers(build, 0, [range(5)])
+    assert shapes.ties == {"1.0.weight": "0.weight", "2.weight": "0.weight"}
+    weights = [next(layer.parameters()) for layer in kept.values()]
+    assert len({id(weight) for weight in weights}) == 5
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[3], weights[4])
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -88,8 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a dictionary": (nn.ModuleDict, "as nn.Sequential or a generator, got ModuleDict"),
     "no module": (lambda: [nn.Tanh(), 3], "expected layer 1 to be a torch.nn.Module, got int"),
     "BatchNorm": (lambda: [nn.Sequential(nn.BatchNorm1d(4))], "layer 0.0: BatchNorm1d has statistics of the batch"),
-    "tied": (tied, "layers 0 and 2 share parameters"),
-    "twice": (lambda: [nn.Tanh()] * 2, "layers 0 and 1 share parameters"),
+    "twice": (lambda: [nn.Tanh()] * 2, "layers 0 and 1 are one module: make one for each"),
     "one name": (lambda: [("a", nn.Tanh()), ("a", nn.Tanh())], "got a twice"),
 }
 

@@ -1,0 +1,38 @@
+"""Parameters that layers share: who sends what to whom, and what a push sees of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dips.client.parallel.devices import merge_tied
+from dips.client.parallel.tensors import TorchAdapter
+from dips.inside.pipeline.parts import PipelinePart
+from dips.inside.pipeline.tied import TiedOverlap, list_overlaps
+
+
+def test_each_element_goes_between_those_who_hold_it() -> None:
+    """Two ranks share the owner evenly, three the copy: five pairs overlap, each element in one; a rank without rows
+    has no part in it.
+    """
+    ties = {"head": "embed"}
+    extents = [{"embed": (0, 6)}, {"embed": (6, 12)}, {"head": (0, 5)}, {"head": (5, 10)}, {"head": (10, 12)}]
+    found = list_overlaps(ties, [*extents, {"head": (12, 12)}])
+    assert [(one.copy_rank, one.owner_rank, one.begin, one.end) for one in found] == [
+        (2, 0, 0, 5), (3, 0, 5, 6), (3, 1, 6, 10), (4, 1, 10, 12)
+    ]  # fmt: skip
+    assert list_overlaps({"a": "embed", **ties}, [{"embed": (0, 4), "head": (0, 4)}]) == [
+        TiedOverlap("head", "embed", 0, 0, 0, 4)
+    ]
+
+
+def test_a_copy_is_pushed_under_the_name_of_its_owner() -> None:
+    """One parameter in the outer loop, read once and written to both; its own other parameters keep their names."""
+    first, last = PipelinePart({"embed": nn.Embedding(4, 2)}, [0], 0), PipelinePart({"head": nn.Linear(2, 4)}, [1], 0)
+    last.tied_names = {"head.weight": "embed.weight"}
+    adapter = TorchAdapter([first, last], staged=True)
+    held = {h.name: h for h in merge_tied(adapter.held_parameters())}
+    assert set(held) == {"embed.weight", "head.bias"}
+    assert (len(held["embed.weight"].reads), len(held["embed.weight"].writes)) == (1, 2)
+    assert [name for name, _, _ in adapter.local_tensors()] == ["embed.weight", "embed.weight", "head.bias"]
+    assert torch.equal(held["embed.weight"].reads[0].view.flatten(), first.embed.weight.flatten())
