@@ -1,7 +1,9 @@
 """Plans run by dips/inside/pipeline on gloo ranks of this machine, whose layers are slept.
 
-    python -m benchmarks pipeline --part predict    # 20 random plans against the simulator's seconds
+    python -m benchmarks pipeline --part predict    # 20 random plans against the simulator's seconds, then real layers
     python -m benchmarks pipeline --part shares     # two ranks of speeds 3 : 1, unequal shares beside equal ones
+    python -m benchmarks pipeline --part setting1   # SpanTrain's sites on shaped links, beside torch's schedules
+    python -m benchmarks pipeline --part looped     # equal groups, beside torch's ScheduleLoopedBFS
 
 A layer is a sleep of 0.1 s and more on a device of speed 1, so that what is measured are the orders, transfers and
 collectives of the runtime, not this machine's arithmetic. Bytes are few: links are the simulator's to check
@@ -36,8 +38,9 @@ LATENCY_S = 0.001
 
 
 def measure_predict(bench: Bench) -> None:
-    """Seconds of a step beside the simulator's, for random plans of unequal stages."""
+    """Seconds of a step beside the simulator's, for random plans of unequal stages, and for layers that compute."""
     from benchmarks.pipeline_rank import measure_step
+    from benchmarks.pipeline_real import compare_real
 
     rng, found = random.Random(23), list[tuple[float, float, int]]()
     for _ in range(5 if bench.quick else PLANS):
@@ -49,6 +52,7 @@ def measure_predict(bench: Bench) -> None:
     near = sum(abs(took / wanted - 1) <= NEAR for took, wanted, _ in found)
     bench.row("plans within 10 % of the simulator", near, "", against="all", of=float(len(found)), least=PROPER)
     bench.row("an action takes besides", max((took - wanted) / n for took, wanted, n in found), "s")
+    compare_real(bench)
     bench.note(f"load of the machine {os.getloadavg()[0]:.1f}: sleeps and gloo's threads wait behind others")
 
 
@@ -100,7 +104,26 @@ def _join(schedule: ScheduleName, stages: tuple[PipelineStage, ...], ministages:
     return replace(made, keep=ministages == 1)
 
 
-PARTS: dict[str, Callable[[Bench], None]] = {"predict": measure_predict, "shares": measure_shares}
+def measure_setting1(bench: Bench) -> None:
+    """Three sites on shaped links."""
+    from benchmarks.pipeline_anchors import compare_sites
+
+    compare_sites(bench)
+
+
+def measure_looped(bench: Bench) -> None:
+    """Equal groups, which torch runs itself."""
+    from benchmarks.pipeline_anchors import compare_looped
+
+    compare_looped(bench)
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "predict": measure_predict,
+    "shares": measure_shares,
+    "setting1": measure_setting1,
+    "looped": measure_looped,
+}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

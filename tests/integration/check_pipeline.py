@@ -33,11 +33,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from benchmarks.pipeline_rank import spell_plan
+from benchmarks.pipeline_torch import gathered_bytes
 from dips.client import OuterLoop
-from dips.client.parallel.adapter import is_dtensor, is_fsdp
+from dips.client.parallel.adapter import is_dtensor
 from dips.errors import DipsError
 from dips.inside.pipeline import Pipeline, PlanReplaced
 from dips.inside.pipeline.orders import lower_order, read_pipeline
@@ -588,14 +588,6 @@ def gathered(_: int) -> dict[str, list[int]]:
 def padded_bytes(parameter: nn.Parameter) -> int:
     """Bytes of a parameter that two ranks gather in shards of equal size."""
     return parameter.element_size() * parameter[0].numel() * 2 * ceil(len(parameter) / 2)
-
-
-def gathered_bytes(part: nn.Module) -> int:
-    """Bytes of the whole parameters that FSDP2 holds of a part, buffers of its all-gathers included."""
-    groups = [group for m in part.modules() if is_fsdp(m) for group in fully_shard.state(m)._fsdp_param_groups]
-    kept = [t for group in groups for p in group.fsdp_params for t in p.all_gather_outputs]
-    waiting = [group._all_gather_result.all_gather_output for group in groups if group._all_gather_result is not None]
-    return sum(t.untyped_storage().nbytes() for t in (*kept, *waiting))
 
 
 TIED = tuple(
