@@ -137,11 +137,13 @@ def _make_gears(planner: Planner, choice: PipelineChoice, prediction: Prediction
     """The plan with its micro-batches in pieces, where that helps if links sag."""
     if len(choice.groups) == 1 or choice.offload:
         return {}
-    gears = {1: freeze_orders(planner.make_pipeline(choice), prediction.orders)}
+    gears = {1: freeze_orders(replace(planner.make_pipeline(choice), tied=()), prediction.orders)}
     for pieces in PIECES[1:]:
         if choice.samples % pieces == 0:
             depths = tuple(pieces * depth for depth in choice.depths)  # as much memory as before
+            # What shared parameters take besides is the same in all gears.
             cut = planner.make_pipeline(replace(choice, samples=choice.samples // pieces, depths=depths))
+            cut = replace(cut, tied=())
             gears[pieces] = freeze_orders(cut, simulate(cut, spans=False).orders)
     return keep_useful(gears)
 

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
 from statistics import fmean
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -229,6 +229,7 @@ class LayerNeed:
     activation_bytes: float  # that the backward needs, of a sample
     border_bytes: float  # of its output, of a sample
     repeat: int = 1
+    tied: str | None = None  # an earlier layer, all of whose parameters are this one's, too
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,7 @@ class TransformerShape:
     ffn: int
     vocab: int
     gated: bool = True  # three matrices in the feed-forward, as in Llama; GPT-2 has two
+    tied: bool = False  # the head's matrix is the embedding's
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,14 @@ class ModelProfile:
         made = self.layers or (_transformer_layers(self.transformer, self.sequence) if self.transformer else ())
         return tuple(replace(layer, repeat=1) for layer in made for _ in range(layer.repeat))
 
+    @cached_property
+    def ties(self) -> tuple[tuple[int, int, float], ...]:
+        """The layers that share parameters: number of the later one, that of the first, and how many they share."""
+        chain = self.chain
+        first = {layer.name: number for number, layer in reversed([*enumerate(chain)])}
+        found = ((number, first[layer.tied]) for number, layer in enumerate(chain) if layer.tied is not None)
+        return tuple((copy, owner, chain[owner].parameters) for copy, owner in found)
+
     @property
     def border_share(self) -> float:
         """The share of a layer's `border_bytes` that goes over a border."""
@@ -270,7 +280,8 @@ class ModelProfile:
 
     @property
     def parameters(self) -> float:
-        return sum(layer.parameters for layer in self.chain)
+        """All of them; shared ones count once."""
+        return sum(layer.parameters for layer in self.chain) - sum(shared for _, _, shared in self.ties)
 
     @property
     def flops(self) -> float:
@@ -288,7 +299,14 @@ def _transformer_layers(shape: TransformerShape, sequence: int) -> tuple[LayerNe
         LayerNeed(
             "block", block, 2.0 * block * t + 4.0 * t * t * h, 2.0 * t * (8 * h + 4 * shape.ffn), border, shape.blocks
         ),
-        LayerNeed("head", shape.vocab * h, 2.0 * shape.vocab * h * t, 6.0 * t * shape.vocab, 0.0),
+        LayerNeed(
+            "head",
+            shape.vocab * h,
+            2.0 * shape.vocab * h * t,
+            6.0 * t * shape.vocab,
+            0.0,
+            tied="embedding" if shape.tied else None,
+        ),
     )
 
 
@@ -308,6 +326,14 @@ def check_model(model: ModelProfile, name: str) -> None:
                 raise ConfigError(f"{name}: layers.{layer.name}.{key}: expected a number from 0 on, got {value}")
         if layer.repeat < 1:
             raise ConfigError(f"{name}: layers.{layer.name}.repeat: expected at least 1, got {layer.repeat}")
+    earlier: dict[str, float] = {}
+    for layer in model.layers:
+        if layer.tied is not None and not earlier.get(layer.tied, inf) <= layer.parameters:
+            raise ConfigError(
+                f"{name}: layers.{layer.name}.tied: expected an earlier layer of at most as many parameters, got "
+                f"{layer.tied}"
+            )
+        earlier[layer.name] = layer.parameters
 
 
 def layer_seconds(

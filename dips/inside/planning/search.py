@@ -12,6 +12,7 @@ once.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
@@ -38,6 +39,7 @@ from dips.inside.planning.simulate import (
     Prediction,
     SimulatedPipeline,
     StalledPipeline,
+    TiedBytes,
     bound_step,
     simulate,
     tune_depths,
@@ -155,11 +157,12 @@ class Planner:
         layers = self.layers[begin:end]
         boundary = samples * sum(layer.border_bytes for layer in layers)
         whole = samples * sum(layer.activation_bytes for layer in layers)
-        per_device = (m.state_bytes + (m.parameter_bytes + m.gradient_bytes if devices > 1 else 0.0)) / devices
+        own = parameters - sum(shared for copy, _, shared in m.ties if begin <= copy < end)  # that an optimizer steps
+        shards = parameters * (m.parameter_bytes + m.gradient_bytes) if devices > 1 else 0.0
         return PartBytes(
             whole=parameters * m.parameter_bytes,
             gradients=parameters * m.gradient_bytes,
-            states=parameters * per_device,
+            states=(own * m.state_bytes + shards) / devices,
             activations=boundary if m.recompute else whole,
             boundary=boundary,
         )
@@ -190,6 +193,15 @@ class Planner:
             ministages=v,
             keep=v == 1,
             offload=choice.offload,
+            tied=tuple(
+                TiedBytes(
+                    bisect_right(choice.cuts, copy) - 1,
+                    bisect_right(choice.cuts, owner) - 1,
+                    shared * self.model.gradient_bytes,
+                    shared * self.model.parameter_bytes,
+                )
+                for copy, owner, shared in self.model.ties
+            ),
         )
 
     def _make_stage(

@@ -101,6 +101,16 @@ class PipelineStage:
 
 
 @dataclass(frozen=True, slots=True)
+class TiedBytes:
+    """Parameters that two parts share: after the last action gradients go to the owner, and values come back."""
+
+    copy: int  # part
+    owner: int
+    gradients: float
+    values: float
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedPipeline:
     """Stages, what goes over their borders, and the ways there.
 
@@ -119,6 +129,7 @@ class SimulatedPipeline:
     offload: bool = False
     slots: int = 0  # none: micro-batches are the same in all stages
     by_arrival: bool = False  # frozen orders: an action that waits for its input lets those behind it go first
+    tied: tuple[TiedBytes, ...] = ()
 
 
 # ---- what comes of it ------------------------------------------------------------------------------------------------
@@ -141,7 +152,7 @@ class Prediction:
 
     seconds: float
     idle: dict[str, float]  # share of the step in which a device computes nothing
-    bytes_moved: dict[str, float]  # by category: pipeline, gather, reduce, copy
+    bytes_moved: dict[str, float]  # by category: pipeline, gather, reduce, copy, tied
     peak_bytes: dict[str, float]
     orders: dict[str, list[ScheduledAction]]  # F, I, W, B and collectives in the order of their begin, by device
     spans: list[ActionSpan] = field(default_factory=list)
@@ -230,7 +241,7 @@ class _Play:
                 f"schedule {self._pipeline.schedule}: {', '.join(stuck[:3])} wait for each other: give stages equal "
                 "shares of the micro-batches, or take breadth_first or compact_zb"
             )
-        total = self._last_s
+        total = self._exchange_tied(self._exchange_tied(self._last_s, to_owner=True), to_owner=False)
         return Prediction(
             seconds=total,
             idle={d.device.name: 1 - d.busy_s / total if total else 0.0 for d in desks},
@@ -329,7 +340,7 @@ class _Play:
             if to is desk:
                 desk.machine.take_arrival(op, v, received)
                 continue
-            delay_s = self._occupy(self._route(desk.device.name, to.device.name), nbytes)
+            delay_s = self._occupy(self._route(desk.device.name, to.device.name), nbytes, self._heap.now)
             self._moved["pipeline"] += nbytes
             self._heap.call_later(delay_s, "arrival", partial(self._arrive, to, op, v, received, slots))
 
@@ -349,9 +360,26 @@ class _Play:
             made = self._routes[sender, receiver] = self._pipeline.route(sender, receiver)
         return made
 
-    def _occupy(self, route: Route, nbytes: float) -> float:
+    def _exchange_tied(self, begin_s: float, *, to_owner: bool) -> float:
+        """Move the bytes of shared parameters one way, each device what it holds; return when all have arrived."""
+        ends = [begin_s]
+        for tied in self._pipeline.tied:
+            copies, owners = (self._desks[part % len(self._desks)] for part in (tied.copy, tied.owner))
+            for i, a in enumerate(copies):
+                for j, b in enumerate(owners):
+                    held = min((i + 1) / len(copies), (j + 1) / len(owners)) - max(i / len(copies), j / len(owners))
+                    nbytes = held * (tied.gradients if to_owner else tied.values)
+                    if a is b or nbytes <= 0:
+                        continue
+                    sender, receiver = (a, b) if to_owner else (b, a)
+                    route = self._route(sender.device.name, receiver.device.name)
+                    ends.append(begin_s + self._occupy(route, nbytes, begin_s))
+                    self._moved["tied"] += nbytes
+        return max(ends)
+
+    def _occupy(self, route: Route, nbytes: float, now: float) -> float:
         """Reserve everything on the way for these bytes; return the seconds until they have arrived."""
-        now = there = self._heap.now
+        there = now
         for thing, byte_s in route.uses:
             free = self._free[thing]
             self._free[thing] = free = (free if free > now else now) + nbytes * byte_s

@@ -153,6 +153,11 @@ def test_a_profile_that_cannot_be_planned_with_is_refused(raw: dict[str, Any], s
         (needs(layers=[{**LAYER, "flops": float("nan")}]), "layers.block.flops: expected a number from 0 on"),
         (needs(layers=[{**LAYER, "repeat": 0}]), "layers.block.repeat: expected at least 1, got 0"),
         (needs(bath=3), "bath: unknown key"),
+        (needs(layers=[LAYER, {**LAYER, "tied": "head"}]), "layers.block.tied: expected an earlier layer of at most"),
+        (
+            needs(layers=[LAYER, {**LAYER, "name": "head", "parameters": 1, "tied": "block"}]),
+            "layers.head.tied: expected an earlier layer of at most as many parameters, got block",
+        ),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_is_refused(raw: dict[str, Any], said: str) -> None:
@@ -160,6 +165,15 @@ def test_a_model_that_cannot_be_is_refused(raw: dict[str, Any], said: str) -> No
     with pytest.raises(ConfigError) as refused:
         parse_model(raw, "model.yaml")
     assert said in str(refused.value)
+
+
+def test_parameters_that_layers_share_count_once() -> None:
+    """GPT-2 has the 124 M of its publication with the embedding as its head."""
+    raw = yaml.safe_load((INVENTORIES / "gpt-2.yaml").read_text())
+    apart = parse_model(raw, "gpt-2")
+    tied = parse_model({**raw, "transformer": {**raw["transformer"], "tied": True}}, "gpt-2")
+    assert tied.parameters == pytest.approx(0.124e9, rel=0.01)
+    assert tied.ties == ((13, 0, 50257 * 768),) and apart.ties == ()
 
 
 @pytest.mark.parametrize("path", sorted(INVENTORIES.glob("*.yaml")), ids=lambda path: path.stem)

@@ -311,6 +311,30 @@ def test_fewer_layers_than_stages_and_fewer_microbatches_than_devices() -> None:
         planner.make_pipeline(PipelineChoice(ScheduleName.COMPACT_ZB, groups[:2], (0, 1, 2), 1))
 
 
+def test_what_shared_parameters_take_is_planned() -> None:
+    """After the last action gradients go from the last stage to the first, and values back; each of two devices holds
+    half. A copy has no optimizer state, and in one stage nothing goes anywhere.
+    """
+    cluster = small_cluster((100, 100), gbit=1.0, devices=2)
+    apart = small_model(8)
+    shared = replace(apart.layers[0], repeat=1)
+    chain = (replace(shared, name="embed"), replace(shared, repeat=6), replace(shared, name="head"))
+    apart = replace(apart, layers=chain, parameter_bytes=4.0, gradient_bytes=2.0)
+    tied = replace(apart, layers=(*chain[:2], replace(chain[2], tied="embed")))
+    groups = tuple(tuple(f"n{i}.{j}" for j in range(2)) for i in range(2))
+    choice = PipelineChoice(ScheduleName.COMPACT_ZB, groups, (0, 4, 8), 1)
+    before, after = (simulate(Planner(cluster, model).make_pipeline(choice)) for model in (apart, tied))
+    nbytes = {2.0: 2.0 * shared.parameters, 4.0: 4.0 * shared.parameters}
+    took = sum(moved / 1.25e8 + 50e-6 for moved in nbytes.values())  # both halves leave by one card
+    assert after.seconds - before.seconds == pytest.approx(took)
+    assert after.bytes_moved["tied"] == sum(nbytes.values()) and "tied" not in before.bytes_moved
+    states = [Planner(cluster, model).part_bytes(4, 8, 2, 1).states for model in (apart, tied)]
+    assert states[0] - states[1] == shared.parameters * apart.state_bytes / 2
+    assert Planner(cluster, tied).part_bytes(0, 4, 2, 1) == Planner(cluster, apart).part_bytes(0, 4, 2, 1)
+    alone = PipelineChoice(ScheduleName.BREADTH_FIRST, groups[:1], (0, 4, 8), 1, 2)
+    assert "tied" not in simulate(Planner(cluster, tied).make_pipeline(alone)).bytes_moved
+
+
 def test_zorse_table_2() -> None:
     """L 24, P 10, four ministages, eight devices, 16 micro-batches; and the simulated gathers of `breadth_first`."""
     rows = parameter_costs(24, 10, 4, 8, 16)
