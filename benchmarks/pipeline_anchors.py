@@ -1,6 +1,6 @@
 """Planned pipelines beside torch's own schedules: `pipeline --part setting1` and `--part looped`.
 
-Layers are slept, transfers and collectives are real. Ranks are benchmarks/pipeline_torch.py.
+Layers are slept, transfers and collectives are real. Ranks are benchmarks/pipeline_anchors_rank.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dips.inside.planning.simulate import (
 )
 
 if TYPE_CHECKING:
-    from benchmarks.pipeline_torch import SleptJob
+    from benchmarks.pipeline_anchors_rank import SleptJob
 
 ROW_BYTES = 32
 
@@ -161,8 +161,8 @@ def choose_plan(planner: Planner) -> tuple[PipelineChoice, dict[str, float]]:
 
 def make_sites_jobs(planner: Planner, choice: PipelineChoice) -> list[SleptJob]:
     """Return the job of each site's rank."""
+    from benchmarks.pipeline_anchors_rank import SleptJob
     from benchmarks.pipeline_rank import spell_plan
-    from benchmarks.pipeline_torch import SleptJob
 
     pipeline = planner.make_pipeline(choice)
     plan = spell_plan(pipeline, simulate(pipeline), choice.cuts, SAMPLES)
@@ -238,8 +238,8 @@ def group_equally(ministages: int) -> tuple[SimulatedPipeline, Prediction]:
 
 def make_looped_jobs(pipeline: SimulatedPipeline, played: Prediction, ministages: int) -> list[SleptJob]:
     """Return the job of each rank."""
+    from benchmarks.pipeline_anchors_rank import SleptJob
     from benchmarks.pipeline_rank import spell_plan
-    from benchmarks.pipeline_torch import SleptJob
 
     cuts = list(range(0, BLOCKS + 1, BLOCKS // (STAGES * ministages)))
     plan = spell_plan(pipeline, played, cuts, 1)
@@ -257,7 +257,9 @@ def make_looped_jobs(pipeline: SimulatedPipeline, played: Prediction, ministages
 def open_ranks(ends: Sequence[End], interface: str) -> Iterator[list[LineProgram]]:
     """Start a rank in each place."""
     with TemporaryDirectory() as directory, open_programs() as start:
-        words = [("pipeline_torch", str(i), str(len(ends)), f"{directory}/store", interface) for i in range(len(ends))]
+        words = [
+            ("pipeline_anchors_rank", str(i), str(len(ends)), f"{directory}/store", interface) for i in range(len(ends))
+        ]
         with ThreadPoolExecutor(len(ends)) as pool:  # each answers when all have come
             ranks = list(pool.map(lambda i: start(ends[i], *words[i]), range(len(ends))))
         yield ranks

@@ -34,8 +34,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.pipeline_anchors_rank import gathered_bytes
 from benchmarks.pipeline_rank import spell_plan
-from benchmarks.pipeline_torch import gathered_bytes
 from dips.client import OuterLoop
 from dips.client.parallel.adapter import is_dtensor
 from dips.errors import DipsError

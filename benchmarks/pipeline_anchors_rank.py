@@ -1,6 +1,6 @@
 """A rank that trains slept layers by a plan, or by torch's own schedules and FSDP2 with the same cuts.
 
-pipeline_torch.py RANK RANKS STORE INTERFACE
+pipeline_anchors_rank.py RANK RANKS STORE INTERFACE
 ["begin", way, job]     a way of `WAYS`; the job as `SleptJob` spells it
 ["step"]                → [begin, end, most bytes of gathered parameters]
 ["end"]
