@@ -257,11 +257,9 @@ def make_looped_jobs(pipeline: SimulatedPipeline, played: Prediction, ministages
 def open_ranks(ends: Sequence[End], interface: str) -> Iterator[list[LineProgram]]:
     """Start a rank in each place."""
     with TemporaryDirectory() as directory, open_programs() as start:
-        words = [
-            ("pipeline_anchors_rank", str(i), str(len(ends)), f"{directory}/store", interface) for i in range(len(ends))
-        ]
+        rest = (str(len(ends)), f"{directory}/store", interface)
         with ThreadPoolExecutor(len(ends)) as pool:  # each answers when all have come
-            ranks = list(pool.map(lambda i: start(ends[i], *words[i]), range(len(ends))))
+            ranks = list(pool.map(lambda i: start(ends[i], "pipeline_anchors_rank", str(i), *rest), range(len(ends))))
         yield ranks
 
 

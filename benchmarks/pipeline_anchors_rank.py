@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -35,6 +35,15 @@ from dips.client.parallel.adapter import is_fsdp
 from dips.inside.pipeline import Pipeline
 
 Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class BegunWay:
+    """A way of training under way on this rank."""
+
+    step: Step
+    parts: list[nn.Module]
+    close: Step = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 # ---- ways ------------------------------------------------------------------------------------------------------------
 
 
-def begin_plan(job: SleptJob) -> tuple[Step, list[nn.Module]]:
+def begin_plan(job: SleptJob) -> BegunWay:
     """The plan, on our runtime."""
     rows = job.weights if any(len(stage["devices"]) > 1 for stage in job.plan["pipeline"]["stages"]) else 1
     pipe = Pipeline(
@@ -112,24 +121,25 @@ def begin_plan(job: SleptJob) -> tuple[Step, list[nn.Module]]:
         collective_s=TIMEOUT_S / 2,
     )
     batch = job.batch(job.samples * job.microbatches)
-    return lambda: pipe.step((batch, batch)), list(pipe.parts)
+    return BegunWay(lambda: pipe.step((batch, batch)), list(pipe.parts), pipe.close)
 
 
-def begin_single(schedule: Any) -> Callable[[SleptJob], tuple[Step, list[nn.Module]]]:
+def begin_single(schedule: Any) -> Callable[[SleptJob], BegunWay]:
     """One of torch's schedules, one part on each rank in order."""
 
-    def begin(job: SleptJob) -> tuple[Step, list[nn.Module]]:
+    def begin(job: SleptJob) -> BegunWay:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         part = nn.Sequential(*job.make_layers(job.cuts[rank], job.cuts[rank + 1]))
         stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
         stages = stage if schedule in (ScheduleGPipe, Schedule1F1B) else [stage]
         made = schedule(stages, job.microbatches, loss_fn=summed)
-        return make_step(made, [part], job.batch(job.samples * job.microbatches), rank == 0, rank == ranks - 1), [part]
+        batch = job.batch(job.samples * job.microbatches)
+        return BegunWay(make_step(made, [part], batch, rank == 0, rank == ranks - 1), [part])
 
     return begin
 
 
-def begin_looped(job: SleptJob) -> tuple[Step, list[nn.Module]]:
+def begin_looped(job: SleptJob) -> BegunWay:
     """torch's ScheduleLoopedBFS over ministages that `fully_shard` shards, stages of equally many ranks."""
     parts = len(job.cuts) - 1
     stages = parts // job.ministages
@@ -148,10 +158,10 @@ def begin_looped(job: SleptJob) -> tuple[Step, list[nn.Module]]:
         loss_fn=summed,
     )
     batch = job.batch(job.samples * job.microbatches // replicas)
-    return make_step(made, own.values(), batch, 0 in own, parts - 1 in own), list(own.values())
+    return BegunWay(make_step(made, own.values(), batch, 0 in own, parts - 1 in own), list(own.values()))
 
 
-def begin_fsdp(job: SleptJob) -> tuple[Step, list[nn.Module]]:
+def begin_fsdp(job: SleptJob) -> BegunWay:
     """FSDP2 over all ranks with equal shares, each of which is one micro-batch."""
     layers = job.make_layers(0, job.cuts[-1], job.weights)
     for module in (*layers, model := nn.Sequential(*layers)):
@@ -164,7 +174,7 @@ def begin_fsdp(job: SleptJob) -> tuple[Step, list[nn.Module]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, [model]
+    return BegunWay(step, [model])
 
 
 def make_step(schedule: Any, parts: Any, batch: torch.Tensor, first: bool, last: bool) -> Step:
@@ -181,7 +191,7 @@ def make_step(schedule: Any, parts: Any, batch: torch.Tensor, first: bool, last:
     return step
 
 
-WAYS: Mapping[str, Callable[[SleptJob], tuple[Step, list[nn.Module]]]] = {
+WAYS: Mapping[str, Callable[[SleptJob], BegunWay]] = {
     "plan": begin_plan,
     "GPipe": begin_single(ScheduleGPipe),
     "1F1B": begin_single(Schedule1F1B),
@@ -228,25 +238,21 @@ def main(rank: int, ranks: int, store: str, interface: str) -> None:
     wait = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=wait)
     print_answer("ready")
-    for step, peak in _begin_each(read_requests()):
-        dist.barrier()
-        begin_s = time.monotonic()
-        step()
-        print_answer([begin_s, time.monotonic(), peak.nbytes])
-    dist.destroy_process_group()
-
-
-def _begin_each(requests: Iterator[Any]) -> Iterator[tuple[Step, GatheredPeak]]:
-    """Yield the step of the way that was begun last, and its peak, for each request of a step."""
-    step, peak = None, None
-    for word, *given in requests:
+    begun, peak = BegunWay(lambda: None, []), GatheredPeak([])
+    for word, *given in read_requests():
         if word == "begin":
+            begun.close()
             way, job = given
-            step, parts = WAYS[way](SleptJob(**job))
-            peak = GatheredPeak(parts)
+            begun = WAYS[way](SleptJob(**job))
+            peak = GatheredPeak(begun.parts)
             print_answer("begun")
-        elif step is not None and peak is not None:
-            yield step, peak
+        else:
+            dist.barrier()
+            begin_s = time.monotonic()
+            begun.step()
+            print_answer([begin_s, time.monotonic(), peak.nbytes])
+    begun.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
