@@ -129,6 +129,7 @@ def make_case(
     dtype: torch.dtype = torch.float64,
     dropout: float = 0.0,
     pieces: tuple[int, ...] = (),
+    tied: bool = False,
 ) -> PlannedCase:
     """Simulate a pipeline of devices whose speeds are drawn, and write its plan, with gears of so many pieces a
     micro-batch. Raises StalledPipeline.
@@ -163,7 +164,7 @@ def make_case(
     samples, pipeline = max((SAMPLES, *pieces)), cut(1)
     gears = {number: freeze_orders(made := cut(number), simulate(made).orders) for number in pieces}
     plan = spell_plan(pipeline, simulate(pipeline), cuts, samples, recompute, gears)
-    return PlannedCase(plan, layers, dtype, dropout, samples)
+    return PlannedCase(plan, layers, dtype, dropout, samples, tied)
 
 
 def _draw_seconds(draw: random.Random, speed: float) -> PassSeconds:
@@ -182,6 +183,7 @@ def cases(draw: st.DrawFn) -> PlannedCase:
     rest = {
         "microbatches": draw(st.integers(max(sizes), 7)), "layers": layers, "seed": draw(st.integers(0, 1 << 20)),
         "recompute": draw(st.booleans()), "dtype": draw(st.sampled_from([torch.float32, torch.float64])),
+        "tied": layers > 4 and draw(st.booleans()),
     }  # fmt: skip
     try:
         return make_case(schedule, sizes, ministages, **rest)
@@ -290,15 +292,28 @@ def worst_error(pipe: Pipeline, alone: OneProcess, of: Callable[[Any], Any]) -> 
     worst = 0.0
     for part in pipe.parts:
         for name, parameter in part.named_parameters():
-            wanted = of(alone.named[name])
-            got = whole(of(parameter))
+            wanted, held = of(alone.named[name]), of(parameter)
+            if held is None and name in part.tied_names:
+                continue  # the gradient of a copy, which its owner has
+            got = whole(held)
             worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)))
     return worst
 
 
+class KeptGradients(torch.optim.SGD):
+    """Leaves parameters and gradients as they are."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Do nothing."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing."""
+
+
 def compare_case(case: PlannedCase, _: int) -> dict[str, float]:
     """Gradients of a step, and what three steps of AdamW make of the parameters; one rank's part of it."""
-    pipe, alone = make_pipeline(case), OneProcess(case)
+    held = {"optimizer": lambda part: KeptGradients(part.parameters())} if case.tied else {}
+    pipe, alone = make_pipeline(case, **held), OneProcess(case)
     losses = abs(pipe.step(case.batch(0)) - alone.backward(case.batch(0)))
     gradient = worst_error(pipe, alone, lambda p: p.grad)
     pipe.close()
@@ -467,9 +482,13 @@ def replaced(_: int) -> list[dict[str, Any]]:
 UNEQUAL = make_case("breadth_first", (1, 2), 2)  # three ranks, two ministages
 OTHER = make_case("compact_zb", (2, 1), seed=4)
 ALONE = make_case("gpipe", (1,))
-LEARNED = replace(
-    make_case("breadth_first", (2, 1), 2, dtype=torch.float32, dropout=0.1), tied=True
-)  # of train_pipeline.py
+LEARNED = make_case("breadth_first", (2, 1), 2, dtype=torch.float32, dropout=0.1, tied=True)  # of train_pipeline.py
+TIED = (
+    make_case("breadth_first", (1, 2), 2, tied=True),
+    make_case("compact_zb", (3, 2), seed=1, tied=True),  # shards of the copies begin elsewhere
+    make_case("gpipe", (2,), recompute=True, tied=True),  # owner and copy in one part
+    make_case("breadth_first", (1,), 3, tied=True),
+)
 Named = dict[str, list[float]]
 
 
@@ -486,27 +505,49 @@ def worst_difference(found: list[Any], wanted: Named) -> float:
 def clipped(_: int) -> dict[str, Any]:
     """Three steps of SGD whose gradients are clipped to half their norm."""
 
-    def play(_: int) -> dict[str, Any]:
+    def play(case: PlannedCase, _: int) -> dict[str, Any]:
         def sgd(module: nn.Module) -> torch.optim.Optimizer:
             return torch.optim.SGD(module.parameters(), lr=1.0)
 
-        alone = OneProcess(UNEQUAL)
-        alone.backward(UNEQUAL.batch(0))
+        alone = OneProcess(case)
+        alone.backward(case.batch(0))
         norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in alone.model.parameters()])))
         alone.model.zero_grad()
-        pipe, optimizer = make_pipeline(UNEQUAL, optimizer=sgd, max_grad_norm=norm / 2), sgd(alone.model)
+        pipe, optimizer = make_pipeline(case, optimizer=sgd, max_grad_norm=norm / 2), sgd(alone.model)
         norms = []
         for step in range(STEPS):
-            pipe.step(UNEQUAL.batch(step))
-            alone.backward(UNEQUAL.batch(step))
+            pipe.step(case.batch(step))
+            alone.backward(case.batch(step))
             wanted = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), norm / 2)
             norms.append(abs(float(wanted) - (pipe.grad_norm or 0.0)))
             optimizer.step()
             optimizer.zero_grad()
         return {"stepped": worst_error(pipe, alone, lambda p: p.detach()), "norm": max(norms)}
 
-    found = on_ranks(UNEQUAL.ranks, play)
+    found = [of for case in (UNEQUAL, TIED[1]) for of in on_ranks(case.ranks, partial(play, case))]
+    assert all(isinstance(of, dict) for of in found), found
     return {key: max(of[key] for of in found) for key in ("stepped", "norm")}
+
+
+def tied(_: int) -> list[bool]:
+    """Of each case whether copies are equal to their owner; its gradients and steps are held to their bounds."""
+
+    def play(case: PlannedCase, _: int) -> Named:
+        pipe = make_pipeline(case, optimizer=adamw)
+        for step in range(STEPS):
+            pipe.step(case.batch(step))
+        return full_parameters(pipe)
+
+    equal = []
+    for case in TIED:
+        check_case(case)
+        held: Named = {}
+        for of in on_ranks(case.ranks, partial(play, case)):
+            assert isinstance(of, dict), of
+            held |= of
+        copy = f"blocks.{case.layers - 3}.inner.weight"
+        equal.append(held["head.weight"] == held["embed.weight"] and held[copy] == held["blocks.0.inner.weight"])
+    return equal
 
 
 def dropout(_: int) -> dict[str, Any]:
@@ -588,71 +629,6 @@ def gathered(_: int) -> dict[str, list[int]]:
 def padded_bytes(parameter: nn.Parameter) -> int:
     """Bytes of a parameter that two ranks gather in shards of equal size."""
     return parameter.element_size() * parameter[0].numel() * 2 * ceil(len(parameter) / 2)
-
-
-TIED = tuple(
-    replace(case, tied=True)
-    for case in (
-        UNEQUAL,
-        make_case("compact_zb", (3, 2), seed=1),  # shards of the copies begin elsewhere
-        make_case("gpipe", (2,), recompute=True),  # owner and copy in one part
-        make_case("breadth_first", (1,), 3),
-    )
-)
-
-
-class RecordingSGD(torch.optim.SGD):
-    """Keeps the gradients that it steps by."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.seen = {p: p.grad.clone() for group in self.param_groups for p in group["params"]}
-        return super().step(closure)
-
-
-def tied(_: int) -> list[dict[str, Any]]:
-    """Of each case the worst gradient, three steps of AdamW, the norms with clipping, and whether copies are equal."""
-
-    def play(case: PlannedCase, _: int) -> tuple[dict[str, float], Named]:
-        pipe, alone = make_pipeline(case, optimizer=lambda p: RecordingSGD(p.parameters(), lr=0.0)), OneProcess(case)
-        loss = abs(pipe.step(case.batch(0)) - alone.backward(case.batch(0)))
-        seen = {p: g for optimizer in pipe.optimizers for p, g in optimizer.seen.items()}
-        names = {p: name for part in pipe.parts for name, p in part.named_parameters()}
-        worst = 0.0
-        for parameter in sorted(seen, key=lambda p: names[p]):  # full_tensor is collective
-            got, wanted = whole(seen[parameter]), alone.named[names[parameter]].grad
-            worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max()))
-        pipe.close()
-        norms = []
-        pipe, alone = make_pipeline(case, optimizer=adamw, max_grad_norm=0.3), OneProcess(case)
-        optimizer = adamw(alone.model)
-        for step in range(STEPS):
-            loss = max(loss, abs(pipe.step(case.batch(step)) - alone.backward(case.batch(step))))
-            norms.append(abs(pipe.grad_norm - float(nn.utils.clip_grad_norm_(alone.model.parameters(), 0.3))))
-            optimizer.step()
-            optimizer.zero_grad()
-        loss = max(loss, abs(pipe.evaluate(case.batch(9)) - alone.backward(case.batch(9))))
-        clipped = worst_error(pipe, alone, lambda p: p.detach())
-        pipe.close()
-        pipe, alone = make_pipeline(case, optimizer=adamw), OneProcess(case)
-        optimizer = adamw(alone.model)
-        for step in range(STEPS):
-            loss = max(loss, abs(pipe.step(case.batch(step)) - alone.backward(case.batch(step))))
-            optimizer.step()
-            optimizer.zero_grad()
-        stepped = max(clipped, worst_error(pipe, alone, lambda p: p.detach()))
-        return {"gradient": worst, "norm": max(norms), "stepped": stepped, "loss": loss}, full_parameters(pipe)
-
-    told = []
-    for case in TIED:
-        found = on_ranks(case.ranks, partial(play, case))
-        assert all(isinstance(of, tuple) for of in found), found
-        held: Named = {}
-        for _, named in found:
-            held |= named
-        last = f"blocks.{case.layers - 3}.inner.weight"
-        equal = held["head.weight"] == held["embed.weight"] and held[last] == held["blocks.0.inner.weight"]
-        told.append({key: max(of[key] for of, _ in found) for key in found[0][0]} | {"equal": equal})
-    return told
 
 
 # ---- bad inputs ------------------------------------------------------------------------------------------------------

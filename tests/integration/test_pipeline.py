@@ -102,7 +102,9 @@ def test_ranks_end_together_for_a_plan_that_all_have(found: dict[str, Any]) -> N
 
 
 def test_the_norm_is_the_whole_models(found: dict[str, Any]) -> None:
-    """Gradients are clipped by the norm over all parts, and then all step, as in one process."""
+    """Gradients are clipped by the norm over all parts, in which a shared parameter counts once, and then all step, as in
+    one process.
+    """
     assert found["clipped"]["norm"] < 1e-12 and found["clipped"]["stepped"] < 1e-12
 
 
@@ -125,12 +127,10 @@ def test_a_checkpoint_fits_another_plan(found: dict[str, Any]) -> None:
 
 
 def test_shared_parameters_are_trained_as_one(found: dict[str, Any]) -> None:
-    """Embedding and head, and two blocks, on two stages, on other shards, and in one part: gradients are added once,
-    the norm counts them once, three steps of AdamW are those of one process, and the copies are equal to the bit.
+    """Embedding and head, and two blocks, on two stages, on other shards, and in one part: gradients within 1e-12 of
+    one process, three AdamW steps within 1e-10, and all copies equal to the bit.
     """
-    for of in found["tied"]:
-        assert of["gradient"] < 1e-12 and of["norm"] < 1e-12 and of["stepped"] < 1e-10 and of["loss"] < 1e-10, of
-        assert of["equal"], of
+    assert found["tied"] == [True] * 4
 
 
 REFUSED = {
