@@ -102,9 +102,7 @@ def test_ranks_end_together_for_a_plan_that_all_have(found: dict[str, Any]) -> N
 
 
 def test_the_norm_is_the_whole_models(found: dict[str, Any]) -> None:
-    """Gradients are clipped by the norm over all parts, in which a shared parameter counts once, and then all step, as in
-    one process.
-    """
+    """Gradients are clipped by the norm over all parts, which counts a shared parameter once, and then all step."""
     assert found["clipped"]["norm"] < 1e-12 and found["clipped"]["stepped"] < 1e-12
 
 
