@@ -576,9 +576,7 @@ def _build(
             "this model, with its layers one by one"
         )
     for name, first in {} if steps else shapes.ties.items():
-        raise ConfigError(
-            f"build: layers share {first}, which {name} is, too: expected `optimizer`, which steps it once"
-        )
+        raise ConfigError(f"build: {name} and {first} are one parameter: expected `optimizer`, which steps it once")
     return kept, shapes
 
 
