@@ -207,6 +207,11 @@ class RankStage(_PipelineStageBase):
             del self.fwd_cache[fwd_chunk_id]
         return output
 
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_maybe_with_nosync(*args, **kwargs)
+        # A split backward detaches the output in place, which a view refuses.
+        return output.clone() if output._is_view() and not self.is_last else output
+
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with self._computing("backward"):
             super().backward_one_chunk(*args, **kwargs)
