@@ -305,7 +305,17 @@ def measure_layers(model: torch.nn.Module, device: torch.device, tokens: int) ->
         raise ConfigError(
             "--factory: expected a model with layers (a ModuleList, or modules with parameters), got none"
         )
+    _mark_ties(model, rows)
     return rows
+
+
+def _mark_ties(model: torch.nn.Module, rows: dict[str, dict[str, Any]]) -> None:
+    """Name in the row of each layer the first one all of whose parameters it has, too."""
+    held = {name: {id(p) for p in module.parameters()} for name, module in find_layers(model)}
+    names = list(rows)
+    for number, name in enumerate(names):
+        if (first := next((one for one in names[:number] if held[one] and held[one] <= held[name]), None)) is not None:
+            rows[name]["tied"] = first
 
 
 def _ready_inputs(args: tuple[Any, ...]) -> list[Any]:
@@ -519,7 +529,7 @@ def make_files(
         if found
     }
     layers = [
-        {"name": layer, **{key: row[key] for key in ("parameters", "flops", "activation_bytes", "border_bytes")}}
+        {"name": layer, **{key: value for key, value in row.items() if key != "seconds"}}
         for layer, row in next(found for found in rows if found).items()
     ]
     machines = {"nodes": list_nodes(places), "kinds": kinds, "links": between, "measured": measured}

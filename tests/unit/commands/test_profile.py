@@ -103,7 +103,8 @@ def test_the_files_are_what_the_planner_reads() -> None:
     }
     places = [place("a"), place("a"), place("b", site="west"), place("c", "slow", site="west")]
     links = {(0, 1): (1e-5, 1e10), (0, 2): (1e-3, 2e8), (0, 3): (1e-3, 1e8), (2, 3): (1e-4, 1e9)}
-    machines, needs = make_files(places, links, [{"block": row}, {}, {}, {"block": row}], "mymodel", 512, 8)
+    layers = {"block": row, "head": {**row, "tied": "block"}}
+    machines, needs = make_files(places, links, [layers, {}, {}, layers], "mymodel", 512, 8)
     machine, model = parse_profile(machines, "profile.yaml"), parse_model(needs, "model.yaml")
     assert list(machine.places) == ["a.0", "a.1", "b.0", "c.0"]
     assert machine.links["east"]["west"].gbit == machine.links["west"]["east"].gbit == 0.8
@@ -147,10 +148,11 @@ class Repeated(torch.nn.Module):
         super().__init__()
         self.embedding, self.silu = torch.nn.Embedding(50, 8), torch.nn.SiLU()
         self.blocks = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 8), "b": torch.nn.Linear(8, 8)})
+        self.blocks = torch.nn.ModuleDict({"same": torch.nn.Identity(), **self.blocks})
         self.unused = torch.nn.Linear(8, 8)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.embedding(tokens)
+        x: torch.Tensor = self.blocks["same"](self.embedding(tokens))
         for block in (self.blocks["b"], self.blocks["a"], self.blocks["a"]):
             x = self.silu(block(x))
         return x
@@ -160,9 +162,9 @@ def test_layers_are_measured_as_the_forward_calls_them(monkeypatch: pytest.Monke
     """Each once for each micro-batch, in the forward's order; the hooks are gone after it. Ids have no gradient."""
     monkeypatch.setattr(profile, "ROUNDS", 1)
     model = Repeated()
-    assert [name for name, _ in find_layers(model)] == ["embedding", "blocks.a", "blocks.b", "unused"]
+    assert [name for name, _ in find_layers(model)] == ["embedding", "blocks.same", "blocks.a", "blocks.b", "unused"]
     rows = measure_layers(model, CPU, 16)
-    assert list(rows) == ["embedding", "blocks.b", "blocks.a"]
+    assert list(rows) == ["embedding", "blocks.same", "blocks.b", "blocks.a"]
     assert all(len(row["seconds"]) == len(SAMPLES) for row in rows.values())
     assert all(seconds > 0 for row in rows.values() for seconds, _, _ in row["seconds"])
     assert all(to_inputs == 0 for _, to_inputs, _ in rows["embedding"]["seconds"])
@@ -172,6 +174,10 @@ def test_layers_are_measured_as_the_forward_calls_them(monkeypatch: pytest.Monke
     assert rows["blocks.a"]["flops"] == 2 * 16 * 8 * 8 and rows["blocks.a"]["border_bytes"] == 16 * 8 * 4
     assert rows["blocks.a"]["activation_bytes"] == 16 * 8 * 4, "its input, and not its weight"
     assert rows["embedding"]["activation_bytes"] == 16 * 8, "the ids"
+    assert not any("tied" in row for row in rows.values())
+    model.blocks["a"].weight = model.blocks["b"].weight
+    model.blocks["b"].bias = None
+    assert measure_layers(model, CPU, 16)["blocks.a"]["tied"] == "blocks.b", "the first that the forward calls"
     with pytest.raises(ConfigError, match=r"expected a model of token ids, i64\[samples, 16\], got RuntimeError"):
         measure_layers(torch.nn.Sequential(torch.nn.Linear(3, 3)), CPU, 16)
     with pytest.raises(ConfigError, match="expected a model with layers"):
