@@ -204,7 +204,9 @@ def compare_looped(bench: Bench) -> None:
             (own_s, own_bytes), (their_s, their_bytes) = found.values()
             name = f"equal groups, {count} ministage{'s' if count > 1 else ''}"
             bench.row(f"{name}: a step", own_s, "s", against="torch's LoopedBFS", of=their_s, less=True)
-            bench.row(f"{name}: gathered", own_bytes, "B", against="torch's LoopedBFS", of=their_bytes, less=True)
+            bench.row(
+                f"{name}: gathered", own_bytes, "B", against="torch's LoopedBFS", of=their_bytes, least=1.0, less=True
+            )
     bench.note(
         f"{STAGES} stages of {REPLICAS} ranks, {BLOCKS} layers of {BLOCK_S:g} s a pass, {GROUPED} micro-batches; the "
         "most bytes of whole parameters on a rank, buffers of all-gathers included"
@@ -266,13 +268,13 @@ def open_ranks(ends: Sequence[End], interface: str) -> Iterator[list[LineProgram
 
 def play_steps(ranks: Sequence[LineProgram], way: str, jobs: Sequence[SleptJob], steps: int) -> tuple[float, int]:
     """Return the median seconds of a step, from the first rank's begin to the last one's end, and the most bytes of
-    gathered parameters. A step before makes connections and buffers.
+    gathered parameters. A step before makes connections and buffers, and torch then gathers everything to find shapes.
     """
     for rank, job in zip(ranks, jobs, strict=True):
         rank.send_request("begin", way, asdict(job))
     for rank in ranks:
         rank.read_answer()
-    took, most = [], 0
+    took, most = list[float](), 0
     for _ in range(steps + 1):
         for rank in ranks:
             rank.send_request("step")

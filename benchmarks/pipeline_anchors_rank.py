@@ -248,6 +248,7 @@ def main(rank: int, ranks: int, store: str, interface: str) -> None:
             print_answer("begun")
         else:
             dist.barrier()
+            peak.nbytes = 0
             begin_s = time.monotonic()
             begun.step()
             print_answer([begin_s, time.monotonic(), peak.nbytes])
