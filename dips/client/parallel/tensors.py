@@ -183,7 +183,11 @@ class TorchAdapter(Adapter):
         named = list(self._trainable_parameters())
         masters = self._optimizer.find_masters([parameter for _, parameter in named])
         places: Places = {}
-        held = [_describe_parameter(name, parameter, masters.get(parameter), places) for name, parameter in named]
+        copies = {id(p) for part in self._parts for name, p in _name_parameters(part, own=True) if name in _ties(part)}
+        held = [
+            _describe_parameter(name, parameter, masters.get(parameter), places, id(parameter) not in copies)
+            for name, parameter in named
+        ]
         held += [_describe_parameter(name, buffer, None, places) for name, buffer in self._chosen_buffers()]
         check_devices(held)
         return held
@@ -259,14 +263,20 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
-def _name_parameters(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a part's parameters by their names in the model: those that it shares with another part have its names
-    (`PipelinePart.tied_names`), so that they are pushed once, and all copies written.
-    """
-    tied: Mapping[str, str] = getattr(part, "tied_names", {})
+def _name_parameters(part: nn.Module, own: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a part's parameters by their names in the model, or by those that they have in the part itself."""
+    ties = {} if own else _ties(part)
     for path, parameter in part.named_parameters():
         name = plain_name(path)
-        yield tied.get(name, name), parameter
+        yield ties.get(name, name), parameter
+
+
+def _ties(part: nn.Module) -> Mapping[str, str]:
+    """Return the names in the model of the parameters that a part shares with an earlier one, by its own names.
+
+    They are pushed once, from there, and written here, too (`PipelinePart.tied_names`).
+    """
+    return getattr(part, "tied_names", {})
 
 
 def _unwrap_module(module: nn.Module) -> nn.Module:
@@ -288,7 +298,7 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_parameter(
-    name: str, parameter: torch.Tensor, master: torch.Tensor | None, places: Places
+    name: str, parameter: torch.Tensor, master: torch.Tensor | None, places: Places, read: bool = True
 ) -> HeldParameter:
     check_made(name, parameter)
     check_plain(name, _local_tensor(parameter))
@@ -300,7 +310,7 @@ def _describe_parameter(
         parts, local = box_rects(shape, (0,) * len(shape), shape), parameter.detach()
     made = pair_blocks(name, local, parts)
     if master is None:
-        return HeldParameter(name, shape, made, made)
+        return HeldParameter(name, shape, made if read else (), made)
     exact = pair_blocks(name, _local_tensor(master), parts)
     return HeldParameter(name, shape, exact, made, exact)
 

@@ -27,12 +27,14 @@ def test_each_element_goes_between_those_who_hold_it() -> None:
 
 
 def test_a_copy_is_pushed_under_the_name_of_its_owner() -> None:
-    """One parameter in the outer loop, read once and written to both; its own other parameters keep their names."""
+    """One parameter in the outer loop, read where its owner is and written to both; others keep their names."""
     first, last = PipelinePart({"embed": nn.Embedding(4, 2)}, [0], 0), PipelinePart({"head": nn.Linear(2, 4)}, [1], 0)
     last.tied_names = {"head.weight": "embed.weight"}
     adapter = TorchAdapter([first, last], staged=True)
     held = {h.name: h for h in merge_tied(adapter.held_parameters())}
     assert set(held) == {"embed.weight", "head.bias"}
     assert (len(held["embed.weight"].reads), len(held["embed.weight"].writes)) == (1, 2)
+    (copy,) = (h for h in TorchAdapter([last], staged=True).held_parameters() if h.name == "embed.weight")
+    assert (len(copy.reads), len(copy.writes)) == (0, 1)
     assert [name for name, _, _ in adapter.local_tensors()] == ["embed.weight", "embed.weight", "head.bias"]
     assert torch.equal(held["embed.weight"].reads[0].view.flatten(), first.embed.weight.flatten())
