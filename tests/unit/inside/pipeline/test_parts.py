@@ -69,6 +69,18 @@ def test_dropout_is_of_step_layer_and_microbatch(recompute: bool) -> None:
     assert not torch.equal(run(1, 1, 0)[0], wanted[0]) and not torch.equal(run(1, 0, 1)[0], wanted[0])
 
 
+def test_two_layers_draw_other_random_numbers() -> None:
+    """Two layers of dropout alone drop more than one does."""
+    part = make_part({"a": nn.Dropout(0.5), "b": nn.Dropout(0.5)}, 0, 0, False, CPU, None)
+    one = make_part({"a": nn.Dropout(0.5)}, 0, 0, False, CPU, None)
+    ones = torch.ones(1000)
+    with part.seeded(0, 0):
+        both = part(ones)
+    with one.seeded(0, 0):
+        first = one(ones)
+    assert 600 < int((both == 0).sum()) < 900 and bool((both[first == 0] == 0).all())
+
+
 class WrappedModel(nn.Module):
     """No sequence of layers."""
 
