@@ -536,6 +536,7 @@ def tied(_: int) -> list[bool]:
         pipe = make_pipeline(case, optimizer=adamw)
         for step in range(STEPS):
             pipe.step(case.batch(step))
+        assert pipe._times.spent["tied"] > 0
         return full_parameters(pipe)
 
     equal = []

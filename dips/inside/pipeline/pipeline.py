@@ -234,12 +234,12 @@ class Pipeline:
             self._leave_for_plan()
             begin_s = time.monotonic()  # the same moment on all ranks, within the seconds of a small message
             losses = self._gear.runtime.play(self._gear.train_order, inputs, targets)
-            self._tied.sum_gradients()
+            self._exchange_tied(self._tied.sum_gradients)
             if self._max_grad_norm is not None:
                 self._clip_gradients()
             for number in self._late:
                 self._step_optimizer(self._optimizers[number])
-            self._tied.spread_values()
+            self._exchange_tied(self._tied.spread_values)
             loss = self._end_step(losses, begin_s)
         self.steps, self.tokens = self.steps + 1, self._batch_tokens
         if not isfinite(loss):
@@ -306,6 +306,11 @@ class Pipeline:
         """Step the optimizer of a part whose gradients are whole, unless others are waited for."""
         if number in self._optimizers and number not in self._late:
             self._step_optimizer(self._optimizers[number])
+
+    def _exchange_tied(self, exchange: Callable[[], None]) -> None:
+        if self._shapes.ties:
+            with self._times.spending("tied"):
+                exchange()
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         with self._times.spending("optimizer"):
