@@ -22,7 +22,7 @@ from dips.inside.planning.profile import parse_model, parse_profile
 from dips.inside.planning.schedules import ScheduleName
 from dips.inside.planning.search import PipelineChoice, Planner
 
-HIDDEN, BLOCKS, BYTES, TOKENS, BATCH = 256, 8, 256, 64, 24
+HIDDEN, BLOCKS, BYTES, TOKENS, BATCH = 512, 8, 256, 64, 24
 NEAR = 25.0  # % off the simulator
 PLANS = {  # schedule, samples of a micro-batch, ministages
     "compact_zb": (ScheduleName.COMPACT_ZB, 4, 1),
@@ -73,7 +73,7 @@ def compare_real(bench: Bench) -> None:
         assert cuts is not None
         choice, prediction = planner.finish(PipelineChoice(schedule, groups, cuts, samples, ministages))
         plan = spell_plan(planner.make_pipeline(choice), prediction, cuts, samples)
-        found = _on_ranks(_play, plan, 3 if bench.quick else 9)
+        found = _on_ranks(_play, plan, 3 if bench.quick else 7)
         steps = [tuple(zip(*of_ranks, strict=True)) for of_ranks in zip(*found, strict=True)]
         took = median(max(ends) - min(begins) for begins, ends in steps)
         off = 100 * abs(took / prediction.seconds - 1)
