@@ -6,8 +6,8 @@
     python -m benchmarks pipeline --part looped     # equal groups, beside torch's ScheduleLoopedBFS
 
 A layer is a sleep of 0.1 s and more on a device of speed 1, so that what is measured are the orders, transfers and
-collectives of the runtime, not this machine's arithmetic. Bytes are few: links are the simulator's to check
-(`planning --part dryrun`).
+collectives of the runtime, not this machine's arithmetic. Bytes are few but for setting1: links are the simulator's to
+check (`planning --part dryrun`).
 """
 
 from __future__ import annotations
