@@ -134,14 +134,15 @@ def make_plan(profile: ClusterProfile, model: ModelProfile, target: Framework | 
 
 
 def _make_gears(planner: Planner, choice: PipelineChoice, prediction: Prediction) -> dict[int, SimulatedPipeline]:
-    """The plan with its micro-batches in pieces, where that helps if links sag."""
+    """The plan with its micro-batches in pieces, where that helps if links sag; without what shared parameters take at
+    the end of a step, which is the same in all gears.
+    """
     if len(choice.groups) == 1 or choice.offload:
         return {}
     gears = {1: freeze_orders(replace(planner.make_pipeline(choice), tied=()), prediction.orders)}
     for pieces in PIECES[1:]:
         if choice.samples % pieces == 0:
             depths = tuple(pieces * depth for depth in choice.depths)  # as much memory as before
-            # What shared parameters take besides is the same in all gears.
             cut = planner.make_pipeline(replace(choice, samples=choice.samples // pieces, depths=depths))
             cut = replace(cut, tied=())
             gears[pieces] = freeze_orders(cut, simulate(cut, spans=False).orders)
