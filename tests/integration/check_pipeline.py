@@ -707,24 +707,27 @@ def refused(_: int) -> dict[str, list[str]]:
 
 
 def a_rank_dies(every: int) -> list[list[Any]]:
-    """One rank ends after so many actions of its order; each of the others tells how long it waited, and what for."""
-    plan, found = read_pipeline(UNEQUAL.plan, "plan"), []
-    for dying in range(UNEQUAL.ranks):
-        for point in range(0, len(lower_order(plan, plan.devices[dying])), every or 1):
+    """One rank ends after so many actions of its order, after whose last shared parameters are summed;
+    each of the others tells how long it waited, and what for.
+    """
+    case = TIED[0]
+    plan, found = read_pipeline(case.plan, "plan"), []
+    for dying in range(case.ranks):
+        for point in range(0, len(lower_order(plan, plan.devices[dying])) + 1, every or 1):
 
             def play(rank: int, dying: int = dying, point: int = point) -> Any:
-                pipe = make_pipeline(UNEQUAL, optimizer=adamw, collective_s=DEAD_S)
-                pipe.step(UNEQUAL.batch(0))
+                pipe = make_pipeline(case, optimizer=adamw, collective_s=DEAD_S)
+                pipe.step(case.batch(0))
                 if rank == dying:
                     end_after(pipe, point)
                 began = time.monotonic()
                 try:
-                    pipe.step(UNEQUAL.batch(1))
+                    pipe.step(case.batch(1))
                 except DipsError as error:
                     return f"{type(error).__name__}: {error} | {time.monotonic() - began:.1f}"
                 return "nothing"
 
-            found.append([dying, point, on_ranks(UNEQUAL.ranks, play, dying=(dying,))])
+            found.append([dying, point, on_ranks(case.ranks, play, dying=(dying,))])
     return found
 
 
