@@ -465,7 +465,7 @@ class RunState:
         return [s for s in self.slaves.values() if s.state is SlaveState.READY]
 
     def offers_changed(self) -> None:
-        """Mark all slaves' offers as unknown: a version is new. A retired one may stay in an offer: nobody asks for it."""
+        """Mark all slaves' offers as unknown: a version is new. A retired one may stay: nobody asks for it."""
         for slave in self.slaves.values():
             slave.offer = None
             self.roster.follow_offer(slave)

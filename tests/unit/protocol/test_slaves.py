@@ -42,10 +42,10 @@ def test_a_round_that_a_slave_refuses_leaves_nothing_open_on_it(kind: type) -> N
     run.orders.clear()
     run.step(ev.OrderFailed(order.slave, order.sinc, order.number, RemoteProtocolError, "broken"))
     assert run.outcome(push).kind == "skipped"
+    assert isinstance(run.ask(ev.DrainAsked(0, "s")), Acknowledged) and run.view.slaves["s"].state == "draining"
     told = len(run.all_of(Abort))
     registers(run, V1, V1)
     assert [order.round for order in run.all_of(Abort)[told:]] == [2]
-    assert isinstance(run.ask(ev.DrainAsked(0, "s")), Acknowledged) and run.view.slaves["s"].state == "draining"
 
 
 def test_a_drain_waits_for_whatever_is_open() -> None:
