@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from dips.protocol.effects import Finished
+from dips.protocol.effects import Finished, Persist
 from dips.protocol.events import PushRequested
 from dips.protocol.options import StopOptions
 from dips.protocol.records import RunFinished
@@ -46,3 +46,17 @@ def test_the_run_ends_when_its_time_is_over() -> None:
     run.wait(1.0)
     assert run.view.finished == "v0@r0"
     assert run.machine.next_deadline() == inf
+
+
+def test_the_last_version_leaves_nobody_waiting() -> None:
+    """A push that was committed while it was written waits for a round that never comes: it is skipped."""
+    run = make(StopOptions(versions=1))
+    run.train("b")
+    run.held = {Persist}
+    last = run.push("a")
+    run.wait(11.0)
+    late = run.push("b")
+    run.held.clear()
+    run.answer()
+    assert run.view.finished == "v1@r1" and run.outcome(last).kind == "accepted"
+    assert run.outcome(late).kind == "skipped"
