@@ -181,3 +181,14 @@ def test_a_bandwidth_is_told_again_when_it_has_changed_by_more_than_a_quarter() 
     assert Bandwidth(mean=1.25e6, reported=1e6).measure_rate(1.25e6) is None
     assert Bandwidth(mean=1.26e6, reported=1e6).measure_rate(1.26e6) == 1.26e6
     assert Bandwidth(mean=0.74e6, reported=1e6).measure_rate(0.74e6) == 0.74e6
+
+
+def test_how_long_nobody_was_heard_of_is_a_lease_at_most() -> None:
+    """So a rival is let in at once where nobody lives, and after a lease at the latest."""
+    judge = Judge(TIMING)
+    for welcome, heard_s in ((judge.welcome_cluster, judge.heard_s), (judge.welcome_slave, judge.slave_heard_s)):
+        assert heard_s("a", 5.0) == 10.0
+        welcome("a", 1, 5.0)
+        assert [heard_s("a", now) for now in (8.0, 15.0, 99.0)] == [3.0, 10.0, 10.0]
+    judge.forget_cluster("a")
+    assert (judge.heard_s("a", 5.0), judge.slave_heard_s("a", 5.0)) == (10.0, 0.0), "it left: its name is free"
