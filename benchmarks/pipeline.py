@@ -2,6 +2,7 @@
 
     python -m benchmarks pipeline --part predict    # 20 random plans against the simulator's seconds, then real layers
     python -m benchmarks pipeline --part shares     # two ranks of speeds 3 : 1, unequal shares beside equal ones
+    python -m benchmarks pipeline --part ministages # memory by account, and what offload takes
     python -m benchmarks pipeline --part setting1   # SpanTrain's sites on shaped links, beside torch's schedules
     python -m benchmarks pipeline --part looped     # equal groups, beside torch's ScheduleLoopedBFS
 
@@ -76,6 +77,13 @@ def measure_shares(bench: Bench) -> None:
     )
 
 
+def measure_ministages(bench: Bench) -> None:
+    """Memory and seconds by the number of ministages, with offload and without."""
+    from benchmarks.pipeline_ministages import compare_ministages
+
+    compare_ministages(bench)
+
+
 def draw_plan(rng: random.Random) -> tuple[SimulatedPipeline, Prediction]:
     """Draw 1 to 3 stages of 1 or 2 ranks, a schedule, and 1 to 3 ministages of breadth_first; simulate it."""
     while True:
@@ -121,6 +129,7 @@ def measure_looped(bench: Bench) -> None:
 PARTS: dict[str, Callable[[Bench], None]] = {
     "predict": measure_predict,
     "shares": measure_shares,
+    "ministages": measure_ministages,
     "setting1": measure_setting1,
     "looped": measure_looped,
 }

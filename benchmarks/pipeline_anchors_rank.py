@@ -31,8 +31,8 @@ from torch.distributed.pipelining.schedules import (
 
 from benchmarks.line_program import print_answer, read_requests
 from benchmarks.pipeline_rank import TIMEOUT_S, WIDTH, Slow
-from dips.client.parallel.adapter import is_fsdp
 from dips.inside.pipeline import Pipeline
+from dips.inside.pipeline.torch_runtime import count_gathered
 
 Step = Callable[[], object]
 
@@ -217,15 +217,7 @@ class GatheredPeak:
             parameter.register_hook(self._count)
 
     def _count(self, *_: Any) -> None:
-        self.nbytes = max(self.nbytes, sum(map(gathered_bytes, self._parts)))
-
-
-def gathered_bytes(part: nn.Module) -> int:
-    """Bytes of the whole parameters that FSDP2 holds of a part, buffers of its all-gathers included."""
-    groups = [group for m in part.modules() if is_fsdp(m) for group in fully_shard.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
-    kept = [t for group in groups for p in group.fsdp_params for t in p.all_gather_outputs]
-    waiting = [group._all_gather_result.all_gather_output for group in groups if group._all_gather_result is not None]
-    return sum(t.untyped_storage().nbytes() for t in (*kept, *waiting))
+        self.nbytes = max(self.nbytes, sum(map(count_gathered, self._parts)))
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------

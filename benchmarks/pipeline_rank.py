@@ -31,6 +31,7 @@ from benchmarks.harness import gather_ranks
 from benchmarks.line_program import print_answer, read_requests
 from dips.inside.pipeline import Pipeline
 from dips.inside.planning.adapt import spell_gears
+from dips.inside.planning.plan import spell_memory
 from dips.inside.planning.simulate import PassSeconds, PipelineDevice, Prediction, SimulatedPipeline
 
 WIDTH, TIMEOUT_S = 8, 180
@@ -64,6 +65,7 @@ def spell_plan(
                 for s, stage in enumerate(pipeline.stages)
             ],
             "orders": {device: " ".join(map(str, order)) for device, order in played.orders.items()},
+            **(spell_memory(played) if pipeline.stages[0].devices[0].sizes else {}),
             **(spell_gears(gears) if gears else {}),
         },
     }

@@ -20,11 +20,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from itertools import product
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import pytest
 import structlog
 import torch
 import torch.distributed as dist
@@ -34,22 +35,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.pipeline_anchors_rank import gathered_bytes
 from benchmarks.pipeline_rank import spell_plan
 from dips.client import OuterLoop
 from dips.client.parallel.adapter import is_dtensor
 from dips.errors import DipsError
-from dips.inside.pipeline import Pipeline, PlanReplaced
+from dips.inside.pipeline import EmulatedDevice, Pipeline, PlanReplaced
 from dips.inside.pipeline.orders import lower_order, read_pipeline
 from dips.inside.pipeline.pipeline import LOOKS
 from dips.inside.pipeline.torch_runtime import RankStage
 from dips.inside.planning.adapt import PlanChange, PlanVerdict
+from dips.inside.planning.profile import GB
 from dips.inside.planning.schedules import SPLITTING, ScheduleName
 from dips.inside.planning.search import deal_microbatches
 from dips.inside.planning.simulate import (
+    MemoryCategory,
+    PartBytes,
     PassSeconds,
     PipelineDevice,
     PipelineStage,
+    Prediction,
     Route,
     SimulatedPipeline,
     StalledPipeline,
@@ -281,6 +285,10 @@ class OneProcess:
         loss = summed_loss(self.model(batch[0]), batch[1]) / int((batch[1] != -100).sum())
         loss.backward()
         return float(loss.detach())
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -603,33 +611,174 @@ def saved(_: int) -> dict[str, Any]:
     return {"worst": worst, "losses": losses, "steps": steps}
 
 
-def gathered(_: int) -> dict[str, list[int]]:
-    """By the number of ministages: the most bytes of gathered parameters, those of the largest two, and of all."""
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
-    def play(case: PlannedCase, _: int) -> tuple[int, int, int]:
-        pipe, most = make_pipeline(case, optimizer=adamw), 0
-
-        def count(*_: Any) -> None:
-            nonlocal most
-            most = max(most, sum(map(gathered_bytes, pipe.parts)))
-
-        for part in pipe.parts:  # when a part is computed, and when its gradients come
-            part.register_forward_hook(count)
-            for parameter in part.parameters():
-                parameter.register_hook(count)
-        pipe.step(case.batch(0))
-        pipe.step(case.batch(1))
-        assert not any(map(gathered_bytes, pipe.parts)), "parameters are gathered after a step"
-        whole_bytes = sorted(sum(map(padded_bytes, part.parameters())) for part in pipe.parts)
-        return most, sum(whole_bytes[-2:]), sum(whole_bytes)
-
-    cases = {n: make_case("breadth_first", (2, 1), n, layers=2 * n + 4, seed=n) for n in (1, 2, 4)}
-    return {str(n): list(on_ranks(case.ranks, partial(play, case))[0]) for n, case in cases.items()}
+WIDE, ROWS = 16, 3  # of a micro-batch
 
 
-def padded_bytes(parameter: nn.Parameter) -> int:
-    """Bytes of a parameter that two ranks gather in shards of equal size."""
-    return parameter.element_size() * parameter[0].numel() * 2 * ceil(len(parameter) / 2)
+class AccountedCase(PlannedCase):
+    """A plan of equal layers, which take and give rows of the same width, and a loss that is a sum of squares."""
+
+    def build(self) -> Iterator[tuple[str, nn.Module]]:
+        for i in range(self.layers):
+            yield f"blocks.{i}", nn.Sequential(nn.Linear(WIDE, WIDE, dtype=self.dtype), nn.Tanh())
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        count = sum(self.plan["pipeline"]["stages"][0]["microbatches"])
+        inputs = torch.randn(ROWS * count, WIDE, generator=torch.Generator().manual_seed(step), dtype=self.dtype)
+        return inputs, inputs.flip(0)
+
+
+def square_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (output - targets).square().sum()
+
+
+def account_case(ministages: int, offload: bool, recompute: bool, layers: int = 16) -> tuple[AccountedCase, Prediction]:
+    """Plan one and two ranks with sizes of AccountedCase's layers, whose optimizer is AdamW."""
+    parameters, border = 8 * (WIDE + 1) * WIDE, 8 * ROWS * WIDE
+    parts = 2 * ministages
+    cuts = [layers * part // parts for part in range(parts + 1)]
+
+    def size_of(part: int, ranks: int) -> PartBytes:
+        count = cuts[part + 1] - cuts[part]
+        # The model's input is counted nowhere. Without recompute each layer keeps what it gave, which the next one
+        # takes, and the loss its difference.
+        boundary = border * (count - (part == 0))
+        kept = boundary if recompute else boundary + border * (1 + (part == parts - 1))
+        share = parameters * count / ranks if ranks > 1 else 0.0
+        return PartBytes(
+            parameters * count, parameters * count, share, share, 2 * parameters * count / ranks, kept, boundary
+        )
+
+    def stage_of(s: int, ranks: int) -> PipelineStage:
+        sizes = tuple(size_of(v * 2 + s, ranks) for v in range(ministages))
+        devices = tuple(
+            PipelineDevice(
+                f"s{s}d{i}", tuple(range(i, 6, ranks)), (PassSeconds(1.0, 1.0, 1.0),) * ministages, (), sizes, 1e-9
+            )
+            for i in range(ranks)
+        )
+        collective = (0.001,) * ministages if ranks > 1 else ()
+        return PipelineStage(devices, collective, collective)
+
+    pipeline = SimulatedPipeline(
+        ScheduleName.BREADTH_FIRST, (stage_of(0, 1), stage_of(1, 2)), (1.0,) * (parts - 1),
+        lambda a, b: Route(0.01, ()), ministages, keep=ministages == 1, offload=offload,
+    )  # fmt: skip
+    played = simulate(pipeline)
+    plan = spell_plan(pipeline, played, cuts, ROWS, recompute)
+    return AccountedCase(plan, layers, torch.float64, samples=ROWS), played
+
+
+def accounted(ministages: int) -> list[dict[str, Any]]:
+    """The most bytes of each category on each rank, by account and by plan; how far its model is from one process.
+
+    ministages  with offload alone; none: 1 to 8, with offload and without
+    """
+
+    def play(case: AccountedCase, rank: int) -> tuple[dict[str, int], float]:
+        pipe, alone = make_pipeline(case, optimizer=adamw, loss=square_loss), OneProcess(case)
+        optimizer = adamw(alone.model)
+        for step in range(2):
+            inputs, targets = case.batch(step)
+            pipe.step((inputs, targets))
+            (square_loss(alone.model(inputs), targets) / targets.numel()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not pipe.memory.held[MemoryCategory.GATHERED], "parameters are gathered after a step"
+        peaks = {str(category): nbytes for category, nbytes in pipe.memory.peaks.items()}
+        peaks["peak"] = pipe.memory.peak_bytes
+        with torch.no_grad():
+            wanted = float(square_loss(alone.model(inputs), targets)) / targets.numel()
+        assert pipe.evaluate((inputs, targets)) == pytest.approx(wanted, rel=1e-10)
+        return peaks, worst_error(pipe, alone, lambda p: p.detach())
+
+    found = []
+    ways = [(False, True), (True, True), (False, False)]
+    for count, (offload, recompute) in [(ministages, ways[1])] if ministages else product((1, 2, 4, 8), ways):
+        case, played = account_case(count, offload, recompute)
+        devices = read_pipeline(case.plan, "plan").devices
+        for device, told in zip(devices, on_ranks(len(devices), partial(play, case)), strict=True):
+            assert not isinstance(told, str), told
+            planned = {str(category): nbytes for category, nbytes in played.category_bytes[device].items()}
+            found.append(
+                {
+                    "ministages": count, "offload": offload, "recompute": recompute, "device": device,
+                    "account": told[0], "plan": {**planned, "peak": played.peak_bytes[device]}, "worst": told[1],
+                }
+            )  # fmt: skip
+    return found
+
+
+def offloaded(_: int) -> dict[str, Any]:
+    """Shards in host memory whose optimizers step at the end, and a checkpoint of them that another plan loads."""
+    (case, _), (other, _) = account_case(4, True, True), account_case(1, False, True)
+
+    def make(one: AccountedCase, norm: float = 1e-3) -> Pipeline:
+        return make_pipeline(one, optimizer=adamw, loss=square_loss, max_grad_norm=norm)
+
+    def places(pipe: Pipeline) -> list[int]:
+        return [local(p).data_ptr() for part in pipe.parts for p in part.parameters()]
+
+    def save(directory: str, rank: int) -> tuple[float, bool, Named]:
+        pipe, alone = make(case), OneProcess(case)
+        optimizer, before = adamw(alone.model), places(pipe)
+        for step in range(2):
+            inputs, targets = case.batch(step)
+            pipe.step((inputs, targets))
+            (square_loss(alone.model(inputs), targets) / targets.numel()).backward()
+            torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        worst = worst_error(pipe, alone, lambda p: p.detach())
+        dcp.save(pipe.state_dict(), checkpoint_id=directory)
+        pipe.step(case.batch(2))
+        return worst, places(pipe) == before, full_parameters(pipe)
+
+    def load(directory: str, one: AccountedCase, rank: int) -> Named:
+        pipe = make(one)
+        pipe.step(one.batch(5))
+        state = pipe.state_dict()
+        dcp.load(state, checkpoint_id=directory)
+        pipe.load_state_dict(state)
+        pipe.step(one.batch(2))
+        return full_parameters(pipe)
+
+    with tempfile.TemporaryDirectory() as directory:
+        found = on_ranks(3, partial(save, directory))
+        wanted: Named = {}
+        for *_, of in found:
+            wanted |= of
+        after = [worst_difference(on_ranks(3, partial(load, directory, one)), wanted) for one in (case, other)]
+    return {"worst": max(of[0] for of in found), "stayed": all(of[1] for of in found), "loaded": max(after)}
+
+
+def too_small(_: int) -> dict[str, list[str]]:
+    """What ranks are told of devices with less memory than their plan needs, or than they come to hold."""
+    case, played = account_case(2, False, True)
+    needs = {device: nbytes / GB for device, nbytes in played.peak_bytes.items()}
+
+    def told(make: Callable[[], Pipeline], case: PlannedCase) -> str:
+        try:
+            make().step(case.batch(0))
+        except DipsError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    def start(share: float, rank: int) -> str:
+        memory = share * needs["s1d0"] if rank == 1 else 1.0
+        emulate = EmulatedDevice(memory_gb=memory)
+        return told(lambda: make_pipeline(case, loss=square_loss, optimizer=adamw, emulate=emulate), case)
+
+    def grow(rank: int) -> str:
+        emulate = EmulatedDevice(memory_gb=6e-6)
+        return told(lambda: make_pipeline(ALONE, optimizer=adamw, emulate=emulate), ALONE)
+
+    return {
+        "start": on_ranks(3, partial(start, 0.9)),
+        "enough": on_ranks(3, partial(start, 1.01)),
+        "grow": on_ranks(1, grow),
+    }
 
 
 # ---- bad inputs ------------------------------------------------------------------------------------------------------

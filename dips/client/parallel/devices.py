@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, replace
 from itertools import chain
+from math import inf
 from typing import Any
 from weakref import ref
 
@@ -83,6 +84,13 @@ class Device:
     def synchronize(self) -> None:
         """Wait until every copy is complete."""
 
+    def finish_work(self) -> None:
+        """Wait until everything that was enqueued, on any stream, is complete."""
+
+    def count_memory(self) -> float:
+        """Return the bytes of its memory, whoever uses them; infinite for the host."""
+        return inf
+
 
 class Accelerator(Device):
     """The accelerator of this process."""
@@ -141,6 +149,12 @@ class Accelerator(Device):
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+    def finish_work(self) -> None:
+        torch.accelerator.synchronize(self.where)
+
+    def count_memory(self) -> float:
+        return float(torch.accelerator.get_memory_info(self.where)[1])
 
 
 def find_device(views: Sequence[torch.Tensor]) -> Device:

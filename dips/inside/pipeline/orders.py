@@ -8,7 +8,7 @@ simulator does by itself: receives ahead of their use, sends, and the RESHARD af
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -17,7 +17,9 @@ from dips.inside.planning.adapt import Gears, TimedTransfer, parse_gears
 from dips.inside.planning.schedules import COMPUTING, Op, ScheduledAction, list_share, parse_order
 
 AHEAD = 2  # computations before its use at which a receive begins: one transfer runs beside the computation before
-NOT_PLAYED = frozenset({Op.STEP, Op.FETCH, Op.OFFLOAD})  # a step follows its REDUCE_GRAD at once
+RESIDENT = (
+    2  # ministages of a device at work: with more of them `offload` takes the shards of the others to host memory
+)
 
 
 class BorderTransfer(StrEnum):
@@ -49,11 +51,18 @@ class PipelinePlan:
     bf16_borders: bool  # what goes over a border goes in bf16, whatever is computed in
     orders: Mapping[str, tuple[ScheduledAction, ...]]
     shares: Mapping[str, tuple[int, ...]]  # the micro-batches of each device, in the order of its last forwards
+    offload: bool = False  # activations between layers, and shards of idle ministages, wait in host memory
+    memory: Mapping[str, float] = field(default_factory=dict)  # bytes that a device needs; none: the plan has no sizes
 
     @property
     def devices(self) -> tuple[str, ...]:
         """All devices, stage by stage: by default rank i is the i-th."""
         return tuple(device for stage in self.stages for device in stage)
+
+    @property
+    def moves_shards(self) -> bool:
+        """Whether shards are on a device only while their ministage is at work, or the next."""
+        return self.offload and len(self.layers) > RESIDENT * len(self.stages)
 
     @property
     def microbatches(self) -> int:
@@ -106,12 +115,11 @@ def read_pipeline(data: Any, name: str) -> PipelinePlan:
             bf16_borders=bool(found.get("bf16_borders", False)),
             orders=orders,
             shares={device: list_share(order) for device, order in orders.items()},
+            offload=bool(found["offload"]),
+            memory={str(d): float(of["peak"]) for d, of in found.get("memory", {}).items()},
         )
-        offload = bool(found["offload"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(f"{name}: pipeline: expected what `dips plan cluster` writes, got {error!r}") from error
-    if offload:
-        raise ConfigError(f"{name}: pipeline.offload: expected false: activations in host memory are not built yet")
     _check_plan(plan, f"{name}: pipeline")
     return plan
 
@@ -173,6 +181,14 @@ def _check_order(plan: PipelinePlan, device: str, order: Sequence[ScheduledActio
         last = max(i for i, a in enumerate(order) if a.part == part and a.op in COMPUTING)
         if len(at) != 1 or at[0] < last:
             refuse(f"orders.{device}: expected one {part}REDUCE_GRAD, after all other actions of part {part}")
+    at_most_once = {action: i for i, action in enumerate(order)}
+    for i, (op, part, m) in enumerate((a.op, a.part, a.microbatch) for a in order):
+        if op not in (Op.OFFLOAD, Op.FETCH):
+            continue
+        before, after = Op.F if op is Op.OFFLOAD else Op.OFFLOAD, Op.I if split else Op.B
+        begin, end = (at_most_once.get(ScheduledAction(one, part, m), -1) for one in (before, after))
+        if not plan.offload or not 0 <= begin < i < end:
+            refuse(f"orders.{device}: expected {order[i]} after {part}{before}{m}, before {part}{after}{m}")
 
 
 def _check_end(plan: PipelinePlan, refuse: Any) -> None:
@@ -221,17 +237,21 @@ def _check_end(plan: PipelinePlan, refuse: Any) -> None:
 def lower_order(plan: PipelinePlan, device: str) -> list[RankAction]:
     """Return a device's order of a training step, with its transfers."""
     sharded = len(plan.stages[plan.stage_of(device)]) > 1
-    made, over = [], set()  # parts of which all is computed: their RESHARD comes after the reduction
+    made: list[RankAction] = []
+    over: set[int] = set()  # parts of which all is computed: their RESHARD comes after the reduction
     ends = {a.part: i for i, a in enumerate(plan.orders[device]) if a.op in COMPUTING}
     for i, action in enumerate(plan.orders[device]):
-        if action.op in NOT_PLAYED or (action.op is Op.RESHARD and action.part in over):
+        # A step follows its REDUCE_GRAD at once.
+        if action.op is Op.STEP or (action.op is Op.RESHARD and action.part in over):
             continue
-        made.append(RankAction(action.op, action.part, action.microbatch))
+        # A FETCH begins beside the computation before it in the order, so it is asked for first.
+        beside = action.op is Op.FETCH and made and made[-1].op in COMPUTING
+        made.insert(len(made) - 1 if beside else len(made), RankAction(action.op, action.part, action.microbatch))
         if ends[action.part] == i:
             over.add(action.part)
         if action.op is Op.REDUCE and sharded:
             made.append(RankAction(Op.RESHARD, action.part))
-    return _add_transfers(plan, device, made)
+    return _add_transfers(plan, device, _add_shards(plan, made, sharded))
 
 
 def lower_forward(plan: PipelinePlan, device: str) -> list[RankAction]:
@@ -246,7 +266,39 @@ def lower_forward(plan: PipelinePlan, device: str) -> list[RankAction]:
         made.append(action)
         if sharded and ends[action.part] == i:
             made.append(RankAction(Op.RESHARD, action.part))
-    return _add_transfers(plan, device, made)
+    return _add_transfers(plan, device, _add_shards(plan, made, sharded))
+
+
+def _add_shards(plan: PipelinePlan, actions: Sequence[RankAction], sharded: bool) -> list[RankAction]:
+    """Add FETCH and OFFLOAD of whole parts, if their shards wait in host memory: `RESIDENT` are on the device at most.
+
+    A sharded part is fetched where its UNSHARD was, which comes later, and offloaded after its RESHARD. A part that one
+    device holds is fetched when the part before the last one is offloaded.
+    """
+    if not plan.moves_shards:
+        return list(actions)
+    made: list[RankAction] = []
+    if sharded:
+        late = {i: _delay_gather(actions, i) for i, action in enumerate(actions) if action.op is Op.UNSHARD}
+        for i, action in enumerate(actions):
+            made += [RankAction(Op.FETCH, action.part)] if action.op is Op.UNSHARD else [action]
+            made += [RankAction(Op.OFFLOAD, action.part)] if action.op is Op.RESHARD else []
+            made += [actions[of] for of, at in late.items() if at == i]
+        return made
+    passes: list[list[int]] = []  # part, and the number of its last action
+    for i, (op, part, _) in enumerate(actions):
+        if op in COMPUTING and (not passes or passes[-1][0] != part):
+            passes.append([part, i])
+        if op in COMPUTING or op is Op.REDUCE:
+            next(of for of in reversed(passes) if of[0] == part)[1] = i
+    ends = {last: number for number, (_, last) in enumerate(passes)}
+    made += [RankAction(Op.FETCH, part) for part, _ in passes[:RESIDENT]]
+    for i, action in enumerate(actions):
+        made.append(action)
+        if i in ends:
+            made.append(RankAction(Op.OFFLOAD, action.part))
+            made += [RankAction(Op.FETCH, part) for part, _ in passes[ends[i] + RESIDENT : ends[i] + RESIDENT + 1]]
+    return made
 
 
 def _add_transfers(plan: PipelinePlan, device: str, actions: Sequence[RankAction]) -> list[RankAction]:
@@ -273,6 +325,18 @@ def _add_transfers(plan: PipelinePlan, device: str, actions: Sequence[RankAction
         if m is not None and op in (Op.I, Op.B) and plan.crosses(device, part - 1, m):
             made.append(RankAction(BorderTransfer.SEND_B, part, m))
     return made
+
+
+def _delay_gather(actions: Sequence[RankAction], at: int) -> int:
+    """Return the number of the action after which a part is gathered whose UNSHARD was at `at`: halfway to its use, so
+    that its FETCH has time, and before the next collective, so that all ranks of the stage come to them in one order.
+    """
+    between = []
+    for i, (op, part, _) in enumerate(actions[at + 1 :], at + 1):
+        if op in (Op.UNSHARD, Op.REDUCE) or (op in COMPUTING and part == actions[at].part):
+            break
+        between += [i] if op in COMPUTING else []
+    return between[(len(between) - 1) // 2] if between else at
 
 
 # ---- seconds of transfers --------------------------------------------------------------------------------------------

@@ -28,6 +28,21 @@ Build = Callable[[], Iterable[Any]]
 SHARD = "shard"
 
 
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _HandOver(torch.autograd.Function):
+    """The identity, whose result has memory of its own to give away: that it shares is no view to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
 class PipelinePart(nn.Module):
     """Consecutive layers of a model, called one after the other, under their names in the model."""
 
@@ -39,6 +54,10 @@ class PipelinePart(nn.Module):
         self._called = tuple(layers.values())  # a tuple: not registered once more
         self._numbers, self._seed = tuple(numbers), seed
         self._now = (0, 0)
+        self.taken: list[torch.Tensor] = []
+        """What each layer took in the last forward, but for what the part has given; who reads it clears it."""
+        self.targets: torch.Tensor | None = None
+        """Of the micro-batch that is computed, where the last layer gives the loss of its output instead."""
         self.tied_names: Mapping[str, str] = {}
         """Names in the model of this part's parameters that an earlier layer has, too; `OuterLoop` reads them."""
 
@@ -51,11 +70,14 @@ class PipelinePart(nn.Module):
             yield
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        taken: list[torch.Tensor] = []
         for number, layer in zip(self._numbers, self._called, strict=True):
             if self.training:
                 torch.manual_seed(_mix_seed(self._seed, *self._now, number))
+            taken.append(x)
             x = layer(x)
-        return x
+        self.taken = [one for one in taken if one.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()]
+        return _HandOver.apply(x)
 
 
 class LayerShapes:
@@ -167,16 +189,20 @@ def make_part(
     recompute: bool,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    loss: Loss | None = None,
 ) -> PipelinePart:
     """Make a part on this rank's device, from layer number `first` on.
 
     recompute  each layer's activations are dropped after its forward, and computed again in its backward
     group      ranks of the stage, over which parameters are sharded; None: one rank holds them whole
+    loss       of the model's output and `targets`, computed again with the last layer; None: the output is given
     """
     part = PipelinePart(layers, range(first, first + len(layers)), seed).to(device)
-    if recompute:
-        for layer in layers.values():  # not around the call: FSDP's own hooks run once
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    for layer in layers.values() if recompute else ():  # not around the call: FSDP's own hooks run once
+        forward = layer.forward
+        layer.forward = partial(checkpoint, forward, use_reentrant=False)
+    if recompute and loss is not None:
+        layer.forward = partial(_give_loss, part, forward, loss)
     if group is None:
         return part
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(SHARD,))
@@ -185,6 +211,15 @@ def make_part(
         made.set_gradient_divide_factor(1.0)  # a step's loss is a sum: gradients are added, not averaged
         made.set_force_sum_reduction_for_comms(True)
     return part
+
+
+def _give_loss(part: PipelinePart, forward: Callable[..., torch.Tensor], loss: Loss, x: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the last layer's output; neither that nor what its loss needs of it is kept."""
+
+    def compute(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss(forward(x), targets)
+
+    return checkpoint(compute, x, part.targets, use_reentrant=False)
 
 
 def _has_parameters(layer: nn.Module) -> bool:

@@ -24,8 +24,8 @@ collective: all ranks call them, in the same order.
 
 Parameters that layers share are trained as one (tied.py): the first layer's optimizer steps them, after all backwards.
 
-Known limits: layers take and give one tensor. Mixed precision by FSDP's policy and plans with `offload` are refused or
-not built. Where a stage is sharded, both of its ministages at work are whole.
+Known limits: layers take and give one tensor. Mixed precision by FSDP's policy is not built. Where a stage is sharded,
+both of its ministages at work are whole.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dips.client.parallel.adapter import is_dtensor
+from dips.client.parallel.devices import find_device
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.outer_loop import find_loop
 from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Unavailable
 from dips.inside.agreement import agree, compare
+from dips.inside.pipeline.memory import EmulatedDevice, MemoryAccount, OutOfDeviceMemory
+from dips.inside.pipeline.offload import RankDevice
 from dips.inside.pipeline.orders import (
     BorderTransfer,
     PipelinePlan,
@@ -74,6 +78,8 @@ from dips.inside.pipeline.replan import PlanReplaced, Replanner, digest_plan
 from dips.inside.pipeline.tied import TiedParameters
 from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage, StepTimes
 from dips.inside.planning.adapt import Adapting, GearAdapter, GearChange, Gears, PlanChange, PlanVerdict
+from dips.inside.planning.profile import GB
+from dips.inside.planning.schedules import Op
 
 STEP = "step"  # of all kinds of action, the whole of them
 COMPUTING = ("forward", "backward", "weight")  # kinds of action in which a device is not idle
@@ -97,6 +103,7 @@ class RankGear:
     train_order: list[RankAction] = field(init=False)
     forward_order: list[RankAction] = field(init=False)
     traced: tuple[Any, ...] | None = None  # inputs for which the shapes of the borders are known
+    targets: Sequence[torch.Tensor] = ()  # of this rank's micro-batches
 
     def set_orders(self, device: str) -> None:
         """Take this device's orders from the plan, with its micro-batches numbered from 0, as torch's runtime does."""
@@ -123,6 +130,7 @@ class Pipeline:
         device_name: str | None = None,
         collective_s: float = 600.0,
         adapt: str = Adapting.OFF,
+        emulate: EmulatedDevice | None = None,
     ) -> None:
         """Build this rank's layers, and shard them over its stage.
 
@@ -139,8 +147,10 @@ class Pipeline:
                        steps, and gradients stay as they are; a plan without gears is played as it is. "ask": it also
                        says when another plan would be faster, and writes it beside `plan`, which is a file then.
                        "auto": it takes that plan, and raises PlanReplaced after the next accepted push
+        emulate        a slower device with less memory that this rank's stands for, to try a plan without it
         Errors         ConfigError, the same on every rank: a plan for another model, other devices or another number of
-                       ranks, no sequence of layers, a layer that a pipeline cannot run, ranks that differ
+                       ranks, or for more memory than a device has; no sequence of layers, a layer that a pipeline
+                       cannot run; ranks that differ
         """
         if not dist.is_initialized():
             raise ConfigError("Pipeline: call torch.distributed.init_process_group first")
@@ -154,17 +164,19 @@ class Pipeline:
         self._ranks = self._place_ranks(device_name)
         self._name = next(name for name, rank in self._ranks.items() if rank == self._rank)
         self._numbers = list(self._plan.parts_of(self._name))
+        self._device, emulated = torch.device(device), emulate or EmulatedDevice()
+        agree(self._collectives, lambda: self._check_device(emulated, optimizer is not None))
         wanted = [range(*self._plan.layers[number]) for number in self._numbers]
         kept, self._shapes = agree(
             self._collectives, lambda: _build(build, seed, wanted, self._plan, optimizer is not None)
         )
         compare(self._collectives, "the parameters that layers of `build` share", self._shapes.ties, everyone)
-        self._device, self._seed, self._max_grad_norm = torch.device(device), seed, max_grad_norm
+        self._seed, self._max_grad_norm = seed, max_grad_norm
         self._timeout = timedelta(seconds=collective_s)
         self._stage_group = self._make_groups()
         self.parts: list[PipelinePart] = [
-            make_part(layers, numbers[0], seed, self._plan.recompute, self._device, self._stage_group)
-            for layers, numbers in zip(kept, wanted, strict=True)
+            make_part(layers, numbers[0], seed, self._plan.recompute, self._device, self._stage_group, loss_of_part)
+            for layers, numbers, loss_of_part in zip(kept, wanted, self._list_losses(), strict=True)
         ]
         """This rank's parts of the model, whose parameters have the names of the whole model; for `OuterLoop`."""
         self._by_number = dict(zip(self._numbers, self.parts, strict=True))
@@ -176,6 +188,7 @@ class Pipeline:
         self._optimizers = {n: left for n, left in made.items() if left is not None}
         late = [n for n in made if max_grad_norm is not None or self._tied.owned_by(self._by_number[n])]
         self._late = frozenset(late) & self._optimizers.keys()  # what they step by is whole when all is computed
+        self._memory = RankDevice(self._plan, self._name, self._device, emulated, self._by_number, self._optimizers)
         self._loss, self._batch_tokens = loss, 1
         self._times = StepTimes()
         self._gears = {n: self._make_gear(n, one) for n, one in plans.items() if n == 1 or adapting is not Adapting.OFF}
@@ -217,6 +230,11 @@ class Pipeline:
         """The optimizers of this rank's parts, for a scheduler of the learning rate."""
         return list(self._optimizers.values())
 
+    @property
+    def memory(self) -> MemoryAccount:
+        """Bytes that this rank's device holds, by category, and the most of each in the last step."""
+        return self._memory.account
+
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def step(self, batch: Sequence[torch.Tensor]) -> float:
@@ -233,12 +251,13 @@ class Pipeline:
             self._times.clear()
             self._leave_for_plan()
             begin_s = time.monotonic()  # the same moment on all ranks, within the seconds of a small message
-            losses = self._gear.runtime.play(self._gear.train_order, inputs, targets)
+            losses = self._play(inputs, targets, trains=True)
             self._exchange_tied(self._tied.sum_gradients)
             if self._max_grad_norm is not None:
                 self._clip_gradients()
             for number in self._late:
-                self._step_optimizer(self._optimizers[number])
+                self._step_optimizer(number)
+            self._memory.end_step()
             self._exchange_tied(self._tied.spread_values)
             loss = self._end_step(losses, begin_s)
         self.steps, self.tokens = self.steps + 1, self._batch_tokens
@@ -255,11 +274,20 @@ class Pipeline:
             with self._explained(), torch.no_grad():
                 for part in self.parts:
                     part.eval()
-                losses = self._gear.runtime.play(self._gear.forward_order, inputs, targets, backward=False)
+                losses = self._play(inputs, targets, trains=False)
+                self._memory.end_step()
                 return self._sum_over_ranks(losses)
         finally:
             for part, was in zip(self.parts, training, strict=True):
                 part.train(was)
+
+    def _play(
+        self, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], trains: bool
+    ) -> list[torch.Tensor]:
+        self._memory.begin_step((*inputs, *targets), trains, (self.gear, self._gear.traced))
+        self._gear.targets = targets
+        order = self._gear.train_order if trains else self._gear.forward_order
+        return self._gear.runtime.play(order, inputs, targets, trains)
 
     def _take_batch(self, call: str, batch: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return inputs and targets of this rank's micro-batches; refuse a batch that is not as the others'."""
@@ -305,17 +333,21 @@ class Pipeline:
     def _on_reduced(self, number: int) -> None:
         """Step the optimizer of a part whose gradients are whole, unless others are waited for."""
         if number in self._optimizers and number not in self._late:
-            self._step_optimizer(self._optimizers[number])
+            self._step_optimizer(number)
 
     def _exchange_tied(self, exchange: Callable[[], None]) -> None:
         if self._shapes.ties:
             with self._times.spending("tied"):
                 exchange()
 
-    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _prepare(self, action: RankAction) -> None:
+        if self._plan.offload:
+            with self._times.spending("copy"):
+                self._memory.prepare(action)
+
+    def _step_optimizer(self, number: int) -> None:
         with self._times.spending("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
+            self._memory.step_optimizer(number, late=number in self._late)
 
     def _clip_gradients(self) -> None:
         assert self._max_grad_norm is not None
@@ -466,7 +498,25 @@ class Pipeline:
                 dist.destroy_process_group(group)
             self._collectives.close()
 
+    def _check_device(self, emulated: EmulatedDevice, steps: bool) -> None:
+        """Raise ConfigError if the plan cannot run on this rank's device."""
+        emulated.check()
+        own = find_device([torch.empty(0, device=self._device)])
+        needed, there = self._plan.memory.get(self._name, 0.0), min(emulated.memory_bytes, own.count_memory())
+        if needed > there:
+            raise ConfigError(
+                f"plan: {self._name} needs {needed / GB:.3g} GB of memory, and has {there / GB:.3g}: plan again, with "
+                "its memory_gb in profile.yaml"
+            )
+        if self._plan.moves_shards and not steps:
+            raise ConfigError("plan: its ministages wait in host memory: expected `optimizer`, to step them in turn")
+
     # ---- making ------------------------------------------------------------------------------------------------------
+
+    def _list_losses(self) -> list[Loss | None]:
+        """Return the loss for the last part of the model, if it is this rank's, and none for its others."""
+        last = len(self._plan.layers) - 1
+        return [self._part_of_loss if number == last else None for number in self._numbers]
 
     def _place_ranks(self, device_name: str | None) -> dict[str, int]:
         """Return the rank of each device. Collective; raises ConfigError unless each has one."""
@@ -504,8 +554,16 @@ class Pipeline:
         def tag(transfer: BorderTransfer, part: int, number: int) -> int:
             return plan.tag(transfer, part, own[number])
 
-        def seeding(part: PipelinePart) -> Callable[[int], Any]:
-            return lambda number: part.seeded(self.steps, own[number])
+        @contextmanager
+        def computing(part: int, op: Op, number: int) -> Iterator[None]:
+            of = self._by_number[part]
+            of.targets = self._gear.targets[number]
+            with self._memory.computing(part, op, number):
+                if op is not Op.F:
+                    yield
+                    return
+                with of.seeded(self.steps, own[number]):
+                    yield
 
         borders = {}
         for number in self._by_number:
@@ -513,10 +571,14 @@ class Pipeline:
             narrow = torch.bfloat16 if plan.bf16_borders else None
             borders[number] = PartBorders(self._between, before, after, tag, self._times, narrow)
         stages = [
-            RankStage(part, number, len(plan.layers), self._device, self._alone, borders[number], seeding(part))
+            RankStage(
+                part, number, len(plan.layers), self._device, self._alone, borders[number], partial(computing, number)
+            )
             for number, part in self._by_number.items()
         ]
-        runtime = RankRuntime(stages, len(own), self._part_of_loss, self._on_reduced)
+        # With `recompute` the last layer gives its loss.
+        loss = _take_loss if plan.recompute else self._count_loss
+        runtime = RankRuntime(stages, len(own), loss, self._on_reduced, self._prepare, self._memory.on_played)
         gear = RankGear(pieces, plan, own, runtime, borders)
         gear.set_orders(self._name)
         return gear
@@ -524,11 +586,18 @@ class Pipeline:
     def _part_of_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self._loss(output, targets) / self._batch_tokens
 
+    def _count_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with self._memory.counting(output):
+            return self._part_of_loss(output, targets)
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Turn the failure of a transfer or collective into a sentence, the same on every rank."""
         try:
             yield
+        except OutOfDeviceMemory as error:
+            self._failed = str(error)
+            raise
         except DipsError:
             raise
         except RuntimeError as error:
@@ -598,3 +667,7 @@ def _make_replanner(
     if isinstance(plan, Mapping):
         raise ConfigError(f"plan: expected a file for adapt={adapting}, which writes another beside it, got a mapping")
     return None if rank else Replanner(Path(plan), data, gears, adapting)
+
+
+def _take_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return output

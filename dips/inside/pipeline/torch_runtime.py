@@ -5,23 +5,29 @@ rank for each stage. `RankStage` has this rank alone: it numbers the rank's own 
 one's peer by part and micro-batch, with a tag; so stages may have any number of ranks, and ranks any share. Borders go
 over gloo, through host memory where the device is another.
 
-Must stay true: one tensor goes over a border, and each action of `RankAction` is torch's of the same name.
+`FETCH` and `OFFLOAD`, which torch does not know, are played in between.
+
+Must stay true: one tensor goes over a border, and each other action of `RankAction` is torch's of the same name. What
+was handed on is held no longer: of an output its graph alone is kept for the backward.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from dips.client.parallel.adapter import is_dtensor, is_fsdp
 from dips.errors import ConfigError
 from dips.inside.pipeline.orders import BorderTransfer, RankAction
+from dips.inside.planning.schedules import Op
 
 TESTED = "2.13"
 if not torch.__version__.startswith(f"{TESTED}."):
@@ -40,6 +46,65 @@ from torch.distributed.pipelining.stage import _PipelineStageBase  # noqa: E402
 
 Spec = tuple[torch.Size, torch.dtype]  # of the tensor that goes over a border
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+COPIES = frozenset({Op.FETCH, Op.OFFLOAD})  # actions that torch's runtime does not know
+
+
+# ---- memory of a part ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """A rank's share of a parameter or of its optimizer's state, which may lie elsewhere than it did."""
+
+    local: torch.Tensor
+    sharded: Any = None  # FSDP2's parameter, whose share has a length that is the same on all ranks
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.local.data if self.sharded is None else self.sharded._sharded_param_data
+
+    def put(self, data: torch.Tensor) -> None:
+        """Let the share lie in this memory, of the shape and type of `data`."""
+        if self.sharded is None:
+            self.local.data = data
+            return
+        self.sharded._sharded_param_data = data
+        self.local.data = data.view(-1)[: self.local.numel()].view(self.local.shape)  # FSDP2 shards the first dim
+
+
+def list_shards(part: nn.Module) -> Iterator[tuple[str, LocalShard]]:
+    """Yield this rank's shares of a part's parameters, each under a name of its own."""
+    groups = _list_groups(part)
+    for number, one in enumerate(one for group in groups for one in group.fsdp_params):
+        yield str(number), LocalShard(one.sharded_param._local_tensor, one)
+    for name, parameter in part.named_parameters() if not groups else ():
+        yield name, LocalShard(parameter)
+
+
+def count_gathered(part: nn.Module) -> int:
+    """Return the bytes of whole parameters that FSDP2 holds of a part, buffers of its all-gathers included."""
+    groups = _list_groups(part)
+    kept = [t for group in groups for p in group.fsdp_params for t in p.all_gather_outputs]
+    waiting = [group._all_gather_result.all_gather_output for group in groups if group._all_gather_result is not None]
+    return sum(t.untyped_storage().nbytes() for t in (*kept, *waiting))
+
+
+def count_gradients(part: nn.Module) -> int:
+    """Return the bytes of a part's gradients, of this rank's shares and of whole parameters."""
+    held = [p.grad for p in part.parameters()]
+    for one in (one for group in _list_groups(part) for one in group.fsdp_params):
+        whole = getattr(one, "_unsharded_param", None)
+        held += [one.sharded_param.grad, whole.grad if whole is not None else None, one.unsharded_accumulated_grad]
+    local = [g._local_tensor if is_dtensor(g) else g for g in held if g is not None]
+    return sum({(s := g.untyped_storage()).data_ptr(): s.nbytes() for g in local}.values())
+
+
+def _list_groups(part: nn.Module) -> list[Any]:
+    states = (fully_shard.state(module) for module in part.modules() if is_fsdp(module))  # type: ignore[attr-defined]
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+# ---- borders ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -113,22 +178,23 @@ class RankStage(_PipelineStageBase):
         device: torch.device,
         alone: dist.ProcessGroup,
         borders: PartBorders,
-        on_forward: Callable[[int], Any],
+        around: Callable[[Op, int], AbstractContextManager[None]],
     ) -> None:
         """Make the stage of one part.
 
-        part        its module
-        number      of it, among `parts`
-        alone       a process group of this rank alone
-        on_forward  called with the micro-batch's number on this rank; a context manager around its forward
+        part    its module
+        number  of it, among `parts`
+        alone   a process group of this rank alone
+        around  called with F, I, W or B and the micro-batch's number on this rank; a context manager around it
         """
         super().__init__(part, number, parts, device, alone)
         self._runtime_validate = False  # it would compare with metadata that torch's own stage exchanges
         self._stage_meta.inputs = (None,)  # type: ignore[assignment]  # read for its length
-        self._borders, self._on_forward, self.times = borders, on_forward, borders.times
+        self._borders, self._around, self.times = borders, around, borders.times
         self._activations: dict[int, torch.Tensor] = {}  # that came from the part before, by micro-batch
         self._gradients: dict[int, torch.Tensor] = {}  # from the part after
         self.failed_here = False  # an exception was raised by the part's own computation
+        self.sent_bytes = 0  # in host memory until the step ends: gloo tells only who waits that a send is over
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +213,9 @@ class RankStage(_PipelineStageBase):
         if not self.has_backward:
             del self.fwd_cache[fwd_chunk_id]
         tag = self._borders.tag(BorderTransfer.SEND_F, self.stage_index, fwd_chunk_id)
-        return [self._send(output, self._borders.after[fwd_chunk_id], tag)]
+        sent = [self._send(output, self._borders.after[fwd_chunk_id], tag)]
+        _hollow(output)
+        return sent
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
@@ -170,11 +238,13 @@ class RankStage(_PipelineStageBase):
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
         ready = tensor.detach().to("cpu", self._borders.narrow(tensor.dtype)).contiguous()
+        self.sent_bytes += ready.nbytes
         self._borders.times.sent[tag] = time.monotonic()
         return dist.P2POp(dist.isend, ready, rank, self._borders.group, tag)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self._activations[mb_index] = prev_stage_outputs.detach()
+        _hollow(prev_stage_outputs)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         (gradient,) = next_stage_bwd_outputs
@@ -201,24 +271,21 @@ class RankStage(_PipelineStageBase):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        with self._computing("forward"), self._on_forward(fwd_chunk_id):
+        with self._computing("forward"), self._around(Op.F, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if self.is_last and not self.has_backward:
             del self.fwd_cache[fwd_chunk_id]
         return output
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_maybe_with_nosync(*args, **kwargs)
-        # A split backward detaches the output in place, which a view refuses.
-        return output.clone() if output._is_view() and not self.is_last else output
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._computing("backward"), self._around(Op.B if full_backward else Op.I, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._computing("backward"):
-            super().backward_one_chunk(*args, **kwargs)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        with self._computing("weight"):
-            super().backward_weight_one_chunk(*args, **kwargs)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._computing("weight"), self._around(Op.W, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     @contextmanager
     def _computing(self, kind: str) -> Iterator[None]:
@@ -233,6 +300,13 @@ class RankStage(_PipelineStageBase):
     def clear_runtime_states(self) -> None:
         for held in (self.fwd_cache, self.bwd_cache, self.output_chunks, self._activations, self._gradients):
             held.clear()
+        self.sent_bytes = 0
+
+    @property
+    def border_bytes(self) -> int:
+        """Bytes of tensors in host memory that were sent in this step, or received and not yet used."""
+        waiting = (*self._activations.values(), *self._gradients.values())
+        return self.sent_bytes + sum(tensor.nbytes for tensor in waiting if tensor.device.type == "cpu")
 
     # ---- what torch's own stage prepares -----------------------------------------------------------------------------
 
@@ -249,14 +323,24 @@ class RankStage(_PipelineStageBase):
 class RankRuntime:
     """torch's runtime over the parts of one rank."""
 
-    def __init__(self, stages: Sequence[RankStage], microbatches: int, loss: Loss, on_reduced: Callable[[int], None]):
+    def __init__(
+        self,
+        stages: Sequence[RankStage],
+        microbatches: int,
+        loss: Loss,
+        on_reduced: Callable[[int], None],
+        prepare: Callable[[RankAction], None],
+        on_played: Callable[[RankAction, int], None],
+    ) -> None:
         """Make the runtime.
 
         microbatches  how many this rank has
         loss          of an output of the last part and its targets, a scalar; gradients are those of the sum of all
         on_reduced    called with a part's number when the gradients of its parameters are whole on this rank
+        prepare       called before each action; plays a FETCH or OFFLOAD
+        on_played     called after each action with the bytes of its part that are on their way, in host memory
         """
-        self._stages, self._on_reduced = list(stages), on_reduced
+        self._stages, self._on_reduced, self._prepare, self._on_played = list(stages), on_reduced, prepare, on_played
         self._schedule = _PipelineScheduleRuntime(self._stages, microbatches, loss_fn=loss, scale_grads=False)
         self._schedule.register_custom_function(REDUCE_GRAD, self._reduce)
         for stage in self._stages:
@@ -278,9 +362,7 @@ class RankRuntime:
         """
         losses: list[torch.Tensor] = []
         schedule = self._schedule
-        schedule.pipeline_order_with_comms = {
-            schedule.rank: [_Action(a.part, _ComputationType(str(a.op)), a.microbatch) for a in order]
-        }
+        schedule.pipeline_order_with_comms = {schedule.rank: _PlayedOrder(order, self._prepare, self._tell_played)}
         for stage in self._stages:
             stage.has_backward = backward
             stage.clear_runtime_states()
@@ -295,11 +377,49 @@ class RankRuntime:
         """Whether an exception came from a layer of this rank."""
         return any(stage.failed_here for stage in self._stages)
 
+    def _tell_played(self, action: RankAction) -> None:
+        self._on_played(action, self._stage_of(action.part).border_bytes)
+
+    def _stage_of(self, part: int) -> RankStage:
+        return next(stage for stage in self._stages if stage.stage_index == part)
+
     def _reduce(self, action: _Action, ctx: Any) -> None:
-        stage = next(stage for stage in self._stages if stage.stage_index == action.stage_index)
+        stage = self._stage_of(action.stage_index)
         with stage.times.spending("reduce"):
             stage.perform_reduce_grad(1)
         self._on_reduced(action.stage_index)
+
+
+class _PlayedOrder(list[_Action]):
+    """An order as torch's runtime walks through it. What it does not know is played in between."""
+
+    def __init__(
+        self,
+        order: Sequence[RankAction],
+        prepare: Callable[[RankAction], None],
+        on_played: Callable[[RankAction], None],
+    ) -> None:
+        super().__init__(_torch_action(action) for action in order if action.op not in COPIES)
+        self._order, self._prepare, self._on_played = order, prepare, on_played
+
+    def __iter__(self) -> Iterator[_Action]:
+        for action in self._order:
+            self._prepare(action)
+            if action.op not in COPIES:
+                yield _torch_action(action)
+            self._on_played(action)
+
+    def __deepcopy__(self, memo: Any) -> list[_Action]:
+        return self[:]  # torch prints it when an action fails
+
+
+def _torch_action(action: RankAction) -> _Action:
+    return _Action(action.part, _ComputationType(str(action.op)), action.microbatch)
+
+
+def _hollow(output: torch.Tensor) -> None:
+    """Free the memory of a part's output that was handed on: its graph is what the backward needs of it."""
+    output.data = output.new_empty(1).expand(output.shape)
 
 
 def _make_buffer(spec: Spec | None) -> torch.Tensor:

@@ -211,6 +211,7 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
                 for stage in plan.stages
             ],
             "bytes": {key: round(value) for key, value in plan.bytes_moved.items()},
+            **(spell_memory(plan.prediction) if plan.prediction else {}),
             "orders": {
                 device: " ".join(map(str, order))
                 for device, order in (plan.prediction.orders.items() if plan.prediction else ())
@@ -228,6 +229,17 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
             for o in plan.others
         ],
         "refused": [{"plan": r.name, "why": r.missing} for r in plan.refused],
+    }
+
+
+def spell_memory(prediction: Prediction) -> dict[str, Any]:
+    """Return a key of a plan's `pipeline`: bytes of each device by category, and at the moment that needs the most."""
+    return {
+        "memory": {
+            device: {str(category): round(nbytes) for category, nbytes in held.items()}
+            | {"peak": round(prediction.peak_bytes[device])}
+            for device, held in prediction.category_bytes.items()
+        }
     }
 
 
@@ -323,13 +335,13 @@ _RUNS: dict[Framework, Callable[[PipelineChoice], bool]] = {
     Framework.TORCHTITAN: _is_mesh,
     Framework.MEGATRON: lambda choice: _is_mesh(choice) and choice.schedule is ScheduleName.ONE_F_ONE_B,
     Framework.FSDP2: _is_data_parallel,
-    Framework.PIPELINE: lambda choice: not choice.offload,
+    Framework.PIPELINE: lambda _: True,
 }
 _TAKES = {
     Framework.TORCHTITAN: "stages of equally many devices with equal shares",
     Framework.MEGATRON: "stages of equally many devices with equal shares",
     Framework.FSDP2: "one stage without ministages",
-    Framework.PIPELINE: "pipelines without offload, of one stage or more",
+    Framework.PIPELINE: "pipelines of one stage or more",
 }
 
 

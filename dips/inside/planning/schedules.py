@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from dips.errors import ConfigError
 
@@ -282,14 +283,14 @@ class ScheduleMachine:
         return self._stays(v, m) or (v, m) in self._fetched
 
     def _wanted_activations(self) -> Iterator[tuple[int, int]]:
-        """Yield what the next two backwards of breadth_first need, once its forwards are done."""
+        """Yield what the next two backwards of breadth_first need, once its forwards are done; of two ministages where
+        one ends, so that the next does not wait for the copies of its first.
+        """
         if self._count[Op.F][-1] < self._total:
             return
-        for v in reversed(range(self.seat.ministages)):
-            left = self.seat.microbatches[self._count[Op.B][v] :]
-            if left:
-                yield from ((v, m) for m in left[:2] if not self._stays(v, m))
-                return
+        ministages = reversed(range(self.seat.ministages))
+        left = ((v, m) for v in ministages for m in self.seat.microbatches[self._count[Op.B][v] :])
+        yield from (one for one in islice(left, 2) if not self._stays(*one))
 
 
 class BreadthFirst(ScheduleMachine):

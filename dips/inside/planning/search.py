@@ -155,14 +155,17 @@ class Planner:
         """Bytes of layers begin … end on each of so many devices."""
         m, parameters = self.model, self.parameters_before[end] - self.parameters_before[begin]
         layers = self.layers[begin:end]
-        boundary = samples * sum(layer.border_bytes for layer in layers)
+        inputs = self.layers[max(0, begin - 1) : end - 1]  # layers keep what they take; the model's own input is small
+        boundary = samples * sum(layer.border_bytes for layer in inputs)
         whole = samples * sum(layer.activation_bytes for layer in layers)
         own = parameters - sum(shared for copy, _, shared in m.ties if begin <= copy < end)  # that an optimizer steps
-        shards = parameters * (m.parameter_bytes + m.gradient_bytes) if devices > 1 else 0.0
+        share = parameters / devices if devices > 1 else 0.0
         return PartBytes(
             whole=parameters * m.parameter_bytes,
             gradients=parameters * m.gradient_bytes,
-            states=(own * m.state_bytes + shards) / devices,
+            parameters=share * m.parameter_bytes,
+            gradient_share=share * m.gradient_bytes,
+            optimizer=own * m.state_bytes / devices,
             activations=boundary if m.recompute else whole,
             boundary=boundary,
         )
@@ -243,16 +246,19 @@ class Planner:
         self, choice: PipelineChoice, s: int, device: str, sizes: tuple[PartBytes, ...], workspace: float, share: int
     ) -> int:
         """How many micro-batches' activations fit. Raises ConfigError that names device and missing bytes."""
-        v = choice.ministages
-        alive = min(2, v)
         states = sum(size.states for size in sizes)
-        if choice.offload and v > 2:
-            states = 2 * max(size.states for size in sizes)
-        fixed = states + workspace + sum(sorted((z.whole + z.gradients for z in sizes), reverse=True)[:alive])
+        idle = 0.0  # whole parameters of ministages that do not compute: a stage of one device has no shards
+        if choice.offload and choice.ministages > 2:
+            states = 2 * max(size.parameters + size.gradient_share for size in sizes)
+            states += max(size.optimizer for size in sizes)
+        elif len(choice.groups[s]) == 1:
+            idle = sum(sorted((z.whole for z in sizes), reverse=True)[2:])
+        fixed = states + idle + workspace + sum(sorted((z.whole + z.gradients for z in sizes), reverse=True)[:2])
         room = self.capacity(device) - fixed
         each = sum(size.activations for size in sizes)
         if choice.offload:
-            needed = 4 * max(size.activations for size in sizes)  # two that are fetched, one computed, one on its way
+            needed = share * sum(size.activations - size.boundary for size in sizes)  # without recompute
+            needed += 4 * max(size.boundary for size in sizes)  # two that are fetched, one computed, one on its way
         elif choice.schedule is ScheduleName.COMPACT_ZB:
             needed = each * min(share, len(choice.groups) - s)  # as 1F1B: fewer would serialise the stages
         elif choice.schedule in SPLITTING:

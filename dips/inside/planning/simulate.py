@@ -4,10 +4,11 @@ Each device has a compute, a network and a copy engine. A transfer
 queues at everything that it passes (the sender's card, a shared line, the receiver's card), holds each for its bytes at
 that thing's own rate, and arrives a latency after the last of them is done with it; so links are first come, first
 served, shared by whoever shares a card, and a busy receiver does not hold up what its sender has for others. A
-collective begins when all devices of its stage have come to it. Nothing is random.
+collective begins when all devices of its stage have come to it. A device waits for a reduction before it computes on,
+as torch's runtime does. Nothing is random.
 
 Known limits: rates do not change; compute is not slowed by transfers beside it; a collective is one ring at the rate of
-its slowest hop.
+its slowest hop; with `offload` shards of idle ministages come and go in no time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import lru_cache, partial
 from math import inf
 
@@ -62,15 +64,33 @@ class PassSeconds:
         return self.f + self.i + self.w
 
 
+class MemoryCategory(StrEnum):
+    """Uses of a device's memory."""
+
+    PARAMETERS = "parameters"  # this device's share
+    GATHERED = "gathered"  # whole parameters of a sharded stage, buffers of all-gathers included
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    WORKSPACE = "workspace"  # what any action needs while it runs
+
+
 @dataclass(frozen=True, slots=True)
 class PartBytes:
     """Bytes of one ministage on one device."""
 
-    whole: float = 0.0  # gathered parameters
-    gradients: float = 0.0  # whole gradients, while backwards go on
-    states: float = 0.0  # this device's share of parameters and gradients, and of the optimizer's state
+    whole: float = 0.0  # parameters, gathered
+    gradients: float = 0.0  # whole gradients, from the first backward until they are reduced
+    parameters: float = 0.0  # this device's share of them, if they are sharded
+    gradient_share: float = 0.0  # from the reduction to the optimizer's step, if they are sharded
+    optimizer: float = 0.0  # this device's share of the optimizer's state
     activations: float = 0.0  # of a micro-batch, from F to W
     boundary: float = 0.0  # of these, what `offload` may take to host memory
+
+    @property
+    def states(self) -> float:
+        """This device's share of parameters, gradients and the optimizer's state."""
+        return self.parameters + self.gradient_share + self.optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +174,8 @@ class Prediction:
     idle: dict[str, float]  # share of the step in which a device computes nothing
     bytes_moved: dict[str, float]  # by category: pipeline, gather, reduce, copy, tied
     peak_bytes: dict[str, float]
-    orders: dict[str, list[ScheduledAction]]  # F, I, W, B and collectives in the order of their begin, by device
+    category_bytes: dict[str, dict[MemoryCategory, float]]  # by device: the most of each, whenever that was
+    orders: dict[str, list[ScheduledAction]]  # all actions in the order of their begin, by device
     spans: list[ActionSpan] = field(default_factory=list)
 
 
@@ -168,27 +189,46 @@ def simulate(pipeline: SimulatedPipeline, spans: bool = True) -> Prediction:
 
 
 class _Memory:
-    """Bytes on one device, and the most there were."""
+    """Bytes on one device by category, and the most there were."""
 
-    __slots__ = ("now", "peak")
+    __slots__ = ("held", "most", "now", "peak")
 
-    def __init__(self, start: float) -> None:
-        self.now = self.peak = start
+    def __init__(self, start: Mapping[MemoryCategory, float]) -> None:
+        self.held = {category: start.get(category, 0.0) for category in MemoryCategory}
+        self.most = dict(self.held)
+        self.now = self.peak = sum(self.held.values())
 
-    def add(self, nbytes: float) -> None:
+    def add(self, category: MemoryCategory, nbytes: float) -> None:
         self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        self.held[category] += nbytes
+        if nbytes > 0:
+            self.peak = max(self.peak, self.now)
+            self.most[category] = max(self.most[category], self.held[category])
+
+
+# What is free when an action has ended: the category, and the bytes by sizes and whether the stage is sharded.
+# The gradients of a stage of one device are those that it steps by.
+_FREED: dict[Op, tuple[MemoryCategory, Callable[[PartBytes, bool], float]]] = {
+    Op.W: (MemoryCategory.ACTIVATIONS, lambda size, _: size.activations),
+    Op.B: (MemoryCategory.ACTIVATIONS, lambda size, _: size.activations),
+    Op.OFFLOAD: (MemoryCategory.ACTIVATIONS, lambda size, _: size.boundary),
+    Op.REDUCE: (MemoryCategory.GRADIENTS, lambda size, sharded: sharded * (size.gradients - size.gradient_share)),
+    Op.STEP: (MemoryCategory.GRADIENTS, lambda size, sharded: size.gradient_share if sharded else size.gradients),
+}
 
 
 class _Desk:
     """One device under way."""
 
-    __slots__ = ("busy", "busy_s", "device", "machine", "memory", "order", "resident", "stage")
+    __slots__ = ("busy", "busy_s", "device", "machine", "memory", "order", "reduces", "resident", "stage")
 
-    def __init__(self, stage: int, device: PipelineDevice, machine: ScheduleMachine, start: float) -> None:
+    def __init__(
+        self, stage: int, device: PipelineDevice, machine: ScheduleMachine, start: Mapping[MemoryCategory, float]
+    ) -> None:
         self.stage, self.device, self.machine = stage, device, machine
         self.busy = dict.fromkeys(Engine, False)
         self.busy_s = 0.0
+        self.reduces = False  # torch's runtime waits for a reduction before it goes on
         self.order: list[ScheduledAction] = []
         self.memory = _Memory(start)
         self.resident: dict[int, bool] = defaultdict(bool)  # ministages whose whole gradients are held
@@ -221,13 +261,16 @@ class _Play:
             s, len(p.stages), device.microbatches, p.ministages, stage.depth, stage.most_held,
             bool(stage.gather_s), p.keep, p.offload,
         )  # fmt: skip
-        sizes = device.sizes
-        states = sum(size.states for size in sizes)
-        if p.offload and p.ministages > 2:  # two ministages at a time; the rest is in host memory
-            states = 2 * max((size.states for size in sizes), default=0.0)
-        whole = 0.0 if stage.gather_s else sum(size.whole for size in sizes)
+        start = {
+            MemoryCategory.PARAMETERS: [s.parameters if stage.gather_s else s.whole for s in device.sizes],
+            MemoryCategory.OPTIMIZER: [s.optimizer for s in device.sizes],
+            MemoryCategory.WORKSPACE: [device.workspace_bytes],
+        }
+        if p.offload and p.ministages > 2:  # parameters of two ministages, the state of one; the rest is in host memory
+            for category, count in ((MemoryCategory.PARAMETERS, 2), (MemoryCategory.OPTIMIZER, 1)):
+                start[category] = count * [max(start[category], default=0.0)]
         machine = FrozenOrder(seat, device.order, p.by_arrival) if device.order else SCHEDULES[p.schedule](seat)
-        return _Desk(s, device, machine, states + whole + device.workspace_bytes)
+        return _Desk(s, device, machine, {category: sum(held) for category, held in start.items()})
 
     def play_step(self) -> Prediction:
         desks = [desk for row in self._desks for desk in row]
@@ -247,6 +290,7 @@ class _Play:
             idle={d.device.name: 1 - d.busy_s / total if total else 0.0 for d in desks},
             bytes_moved=dict(self._moved),
             peak_bytes={d.device.name: d.memory.peak for d in desks},
+            category_bytes={d.device.name: d.memory.most for d in desks},
             orders={d.device.name: d.order for d in desks},
             spans=self._spans or [],
         )
@@ -255,7 +299,7 @@ class _Play:
 
     def _wake(self, desk: _Desk) -> None:
         for engine in Engine:
-            while not desk.busy[engine]:
+            while not desk.busy[engine] and not (desk.reduces and engine is Engine.COMPUTE):
                 action = desk.machine.next_action(engine)
                 if action is None:
                     break
@@ -265,15 +309,17 @@ class _Play:
         v = desk.machine.ministage_of(action)
         size = desk.device.sizes[v] if desk.device.sizes else PartBytes()
         desk.busy[engine] = True
-        if engine is not Engine.COPY:
-            desk.order.append(action)
+        desk.order.append(action)
         if engine is Engine.NETWORK:
+            desk.reduces = action.op is Op.REDUCE
             self._come_to(desk, action, v)
             return
-        if action.op in COMPUTING:
+        if action.op in COMPUTING or action.op is Op.FETCH:
             self._hold(desk, action, v, size)
         elif action.op is Op.RESHARD:
-            desk.memory.add(-size.whole)  # at once: a collective of the same moment finds the room
+            desk.memory.add(
+                MemoryCategory.GATHERED, -size.whole
+            )  # at once: a collective of the same moment finds the room
         seconds = self._seconds_of(desk, action, v, size)
         if engine is Engine.COMPUTE:
             desk.busy_s += seconds
@@ -297,11 +343,13 @@ class _Play:
         return device.seconds_of.get(self._lengths[desk.stage][m], device.seconds)
 
     def _hold(self, desk: _Desk, action: ScheduledAction, v: int, size: PartBytes) -> None:
-        if action.op is Op.F:
-            desk.memory.add(size.activations)
+        if action.op is Op.FETCH:
+            desk.memory.add(MemoryCategory.ACTIVATIONS, size.boundary)
+        elif action.op is Op.F:
+            desk.memory.add(MemoryCategory.ACTIVATIONS, size.activations)
         elif not desk.resident[v]:
             desk.resident[v] = True
-            desk.memory.add(size.gradients)
+            desk.memory.add(MemoryCategory.GRADIENTS, size.gradients)
 
     def _end_after(self, desk: _Desk, engine: Engine, action: ScheduledAction, seconds: float) -> None:
         begin = self._heap.now
@@ -311,14 +359,13 @@ class _Play:
         now, v = self._heap.now, desk.machine.ministage_of(action)
         size = desk.device.sizes[v] if desk.device.sizes else PartBytes()
         desk.busy[engine] = False
+        desk.reduces = desk.reduces and action.op is not Op.REDUCE
         self._last_s = max(self._last_s, now)
         if self._spans is not None and now > begin_s:
             self._spans.append(ActionSpan(desk.device.name, engine, str(action), begin_s, now))
-        freed = {
-            Op.W: size.activations, Op.B: size.activations, Op.OFFLOAD: size.boundary, Op.FETCH: -size.boundary,
-            Op.REDUCE: size.gradients,
-        }.get(action.op, 0.0)  # fmt: skip
-        desk.memory.add(-freed)
+        if action.op in _FREED:
+            category, freed = _FREED[action.op]
+            desk.memory.add(category, -freed(size, bool(self._pipeline.stages[desk.stage].gather_s)))
         desk.machine.take_done(action)
         if action.op in (Op.F, Op.I, Op.B) and action.microbatch is not None:
             self._send(desk, action, v)
@@ -417,7 +464,7 @@ class _Play:
         self._moved[category] += nbytes * (n - 1)
         for one in came:
             if action.op is Op.UNSHARD:
-                one.memory.add(one.device.sizes[v].whole if one.device.sizes else 0.0)
+                one.memory.add(MemoryCategory.GATHERED, one.device.sizes[v].whole if one.device.sizes else 0.0)
             self._end_after(one, Engine.NETWORK, action, begin - self._heap.now + seconds)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -17,6 +18,17 @@ from dips.inside.pipeline.orders import (
     read_pipeline,
 )
 from dips.inside.planning.adapt import TimedTransfer
+from dips.inside.planning.schedules import ScheduleName
+from dips.inside.planning.search import deal_microbatches
+from dips.inside.planning.simulate import (
+    PartBytes,
+    PassSeconds,
+    PipelineDevice,
+    PipelineStage,
+    Route,
+    SimulatedPipeline,
+    simulate,
+)
 
 # Two stages of one and two devices, two micro-batches, in the order in which 1F1B would take them.
 PLAN: dict[str, Any] = {
@@ -75,6 +87,139 @@ def test_what_is_resharded_between_two_passes_is_gathered_again() -> None:
     assert played == "1RECV_F1 1UNSHARD 1F1 1RESHARD 1UNSHARD 1B1 1SEND_B1 1REDUCE_GRAD 1RESHARD"
 
 
+def ministages(*devices: str) -> dict[str, Any]:
+    """A plan with offload of one stage with three ministages, as the simulator orders them."""
+    wide = len(devices) > 1
+    order = (
+        "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 0OFFLOAD0 1RESHARD 1UNSHARD 2F0 2B0 2RESHARD 2REDUCE_GRAD 2STEP "
+        "0UNSHARD 0FETCH0 1B0 1RESHARD 1REDUCE_GRAD 1STEP 0B0 0RESHARD 0REDUCE_GRAD 0STEP"
+    )
+    if not wide:
+        order = " ".join(word for word in order.split() if "SHARD" not in word)
+    stage = {"devices": list(devices), "layers": [[0, 1], [1, 2], [2, 3]]}
+    orders = {device: order.replace("F0", f"F{m}").replace("B0", f"B{m}") for m, device in enumerate(devices)}
+    orders = {
+        d: o.replace("OFFLOAD0", f"OFFLOAD{m}").replace("FETCH0", f"FETCH{m}")
+        for m, (d, o) in enumerate(orders.items())
+    }
+    return {
+        **ALONE,
+        "pipeline": {**ALONE["pipeline"], "ministages": 3, "offload": True, "stages": [stage], "orders": orders},
+    }
+
+
+def test_shards_of_two_ministages_are_on_the_device() -> None:
+    """A sharded part is fetched a computation ahead of its UNSHARD and offloaded after its RESHARD; one that a device
+    holds alone when the part before the last is offloaded. Activations are copied where the plan says.
+    """
+    alone, wide = (read_pipeline(ministages(*devices), "plan.yaml") for devices in (("a",), ("a", "b")))
+    assert spell(lower_order(alone, "a")) == (
+        "0FETCH 1FETCH 0F0 0OFFLOAD 2FETCH 1F0 1OFFLOAD 1FETCH 0OFFLOAD0 2F0 2B0 2REDUCE_GRAD 2OFFLOAD "
+        "0FETCH 0FETCH0 1B0 1REDUCE_GRAD 1OFFLOAD 0B0 0REDUCE_GRAD 0OFFLOAD"
+    )
+    assert spell(lower_forward(alone, "a")) == "0FETCH 1FETCH 0F0 0OFFLOAD 2FETCH 1F0 1OFFLOAD 2F0 2OFFLOAD"
+    for played in (lower_order(alone, "a"), lower_order(wide, "b"), lower_forward(wide, "a")):  # which gathers one
+        here = most = 0
+        for op, _, m in played:
+            here += {"FETCH": 1, "OFFLOAD": -1}.get(op, 0) if m is None else 0
+            most = max(most, here)
+        assert (here, most) == (0, 2 if "B" in spell(played) else 1), spell(played)
+    assert spell(lower_order(wide, "b")).startswith(
+        "0FETCH 0UNSHARD 1FETCH 0F1 1UNSHARD 0RESHARD 0OFFLOAD 2FETCH 1F1 2UNSHARD"
+    )
+
+
+@pytest.mark.parametrize(
+    ("offload", "layers", "order"),
+    [
+        (False, [[0, 1], [1, 2], [2, 3]], "0F0 1F0 2F0 2B0 2REDUCE_GRAD 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"),
+        (True, [[0, 1], [1, 3]], "0F0 0OFFLOAD0 1F0 1B0 1REDUCE_GRAD 0FETCH0 0B0 0REDUCE_GRAD"),
+    ],
+)
+def test_shards_stay_where_two_ministages_are_all(offload: bool, layers: list[list[int]], order: str) -> None:
+    """Or where nothing is offloaded: the order is played as it is."""
+    data = ministages("a")
+    data["pipeline"] |= {"offload": offload, "ministages": len(layers), "orders": {"a": order}}
+    data["pipeline"]["stages"][0]["layers"] = layers
+    assert spell(lower_order(read_pipeline(data, "plan.yaml"), "a")) == order
+
+
+@pytest.mark.parametrize(
+    ("word", "by", "told"),
+    [
+        ("0OFFLOAD0", "", "expected 0FETCH0 after 0OFFLOAD0, before 0B0"),
+        ("1F0", "1F0 0OFFLOAD1", "expected 0OFFLOAD1 after 0F1, before 0B1"),
+        ("1F0", "0FETCH0 1F0", "expected 0FETCH0 after 0OFFLOAD0, before 0B0"),
+    ],
+)
+def test_copies_of_activations_have_their_place(word: str, by: str, told: str) -> None:
+    """Between the forward and the backward of a micro-batch of the device's own, out and back."""
+    data = ministages("a")
+    data["pipeline"]["orders"]["a"] = data["pipeline"]["orders"]["a"].replace(f" {word} ", f" {by} ")
+    with pytest.raises(ConfigError, match=told):
+        read_pipeline(data, "plan.yaml")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_the_simulator_orders_can_be_played(seed: int) -> None:
+    """With offload: each micro-batch goes out and comes back in its place, shards of two ministages at most are on a
+    device, and no rank waits for ever.
+    """
+    draw = random.Random(seed)
+    sizes, count, total = (
+        [draw.randint(1, 3) for _ in range(draw.randint(1, 3))],
+        draw.randint(1, 4),
+        draw.randint(3, 7),
+    )
+    part = PartBytes(8.0, 8.0, 4.0, 4.0, 8.0, 2.0, 1.0)
+    stages = []
+    for s, size in enumerate(sizes):
+        speeds = [draw.uniform(1, 4) for _ in range(size)]
+        shares = deal_microbatches(tuple(speeds), total)
+        devices = tuple(
+            PipelineDevice(f"s{s}d{i}", shares[i], (PassSeconds(took, took, took),) * count, (), (part,) * count, 0.1)
+            for i, took in enumerate(speeds)
+        )
+        collective = (draw.uniform(0, 2),) * count if size > 1 else ()
+        stages.append(PipelineStage(devices, collective, collective))
+    parts = count * len(sizes)
+    played = simulate(
+        SimulatedPipeline(
+            ScheduleName.BREADTH_FIRST, tuple(stages), (1.0,) * (parts - 1), lambda a, b: Route(0.1, (((a, b), 0.5),)),
+            count, keep=count == 1, offload=True,
+        )
+    )  # fmt: skip
+    data = {
+        "model": "drawn",
+        "pipeline": {
+            "ministages": count, "samples": 1, "offload": True, "recompute": True,
+            "stages": [
+                {
+                    "devices": [device.name for device in stage.devices],
+                    "layers": [[v * len(sizes) + s, v * len(sizes) + s + 1] for v in range(count)],
+                }
+                for s, stage in enumerate(stages)
+            ],
+            "orders": {device: " ".join(map(str, order)) for device, order in played.orders.items()},
+        },
+    }  # fmt: skip
+    plan = read_pipeline(data, "plan.yaml")
+    for device in plan.devices:
+        here = most = 0
+        away: set[tuple[int, int]] = set()
+        for op, number, m in lower_order(plan, device):
+            if m is None:
+                here += {"FETCH": 1, "OFFLOAD": -1}.get(op, 0)
+                most = max(most, here)
+            elif op == "OFFLOAD":
+                away.add((number, m))
+            elif op == "FETCH":
+                away.remove((number, m))
+            else:
+                assert op not in ("I", "B") or (number, m) not in away, (device, op, number, m)
+        assert (here, most) == (0, 2 if count > 2 else 0) and not away
+
+
 def planned(**orders: str) -> dict[str, Any]:
     """A plan of two devices, one after the other, with these orders."""
     pipeline = {**PLAN["pipeline"], "stages": [PLAN["pipeline"]["stages"][0], {"devices": ["b"], "layers": [[3, 5]]}]}
@@ -125,7 +270,11 @@ def test_ministages_of_one_device_send_nothing() -> None:
             "0F0 0X1",
             "expected what `dips plan cluster` writes, got ValueError('0X1 is no action')",
         ),
-        (("pipeline", "offload"), True, "activations in host memory are not built yet"),
+        (
+            ("pipeline", "orders", "a"),
+            "0F0 0OFFLOAD0 0F1 0B0 0B1 0REDUCE_GRAD",
+            "expected 0OFFLOAD0 after 0F0, before 0B0",
+        ),
         (("pipeline", "stages", 1, "layers"), [[2, 5]], "expected parts that follow each other"),
         (("pipeline", "stages", 1, "layers"), [[3, 3]], "expected parts that follow each other"),
         (("pipeline", "stages", 1, "devices"), ["b", "d"], "expected an order for each device"),

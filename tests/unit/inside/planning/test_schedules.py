@@ -63,7 +63,9 @@ def zorse_figure_4(whole: float = 1.0) -> SimulatedPipeline:
 
     def stage(name: str, layers: int) -> PipelineStage:
         took = PassSeconds(layers * 1.0, layers * 1.0, layers * 1.0)
-        sizes = (PartBytes(whole=whole * layers, gradients=layers, states=layers / 2, activations=1, boundary=1),) * 4
+        sizes = (
+            PartBytes(whole=whole * layers, gradients=layers, optimizer=layers / 2, activations=1, boundary=1),
+        ) * 4
         devices = (
             PipelineDevice(f"{name}0", (0, 2), (took,) * 4, (), sizes),
             PipelineDevice(f"{name}1", (1,), (took,) * 4, (), sizes),
@@ -193,6 +195,26 @@ def test_a_schedule_that_waits_for_itself_is_refused() -> None:
             simulate(make_chain(ScheduleName.GPIPE, [ONE, ONE], [1], 2))
     finally:
         SCHEDULES[ScheduleName.GPIPE] = before
+
+
+def test_memory_is_counted_by_category() -> None:
+    """Gradients are whole until they are reduced, which a device waits for, and a share until the step; of a stage of
+    one device they are what it steps by, while the next ministage's come.
+    """
+    sizes = (PartBytes(8.0, 8.0, 4.0, 2.0, 16.0, 1.0),) * 4
+    for gather in ((), (0.1,) * 4):
+        device = PipelineDevice("g0", (0, 1, 2), (ONE,) * 4, (), sizes, workspace_bytes=5.0)
+        chain = SimulatedPipeline(
+            ScheduleName.BREADTH_FIRST, (PipelineStage((device,), gather, gather),), (1.0,) * 3,
+            lambda a, b: Route(0, ()), ministages=4, keep=False,
+        )  # fmt: skip
+        played = simulate(chain)
+        assert {str(key): nbytes for key, nbytes in played.category_bytes["g0"].items()} == {
+            "parameters": 16.0 if gather else 32.0, "gathered": 16.0 if gather else 0.0,
+            "gradients": 8.0 if gather else 16.0,
+            "optimizer": 64.0, "activations": 12.0, "workspace": 5.0,
+        }  # fmt: skip
+        assert played.peak_bytes["g0"] <= sum(played.category_bytes["g0"].values())
 
 
 def test_offloaded_activations_come_back_in_time() -> None:

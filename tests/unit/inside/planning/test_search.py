@@ -22,9 +22,10 @@ from dips.inside.planning.group import (
     link_on_average,
     list_groupings,
 )
-from dips.inside.planning.profile import ClusterProfile, ModelProfile, parse_model, parse_profile
+from dips.inside.planning.profile import GB, ClusterProfile, DeviceKind, ModelProfile, parse_model, parse_profile
 from dips.inside.planning.schedules import ScheduleName
 from dips.inside.planning.search import (
+    USABLE,
     PipelineChoice,
     Planner,
     RankedPlan,
@@ -33,7 +34,7 @@ from dips.inside.planning.search import (
     parameter_costs,
     share_microbatches,
 )
-from dips.inside.planning.simulate import bound_step, simulate
+from dips.inside.planning.simulate import MemoryCategory, bound_step, simulate
 
 INVENTORIES = Path(__file__).parents[4] / "configs" / "inventories"
 
@@ -300,6 +301,43 @@ def test_more_memory_than_there_is_is_never_used() -> None:
                 continue
             for device, peak in simulate(pipeline, spans=False).peak_bytes.items():
                 assert peak <= planner.capacity(device)
+
+
+def test_a_stage_of_one_device_holds_all_its_ministages() -> None:
+    """Which have no shards: what was accepted is enough for whole parameters of all, and with `offload` of two."""
+    planner = Planner(small_cluster((100, 50)), small_model(16))
+    for offload in (False, True):
+        choice = PipelineChoice(
+            ScheduleName.BREADTH_FIRST, (("n0.0",), ("n1.0",)), tuple(range(0, 17, 2)), 1, 4, offload
+        )
+        played = simulate(planner.make_pipeline(choice), spans=False)
+        layer = 10_000_000 * planner.model.parameter_bytes
+        assert played.category_bytes["n0.0"][MemoryCategory.PARAMETERS] == (4 if offload else 8) * layer
+        enough = min(
+            gb for gb in range(1, 400) if _fits(replace(planner.profile.kinds["k0"], memory_gb=gb / 100), choice)
+        )
+        assert played.peak_bytes["n0.0"] <= enough / 100 * GB * USABLE
+
+
+def _fits(kind: DeviceKind, choice: PipelineChoice) -> bool:
+    profile = small_cluster((100, 50))
+    try:
+        Planner(replace(profile, kinds={**profile.kinds, "k0": kind}), small_model(16)).make_pipeline(choice)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_activations_are_what_layers_take() -> None:
+    """With recompute a layer keeps its input, which is the output of the layer before, on whatever stage that is."""
+    layers = [
+        {"name": name, "parameters": 1e6, "flops": 1e9, "activation_bytes": 9e6, "border_bytes": border}
+        for name, border in (("embedding", 1e6), ("block", 2e6), ("narrow", 3e6), ("head", 0.0))
+    ]
+    model = parse_model({"name": "odd", "batch": 8, "layers": layers, "recompute": True}, "model")
+    planner = Planner(small_cluster((100, 50)), model)
+    kept = [planner.part_bytes(a, b, 1, 2).activations for a, b in ((0, 1), (0, 2), (1, 3), (2, 4))]
+    assert kept == [0.0, 2e6, 6e6, 10e6]
 
 
 def test_fewer_layers_than_stages_and_fewer_microbatches_than_devices() -> None:

@@ -1,0 +1,194 @@
+"""The account of a device's memory, and what waits in host memory: bytes, values, and who may refer to them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dips.client.parallel.devices import Device
+from dips.errors import ConfigError
+from dips.inside.pipeline.memory import EmulatedDevice, HostCategory, MemoryAccount, OutOfDeviceMemory, SavedBytes
+from dips.inside.pipeline.offload import CopyEngine, OffloadedActivations, OffloadedShards
+from dips.inside.planning.profile import GB, GBIT_BYTES
+from dips.inside.planning.schedules import Op
+from dips.inside.planning.simulate import MemoryCategory
+
+CPU = torch.device("cpu")
+
+
+# ---- account ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_account_knows_the_most_of_each_category_and_of_all() -> None:
+    """What an owner holds is entered anew, not added; host memory is no memory of the device."""
+    account = MemoryAccount("a.0")
+    account.hold(MemoryCategory.GRADIENTS, 0, 70)
+    account.hold(MemoryCategory.GRADIENTS, 0, 50)
+    account.hold(MemoryCategory.ACTIVATIONS, (0, 1), 30)
+    account.hold(HostCategory.BORDERS, 0, 1000)
+    assert (account.held[MemoryCategory.GRADIENTS], account.peaks[MemoryCategory.GRADIENTS]) == (50, 70)
+    assert account.peak_bytes == 80 and account.peaks[HostCategory.BORDERS] == 1000
+    account.drop(HostCategory.BORDERS)
+    account.hold(MemoryCategory.GRADIENTS, 0, 0)
+    account.begin_step()
+    assert account.peaks[HostCategory.BORDERS] == account.peaks[MemoryCategory.GRADIENTS] == 0
+    assert account.peak_bytes == account.peaks[MemoryCategory.ACTIVATIONS] == 30
+
+
+def test_a_device_that_is_full_says_what_wanted_how_much() -> None:
+    """Device, category, bytes wanted and left; what fits exactly fits."""
+    account = MemoryAccount("a.0", limit_bytes=100)
+    account.hold(MemoryCategory.PARAMETERS, 0, 60)
+    account.hold(MemoryCategory.OPTIMIZER, 0, 40)
+    account.hold(MemoryCategory.OPTIMIZER, 0, 20)
+    with pytest.raises(OutOfDeviceMemory, match=r"a\.0: out of memory: activations want 21 bytes, 20 of 100 are left"):
+        account.hold(MemoryCategory.ACTIVATIONS, (0, 0), 21)
+
+
+def test_storages_that_tensors_share_are_counted_once() -> None:
+    """With recompute a layer keeps its input, without it what its backward needs; parameters are counted elsewhere."""
+    found = {}
+    for recompute in (False, True):
+        layer: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        call = partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+        counted, x = SavedBytes(layer.parameters()), torch.ones(2, 4, requires_grad=True)
+        with counted.counting():
+            kept = call(x)
+        found[recompute] = counted.nbytes
+        counted.add(x.view(8))
+        assert counted.nbytes == found[recompute], "a view of what is counted"
+        kept.sum().backward()
+    assert found == {False: 2 * 32, True: 32}
+
+
+def test_an_emulated_device_is_one_that_there_can_be() -> None:
+    """Rates as profile.yaml has them."""
+    device = EmulatedDevice(speed=0.5, memory_gb=2, copy_gbit=8)
+    assert (device.memory_bytes, device.copy_byte_s) == (2 * GB, 1 / (8 * GBIT_BYTES))
+    assert EmulatedDevice().copy_byte_s == 0.0
+    for wrong in (EmulatedDevice(speed=0), EmulatedDevice(speed=2), EmulatedDevice(memory_gb=-1)):
+        with pytest.raises(ConfigError, match="emulate: expected a speed above 0, up to 1"):
+            wrong.check()
+
+
+def test_a_slower_device_sleeps_the_rest() -> None:
+    """Of a quarter of the speed it takes four times as long; the own device takes no longer."""
+    for speed, least_s in ((0.25, 0.08), (1.0, 0.02)):
+        began_s = time.monotonic()
+        with EmulatedDevice(speed=speed).stretched(Device()):
+            time.sleep(0.02)
+        took_s = time.monotonic() - began_s
+        assert least_s <= took_s, took_s
+    assert took_s < 0.08
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def test_offloaded_activations_have_no_memory_until_they_are_back() -> None:
+    """A graph and other tensors may refer to them all the while: the backward finds the same bits, no version of a
+    tensor has changed, and their host memory is used again.
+    """
+    told: list[tuple[int, int]] = []
+    engine = CopyEngine(CPU)
+    kept = OffloadedActivations(engine, lambda key, away, in_host: told.append((away, in_host)))
+    layer = nn.Linear(4, 4)
+    wanted = torch.ones(2, 4, requires_grad=True)
+    layer(torch.tanh(wanted)).sum().backward()
+    for number in range(2):
+        x = torch.ones(2, 4, requires_grad=True)
+        hidden = torch.tanh(x)
+        y = layer(hidden)
+        kept.keep((0, number), [hidden, hidden.view(8)])
+        kept.offload((0, number))
+        kept.free_copied()
+        assert hidden.untyped_storage().nbytes() == 0 and told == [(0, 32), (32, 32)]
+        kept.fetch((0, number))
+        kept.arrive((0, number))
+        kept.fetch((0, number))
+        y.sum().backward()
+        assert x.grad is not None and wanted.grad is not None and torch.equal(x.grad, wanted.grad)
+        assert torch.equal(hidden, torch.tanh(x))
+        kept.drop((0, number))
+        assert told.pop() == (0, 32)
+        told.clear()
+    assert sum(map(len, engine._unused.values())) == 1
+
+
+def test_what_was_not_fetched_is_fetched_for_the_backward() -> None:
+    """An order without its FETCH is slow, not wrong; what was never kept is waited for by nobody."""
+    kept = OffloadedActivations(CopyEngine(CPU), lambda *_: None)
+    x = torch.ones(3)
+    kept.keep((0, 0), [x])
+    kept.offload((0, 0))
+    kept.free_copied()
+    kept.arrive((0, 0))
+    kept.arrive((1, 0))
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_an_emulated_engine_copies_one_after_another() -> None:
+    """Two copies of a hundredth of a second, and one the other way meanwhile: whoever waits does so until then."""
+    engine = CopyEngine(CPU, byte_s=0.01 / 400)
+    first, second, back = (
+        engine.begin(op, [(torch.empty(100), torch.ones(100))]) for op in (Op.OFFLOAD, Op.OFFLOAD, Op.FETCH)
+    )
+    assert second.ready_s == pytest.approx(first.ready_s + 0.01) and back.ready_s < second.ready_s
+    assert not engine.is_done(second)
+    engine.wait(second)
+    assert engine.is_done(first) and engine.is_done(second)
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_on_the_device_while_they_are_fetched() -> None:
+    """Three parts that train in turn are those that always were there; the account has two categories of one part; what
+    is written between two steps, as by a pull, counts.
+    """
+    torch.manual_seed(0)
+    parts: dict[int, nn.Module] = {number: nn.Linear(4, 4) for number in range(3)}
+    alone = copy.deepcopy(parts)
+    account = MemoryAccount("a.0")
+    optimizers = {number: torch.optim.AdamW(part.parameters(), lr=0.1) for number, part in parts.items()}
+    others = {number: torch.optim.AdamW(part.parameters(), lr=0.1) for number, part in alone.items()}
+    shards = OffloadedShards(CopyEngine(CPU), CPU, parts, optimizers, account)
+    graphs: list[torch.Tensor] = []
+    places = {name: p.data_ptr() for name, p in parts[1].named_parameters()}
+    assert account.held[MemoryCategory.PARAMETERS] == 0 and account.held[HostCategory.OFFLOADED] == 3 * 80
+    for step in range(3):
+        account.begin_step()
+        for number in range(3):
+            shards.fetch(number)
+            shards.arrive(number)
+            assert account.held[MemoryCategory.PARAMETERS] == 80
+            graphs.append(parts[number].weight.t())  # as a graph refers to it
+            shards.offload(number, stepped=False)
+            assert graphs[-1].untyped_storage().nbytes() == 0
+        for number, part in parts.items():
+            shards.arrive(number)
+            assert torch.equal(graphs.pop(0), part.weight.t())
+            for one, optimizer in ((part, optimizers[number]), (alone[number], others[number])):
+                one(torch.full((2, 4), float(step))).square().sum().backward()
+                if one is part:
+                    shards.arrive(number, MemoryCategory.OPTIMIZER)
+                optimizer.step()
+                optimizer.zero_grad()
+            shards.offload(number)
+        shards.finish()
+        assert account.held[MemoryCategory.PARAMETERS] == account.held[MemoryCategory.OPTIMIZER] == 0
+        assert account.peaks[MemoryCategory.PARAMETERS] == 80
+        assert account.peaks[MemoryCategory.OPTIMIZER] == (160 if step else 0), "it comes with the first step"
+        with torch.no_grad():
+            for held in (*parts[1].parameters(), *alone[1].parameters()):
+                held.mul_(0.5)
+    assert places == {name: p.data_ptr() for name, p in parts[1].named_parameters()}, "one place between steps"
+    for number in parts:
+        for got, wanted in zip(parts[number].parameters(), alone[number].parameters(), strict=True):
+            assert torch.equal(got, wanted)
