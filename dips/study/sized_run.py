@@ -21,6 +21,7 @@ from dips.config.reading import load_file
 from dips.config.section import PullCodec, Section
 from dips.errors import ConfigError
 from dips.ids import PullId, PushId
+from dips.protocol.clusters import MAX_RANGES_ASKED
 from dips.protocol.effects import Apply, Note, Persist
 from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
 from dips.sim.agent import SimAgent
@@ -139,9 +140,9 @@ def make_scenario(run: SimulatedRun) -> Scenario:
         tuple(ClusterShape(1, kind.step_s, aligned_steps=aligned, jitter=JITTER)
               for kind in members.values()),
         slaves=run.slaves, layers=run.slaves, slots=len(members) + 1, pinned=2, inner_steps=run.inner_steps,
-        options=options, lasts_s=lasts_s, parameters=(LAYER_ELEMENTS,), ranges_at_once=run.inner_steps,
-        stall_s=LONG_S, chunk_bytes=CHUNK_BYTES, pull_codec=run.pull_codec, sizes=sizes,
-        run="simulated",
+        options=options, lasts_s=lasts_s, parameters=(LAYER_ELEMENTS,),
+        ranges_at_once=min(run.inner_steps, MAX_RANGES_ASKED), stall_s=LONG_S,
+        chunk_bytes=CHUNK_BYTES, pull_codec=run.pull_codec, sizes=sizes, run="simulated",
     )  # fmt: skip
 
 

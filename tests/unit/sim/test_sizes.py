@@ -130,6 +130,12 @@ def test_a_slave_whose_link_is_full_slows_all() -> None:
     assert max(slave.peak_sent_gbit for slave in slow.slaves) == pytest.approx(0.2, rel=0.01)
 
 
+def test_rounds_may_have_more_steps_than_ranges_are_leased_at_once() -> None:
+    """Leases are of 1,024 ranges at most, each a step; a round of 1,500 needs two."""
+    report = simulate_sizes(SMALL.model_copy(update={"inner_steps": 1500, "hours": 22.0, "heartbeat_s": 600.0}))
+    assert all(cluster.pushes == 1 for cluster in report.clusters)
+
+
 def test_table_2_is_in_the_rates_of_its_pushes() -> None:
     """C, D and E pull within 15 %; A and B need two rates; nine pulls at once as measured are 16.0 Gbit/s."""
     run = read_scenario(find_scenario("table2"))
