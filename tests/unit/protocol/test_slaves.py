@@ -90,3 +90,16 @@ def test_a_slave_that_is_lost_drains_no_more() -> None:
     for _ in range(2):
         assert isinstance(run.ask(ev.DrainAllAsked(0)), Acknowledged)
     assert run.view.slaves["s"].state == "draining"
+
+
+def test_heartbeats_are_answered_with_one_list_of_transfers_until_it_changes() -> None:
+    """All slaves' answers share it; a push that opens or ends makes another."""
+    run = ScriptedRun()
+    run.train("a")
+    idle = run.machine.live_transfers()
+    assert run.machine.live_transfers() is idle and idle.pushes == idle.pulls == ()
+    push = run.open_push("a")
+    busy = run.machine.live_transfers()
+    assert run.machine.live_transfers() is busy and busy.pushes == (push,) and busy.number > idle.number
+    run.step(ev.PushAborted(0, push, "its trainer died"))
+    assert run.machine.live_transfers().pushes == ()
