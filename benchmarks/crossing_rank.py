@@ -14,16 +14,13 @@ optimizer steps, as on an accelerator, where streams do that.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
-import structlog
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.adapter_crossings import EDIT_STEPS
 from benchmarks.line_program import print_answer, read_requests
 from benchmarks.mesh_rank import RULES, take_step
-from benchmarks.pipeline_rank import TIMEOUT_S, Slow
+from benchmarks.pipeline_rank import TIMEOUT_S, Slow, join_ranks
 from dips.inside.mesh import MeshLoop
 from dips.inside.pipeline import Pipeline
 
@@ -199,12 +196,7 @@ class CrossingRank:
 
 def main(rank: int, ranks: int, store: str) -> None:
     """Join the others, then do what is asked for."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "w0"
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers are on the other
-    torch.set_num_threads(1)
-    wait = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=wait)
-    print_answer("ready")
+    join_ranks(rank, ranks, store)
     here = CrossingRank(ranks)
     for word, *given in read_requests():
         makes: Any = {"make": here.make, "plan": here.plan}.get(word)

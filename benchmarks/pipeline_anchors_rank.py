@@ -8,12 +8,10 @@ pipeline_anchors_rank.py RANK RANKS STORE INTERFACE
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from benchmarks.line_program import print_answer, read_requests
-from benchmarks.pipeline_rank import TIMEOUT_S, WIDTH, Slow
+from benchmarks.pipeline_rank import TIMEOUT_S, WIDTH, Slow, join_ranks
 from dips.inside.pipeline import Pipeline
 from dips.inside.pipeline.torch_runtime import count_gathered
 
@@ -225,11 +223,7 @@ class GatheredPeak:
 
 def main(rank: int, ranks: int, store: str, interface: str) -> None:
     """Join the others, then play what is asked for."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    torch.set_num_threads(1)
-    wait = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=wait)
-    print_answer("ready")
+    join_ranks(rank, ranks, store, interface)
     begun, peak = BegunWay(lambda: None, []), GatheredPeak([])
     for word, *given in read_requests():
         if word == "begin":

@@ -29,6 +29,7 @@ from torch import nn
 
 from benchmarks.harness import gather_ranks
 from benchmarks.line_program import print_answer, read_requests
+from benchmarks.namespaces import LINK
 from dips.inside.pipeline import Pipeline
 from dips.inside.planning.adapt import spell_gears
 from dips.inside.planning.plan import spell_memory
@@ -159,14 +160,19 @@ def _play_rank(
 # ---- in a namespace --------------------------------------------------------------------------------------------------
 
 
-def main(rank: int, ranks: int, store: str) -> None:
-    """Join the others, then play what is asked for."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "w0"
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers are on the other
+def join_ranks(rank: int, ranks: int, store: str, interface: str = LINK) -> None:
+    """Meet the others by a file, and say so; from now on only answers go to standard output."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     torch.set_num_threads(1)
     wait = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=wait)
     print_answer("ready")
+
+
+def main(rank: int, ranks: int, store: str) -> None:
+    """Join the others, then play what is asked for."""
+    join_ranks(rank, ranks, store)
     pipe: Pipeline | None = None
     batch = torch.empty(0)
     for word, *given in read_requests():

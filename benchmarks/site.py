@@ -33,7 +33,7 @@ HEARTBEATS = 32  # in a round, for which fewer are faster to simulate
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedSites:
     """The sites of both rules, and the tokens a second that all clusters train with the servers at each site."""
 
     ours: str
@@ -83,12 +83,12 @@ def simulate_site(inventory: Inventory, servers: str, inner_steps: int) -> float
     return sum(inventory.sites[name].tokens_per_s * share for name, share in shares.items())
 
 
-def judge(inventory: Inventory, inner_steps: int = 0) -> Judged:
+def judge(inventory: Inventory, inner_steps: int = 0) -> JudgedSites:
     """Simulate every site; 0 inner steps: as many as the plan proposes for its own site."""
     plan = plan_sites(inventory)
     steps = inner_steps or max(cluster.inner_steps or 1 for cluster in plan.best.clusters)
     rates = {site: simulate_site(inventory, site, steps) for site in inventory.candidates}
-    return Judged(plan.best.site, plan.paper, rates)
+    return JudgedSites(plan.best.site, plan.paper, rates)
 
 
 def measure(bench: Bench) -> None:
