@@ -16,7 +16,7 @@ from dips.errors import ConfigError
 from dips.inside.planning.adapt import Gears, TimedTransfer, parse_gears
 from dips.inside.planning.schedules import COMPUTING, Op, ScheduledAction, list_share, parse_order
 
-AHEAD = 2  # computations before its use at which a receive begins: one transfer runs beside the computation before
+AHEAD = 8  # computations before its use at which a receive begins; gloo sends nothing before, and pieces are small
 RESIDENT = (
     2  # ministages of a device at work: with more of them `offload` takes the shards of the others to host memory
 )
