@@ -17,9 +17,7 @@ from dips.inside.planning.adapt import Gears, TimedTransfer, parse_gears
 from dips.inside.planning.schedules import COMPUTING, Op, ScheduledAction, list_share, parse_order
 
 AHEAD = 8  # computations before its use at which a receive begins; gloo sends nothing before, and pieces are small
-RESIDENT = (
-    2  # ministages of a device at work: with more of them `offload` takes the shards of the others to host memory
-)
+RESIDENT = 2  # ministages of a device at work: with more of them `offload` takes the others' shards to host memory
 
 
 class BorderTransfer(StrEnum):
