@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dips.errors import ConfigError
+from dips.inside.pipeline import orders
 from dips.inside.pipeline.orders import (
     BorderTransfer,
     lower_forward,
@@ -66,10 +67,11 @@ def spell(actions: Any) -> str:
     return " ".join(f"{part}{op}{'' if m is None else m}" for op, part, m in actions)
 
 
-def test_transfers_are_added() -> None:
-    """Sends follow their computation, receives begin two computations before their use, and what is gathered is
+def test_transfers_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends follow their computation, receives begin some computations before their use, and what is gathered is
     resharded after its reduction, once.
     """
+    monkeypatch.setattr(orders, "AHEAD", 2)
     plan = read_pipeline(PLAN, "plan.yaml")
     assert (plan.devices, plan.microbatches, plan.owner(1, 1)) == (("a", "b", "c"), 2, "c")
     assert spell(lower_order(plan, "a")) == "0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1 0REDUCE_GRAD"
