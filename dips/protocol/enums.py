@@ -153,7 +153,7 @@ class RemarkSubject(StrEnum):
     GATED = "gated"
     RANGES = "ranges"  # the cluster waits for data ranges
     SCRIPT = "script"  # a notice of the training script
-    PIPELINE = "pipeline"  # a planned pipeline changed its gear or its plan
+    INSIDE = "inside"  # a planned pipeline changed its gear or plan, or a sync of replicas corrected them
     CERTIFICATE = "certificate"  # a renewed certificate cannot be used
     END = "end"  # the training command ended without an accepted push
 

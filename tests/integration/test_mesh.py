@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dips.ids import VersionId
+from dips.telemetry import timeline
 from tests.integration import train_constant as script
 from tests.integration.test_adapters import under_torchrun
 from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, harness, reference
@@ -169,6 +170,9 @@ def test_a_mesh_is_a_cluster_like_any_other(tmp_path: Path) -> None:
             run.wait(cluster, 250)
         with run.ledger() as ledger:
             rounds = [each for each in ledger.read_history(100) if each.version is not None]
+        syncs = [mark for mark in timeline.read_marks(run.timeline("fast")) if mark["kind"] == "mesh_sync"]
+    pushes = sum(fold.push.cluster == "fast" for each in rounds for fold in each.folds)
+    assert len(syncs) >= pushes and all("inner steps and" in mark["text"] for mark in syncs), "each push follows a sync"
     assert not (tmp_path / "fast.out.die").exists(), "a rank died in a sync"
     numel = sum(t.size for t in tensors.values())
     expected = reference([(each.version, each.folds) for each in rounds if each.version is not None], numel)

@@ -68,7 +68,7 @@ MESSAGES: Mapping[type, Callable[[AgentState, Any], messages.Answer | None]] = {
     messages.LossReported: training.record_losses,
     messages.Remarked: training.take_remark,
     messages.PipelineReported: training.take_pipeline,
-    messages.PipelineChanged: training.take_change,
+    messages.InsideChanged: training.take_change,
     messages.TransferProgress: push_pull.on_transfer_progress,
     messages.PushWanted: push_pull.answer_question,
     messages.PushMoved: push_pull.answer_question,

@@ -37,7 +37,7 @@ PIPELINE = (
     MetricRow("dips_agent_pipeline_idle", "idle", "Share of its last step in which a device computed nothing."),
 )
 ACTIONS = (MetricRow("dips_agent_pipeline_action_seconds", "seconds", "Of its last step, by kind of action."),)
-CHANGES = (MetricRow("dips_agent_pipeline_changes", "changes", "Changes of its gear and plan.", counter=True),)
+CHANGES = (MetricRow("dips_agent_inside_changes", "changes", "Changes inside the cluster.", counter=True),)
 MOVED = (MetricRow("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
 
 TABLES: tuple[Table, ...] = (
@@ -65,7 +65,7 @@ def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
         "waits": tally.waits,
         "moved": dict(tally.moved),
         "pipeline": trainer.pipeline,
-        "changes": dict(trainer.pipeline_changes),
+        "changes": dict(trainer.inside_changes),
         "fates": {
             "carried": account.carried.tokens,
             "frozen": account.frozen.tokens,

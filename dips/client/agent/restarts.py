@@ -78,7 +78,7 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     trainer.steps_before, trainer.idle_since = trainer.inner_steps, s.now
     trainer.base, trainer.must_pull, trainer.starved, trainer.detached = None, False, False, False
     trainer.attached, trainer.pipeline, trainer.restarts_for = False, None, ""
-    drop_remark(s, RemarkSubject.PIPELINE)
+    drop_remark(s, RemarkSubject.INSIDE)
     sync.question, sync.waiting, sync.verdict = 0, False, None
     sync.pull_failures, sync.frozen = 0, False
     s.pace.restart_count(s.now)

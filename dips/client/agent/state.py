@@ -333,7 +333,7 @@ class TrainerAttempt:
     accepted_pushes: int = 0  # since the agent's start
     resets: int = 0  # resets of a model that was not finite, since the last finite push
     pipeline: PipelineReported | None = None  # how the last step of a planned pipeline was played
-    pipeline_changes: dict[str, int] = field(default_factory=dict)  # of gear and plan, since the agent's start
+    inside_changes: dict[str, int] = field(default_factory=dict)  # by InsideChanged.what, since the agent's start
     restarts_for: str = ""  # why the ranks of this attempt end on purpose; "": they do not
 
 

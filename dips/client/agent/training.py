@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dips.client.agent.state import STANDSTILL, AgentState, SyncPhase, drop_remark, make_remark
 from dips.client.ipc.messages import (
     ErrorReply,
+    InsideChanged,
     LossReported,
-    PipelineChanged,
     PipelineReported,
     Remarked,
     Stepped,
@@ -97,6 +97,9 @@ def take_remark(s: AgentState, notice: Remarked) -> None:
     make_remark(s, RemarkSubject.SCRIPT, notice.text[:REMARK_CHARS])
 
 
+ROUTINE = "sync"  # a change inside the cluster that is as it should be: in the timeline, not in the status
+
+
 def take_pipeline(s: AgentState, notice: PipelineReported) -> None:
     """Keep how a pipeline's last step was played, and write it to the timeline."""
     s.trainer.pipeline = notice
@@ -104,14 +107,18 @@ def take_pipeline(s: AgentState, notice: PipelineReported) -> None:
     s.record_mark("pipeline", gear=notice.gear, step_s=notice.step_s, idle=round(notice.idle, 4), **spent)
 
 
-def take_change(s: AgentState, notice: PipelineChanged) -> None:
-    """Remark on a pipeline's new gear or plan; keep why the ranks end, if they do."""
+def take_change(s: AgentState, notice: InsideChanged) -> None:
+    """Remark on a new gear or plan, or on replicas that were corrected; keep why the ranks end, if they do."""
     t = s.trainer
-    make_remark(s, RemarkSubject.PIPELINE, notice.why[:REMARK_CHARS])
+    if notice.what == ROUTINE:
+        s.record_mark("mesh_sync", text=notice.why)
+        drop_remark(s, RemarkSubject.INSIDE)  # what the sync before had to correct
+    else:
+        make_remark(s, RemarkSubject.INSIDE, notice.why[:REMARK_CHARS])
     if notice.restarts:
         t.restarts_for = notice.why
     else:
-        t.pipeline_changes[notice.what] = t.pipeline_changes.get(notice.what, 0) + 1
+        t.inside_changes[notice.what] = t.inside_changes.get(notice.what, 0) + 1
 
 
 def _check_loss(s: AgentState, finite: bool) -> None:

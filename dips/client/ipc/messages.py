@@ -213,11 +213,11 @@ class PipelineReported:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineChanged:
-    """Reports a change of a planned pipeline, and why."""
+class InsideChanged:
+    """Reports a change inside the cluster, and why: of a planned pipeline, or of a mesh's replicas."""
 
     attempt: int
-    what: str  # "gear" or "plan"
+    what: str  # "gear", "plan"; "sync" of replicas, "rollback" of layers, "replaced": a replica that was not finite
     why: str
     restarts: bool = False  # the ranks end now, for which the training command is started again: it is no crash
 
@@ -365,7 +365,7 @@ Question = (
     | Resume
     | Detach
 )
-Notice = Stepped | TokensCounted | LossReported | Remarked | PipelineReported | PipelineChanged
+Notice = Stepped | TokensCounted | LossReported | Remarked | PipelineReported | InsideChanged
 Answer = (
     AskAgain
     | Attached

@@ -274,10 +274,10 @@ class OuterLoop:
         self._agent_client.notify_agent(messages.PipelineReported(attempt, gear, step_s, idle, dict(spent)))
 
     def report_change(self, what: str, why: str, restarts: bool = False) -> None:
-        """Show that a planned pipeline changed its gear or its plan; `Pipeline` calls it. Only rank 0's call has an
-        effect. The fields are those of PipelineChanged.
+        """Show a change inside the cluster; `Pipeline` and `MeshLoop` call it. Only rank 0's call has an effect.
+        The fields are those of InsideChanged.
         """
-        self._agent_client.notify_agent(messages.PipelineChanged(self._state.attempt, what, why, restarts))
+        self._agent_client.notify_agent(messages.InsideChanged(self._state.attempt, what, why, restarts))
 
     def log_to(self, target: Any) -> None:
         """Write `dips/…` numbers at every outcome and version: mean loss since the last, progress, counts of outcomes.

@@ -34,6 +34,7 @@ from math import isinf
 from pathlib import Path
 from typing import Any, SupportsInt, cast
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,6 +45,7 @@ from dips.client.parallel.adapter import ReadGroup, find_read_groups, fsdp_param
 from dips.client.parallel.tensors import plain_name
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.optimizers import InnerOptimizers
+from dips.client.rank.outer_loop import find_loop
 from dips.client.rank.steps import read_count
 from dips.config import Shared
 from dips.config.reading import load_file
@@ -52,6 +54,7 @@ from dips.inside.agreement import agree, compare
 from dips.inside.mesh.merging import Interval, LayerMerge, ReplicaMerges
 from dips.inside.mesh.sync import SHARD, SYNC, MeshSync
 
+LOG = structlog.get_logger()
 FORMAT = 1  # of `state_dict`
 STEPS = 128  # τ of the paper
 ON_SHARD_DIM = 'call fully_shard(module, mesh=mesh["shard"]) on its blocks and on the model before MeshLoop'
@@ -66,6 +69,7 @@ class SyncReport:
     tokens: int  # since the last sync, of all replicas
     loss: float | None  # mean of the losses passed to `step` since then; None: there were none
     left_out: tuple[int, ...]  # layers in which the replica did not count, by replica
+    rolled_back: int  # layers in which no replica counted: they are as the last sync left them
     not_finite: tuple[int, ...]  # replicas with a NaN or Inf, which the sync has replaced
 
 
@@ -236,11 +240,30 @@ class MeshLoop:
             sum(of.tokens for of in intervals),
             loss,
             tuple(map(len, by_replica)),
+            sum(all(share is None for share in merge.shares) for merge in merged),
             broken,
         )
+        self._tell_sync(self.last_sync)
         if self._replica in broken:  # moments that are not finite would make the next step not finite again
             for optimizers in self._optimizers:
                 optimizers.drop_state()
+
+    def _tell_sync(self, report: SyncReport) -> None:
+        """Log a sync and what it corrected, and tell the run, if the script has an OuterLoop; on rank 0."""
+        if dist.get_rank():
+            return
+        name, layers = f"sync {report.number}", len(self._sync.shards)
+        trained = f"after {max(report.inner_steps)} inner steps and {report.tokens:,} tokens"
+        news = {"sync": f"{name} {trained}; left out, by replica, of {layers} layers: {list(report.left_out)}"}
+        if report.rolled_back:
+            news["rollback"] = f"{name} rolls {report.rolled_back} of {layers} layers back: no replica counts there"
+        if report.not_finite:
+            news["replaced"] = f"{name} replaces replicas {list(report.not_finite)}, which were not finite"
+        loop = find_loop([self._model])
+        for what, why in news.items():
+            (LOG.info if what == "sync" else LOG.warning)("mesh_changed", what=what, why=why)
+            if loop is not None:
+                loop.report_change(what, why)
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Complete a sync before an optimizer of this model steps; what the model then holds was synchronised."""

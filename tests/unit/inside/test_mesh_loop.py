@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from structlog.testing import capture_logs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -119,7 +120,7 @@ def test_a_sync_is_carried_out_by_whoever_reads_first(mesh: DeviceMesh) -> None:
         read()
         assert not of.loop._sync.pending and of.loop.last_sync is not None, name
         assert of.moved() == far, name
-        assert of.loop.last_sync == SyncReport(number, (2,), 4, 1.0, (0,), ()), name
+        assert of.loop.last_sync == SyncReport(number, (2,), 4, 1.0, (0,), 0, ()), name
     assert of.loop._sync.most_held_bytes == 4 * (9 + 4 + 3 * 9), "two sums, and one layer's outer state"
 
 
@@ -210,6 +211,23 @@ def test_a_checkpoint_names_layers_and_momentum(mesh: DeviceMesh) -> None:
     assert plain.loop.state_dict()["momentum"] == {}
     plain.loop.load_state_dict(state)
     assert plain.loop.inner_steps == 1
+
+
+def test_syncs_and_what_they_correct_are_in_the_log(mesh: DeviceMesh) -> None:
+    """A layer in which no replica counts is rolled back, and a replica with a NaN is replaced."""
+    of = MeshTrained(mesh, steps=1)
+    with capture_logs() as logs:
+        of.step()
+        of.train()
+        with torch.no_grad():
+            of.model.scale.to_local().fill_(float("nan"))
+        of.loop.step()
+        of.loop.sync()
+    assert [(line["log_level"], line["what"]) for line in logs] == [
+        ("info", "sync"), ("info", "sync"), ("warning", "rollback"), ("warning", "replaced")
+    ]  # fmt: skip
+    assert logs[2]["why"] == "sync 2 rolls 1 of 3 layers back: no replica counts there"
+    assert of.loop.last_sync is not None and of.loop.last_sync.rolled_back == 1
 
 
 def test_a_sum_that_is_not_finite_leaves_the_layer(mesh: DeviceMesh) -> None:

@@ -7,7 +7,7 @@ import pytest
 from dips.client.agent.membership import build_heartbeat
 from dips.client.agent.restarts import RESTART_PAUSE_S, EndAgent, LaunchCommand, describe_crash
 from dips.client.agent.state import Crash
-from dips.client.ipc.messages import PipelineChanged
+from dips.client.ipc.messages import InsideChanged
 from dips.ids import GENESIS
 from dips.protocol.effects import Finished
 from dips.protocol.enums import ClusterStanding, RemarkSubject
@@ -110,13 +110,13 @@ def test_ranks_that_end_for_a_new_plan_have_not_crashed() -> None:
         if attempt > 1:
             play.send(play.attach(launch=attempt, pid=attempt))
         play.step()
-        play.send(PipelineChanged(play.s.trainer.attempt, "plan", "plan.yaml is another now", restarts=True))
+        play.send(InsideChanged(play.s.trainer.attempt, "plan", "plan.yaml is another now", restarts=True))
         assert play.core.plan_next_launch(first, code) == LaunchCommand(2, 0.0)
-        assert play.marks[-1] == ("remark", {"subject": RemarkSubject.PIPELINE, "text": "plan.yaml is another now"})
+        assert play.marks[-1] == ("remark", {"subject": RemarkSubject.INSIDE, "text": "plan.yaml is another now"})
     assert not play.s.crashes and RemarkSubject.CRASH not in play.s.remarks
     play.send(play.attach(launch=3, pid=3))
-    assert play.s.trainer.restarts_for == "" and RemarkSubject.PIPELINE not in play.s.remarks
-    play.send(PipelineChanged(play.s.trainer.attempt, "plan", "plan.yaml is another now", restarts=True))
+    assert play.s.trainer.restarts_for == "" and RemarkSubject.INSIDE not in play.s.remarks
+    play.send(InsideChanged(play.s.trainer.attempt, "plan", "plan.yaml is another now", restarts=True))
     assert play.core.plan_next_launch(first, code=143, terminated=True) == EndAgent(143)
     play.send(play.attach(launch=4, pid=4))
     assert isinstance(crash(play), EndAgent)

@@ -9,8 +9,8 @@ import pytest
 from dips.client.agent import metrics
 from dips.client.agent.state import list_remarks
 from dips.client.ipc.messages import (
+    InsideChanged,
     LossReported,
-    PipelineChanged,
     PipelineReported,
     PullMoved,
     PushMoved,
@@ -81,18 +81,30 @@ def test_a_pipeline_is_shown(play: Play) -> None:
         "pipeline", {"gear": 2, "step_s": 0.5, "idle": 0.25, "forward_s": 0.125, "wait_s": 0.0625}
     )  # fmt: skip
     for why in ("gear 1 to 2: a link", "gear 2 to 4: a link"):
-        play.send(PipelineChanged(1, "gear", why))
-        assert play.marks[-1] == ("remark", {"subject": RemarkSubject.PIPELINE, "text": why})
-    play.send(PipelineChanged(1, "plan", "new plan: a link"))
+        play.send(InsideChanged(1, "gear", why))
+        assert play.marks[-1] == ("remark", {"subject": RemarkSubject.INSIDE, "text": why})
+    play.send(InsideChanged(1, "plan", "new plan: a link"))
     assert scrape(play)["dips_agent_pipeline_gear"] == {(): 2}
     assert scrape(play)["dips_agent_pipeline_step_seconds"] == {(): 0.5}
     assert scrape(play)["dips_agent_pipeline_idle"] == {(): 0.25}
     assert scrape(play)["dips_agent_pipeline_action_seconds"] == {("forward",): 0.125, ("wait",): 0.0625}
-    assert scrape(play)["dips_agent_pipeline_changes"] == {("gear",): 2, ("plan",): 1}
-    assert list_remarks(play.s) == (Remark(RemarkSubject.PIPELINE, "new plan: a link"),)
+    assert scrape(play)["dips_agent_inside_changes"] == {("gear",): 2, ("plan",): 1}
+    assert list_remarks(play.s) == (Remark(RemarkSubject.INSIDE, "new plan: a link"),)
     play.send(play.attach(launch=2, pid=8))
     assert list_remarks(play.s) == () and scrape(play)["dips_agent_pipeline_gear"] == {}
-    assert scrape(play)["dips_agent_pipeline_changes"] == {("gear",): 2, ("plan",): 1}
+    assert scrape(play)["dips_agent_inside_changes"] == {("gear",): 2, ("plan",): 1}
+
+
+def test_a_sync_of_replicas_is_routine(play: Play) -> None:
+    """In the timeline and counted; what it corrected is a remark, until the next sync."""
+    play.begin()
+    play.send(InsideChanged(1, "sync", "sync 1"))
+    assert play.marks[-1] == ("mesh_sync", {"text": "sync 1"}) and list_remarks(play.s) == ()
+    play.send(InsideChanged(1, "rollback", "sync 1 rolls 2 of 3 layers back"))
+    assert list_remarks(play.s) == (Remark(RemarkSubject.INSIDE, "sync 1 rolls 2 of 3 layers back"),)
+    play.send(InsideChanged(1, "sync", "sync 2"))
+    assert list_remarks(play.s) == ()
+    assert scrape(play)["dips_agent_inside_changes"] == {("sync",): 2, ("rollback",): 1}
 
 
 def scrape(play: Play) -> dict[str, dict[tuple[str, ...], float]]:

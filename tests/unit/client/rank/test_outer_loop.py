@@ -268,7 +268,7 @@ def test_a_planned_pipeline_finds_its_loop_and_reports(directory: Path, monkeypa
     agent.join()
     assert agent.messages[-3:-1] == [
         messages.PipelineReported(1, 2, 1.0, 0.5, {"forward": 0.25}),
-        messages.PipelineChanged(1, "plan", "it is another now", restarts=True),
+        messages.InsideChanged(1, "plan", "it is another now", restarts=True),
     ]
 
 
