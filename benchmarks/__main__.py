@@ -62,7 +62,7 @@ LIMITS_S = {
     "adapter": 1800.0,
     "mesh": 1200.0,
     "site": 1200.0,
-    "pipeline": 1200.0,
+    "pipeline": 2400.0,
     "planning": 3600.0,
 }  # but for those that train or search
 
