@@ -386,6 +386,6 @@ def test_a_link_that_lacks_is_left_by_a_new_plan(tmp_path: Path) -> None:
     kinds = [mark["kind"] for mark in marks]
     assert kinds.count("trainer_start") == 2 and kinds.count("pipeline") >= 4
     assert all(mark["forward_s"] > 0 and 0 < mark["idle"] < 1 for mark in marks if mark["kind"] == "pipeline")
-    told = [mark["text"] for mark in marks if mark["kind"] == "remark" and mark["subject"] == "pipeline"]
+    told = [mark["text"] for mark in marks if mark["kind"] == "remark" and mark["subject"] == "inside"]
     assert told[0].startswith("new plan taken: ") and told[-1].startswith("a push was accepted"), told
     assert not [mark for mark in marks if mark["kind"] == "remark" and mark["subject"] == "crash"]
