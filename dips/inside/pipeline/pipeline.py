@@ -193,7 +193,6 @@ class Pipeline:
         self._times = StepTimes()
         self._gears = {n: self._make_gear(n, one) for n, one in plans.items() if n == 1 or adapting is not Adapting.OFF}
         self._gear = self._gears[1]
-        # Rank 0 decides. What it decided after a step goes to all with the losses of the next.
         self._adapter = GearAdapter(gears) if len(self._gears) > 1 and not self._rank else None
         self._replanner: Replanner | None = None
         self._plan_path: Path | None = None
