@@ -57,7 +57,7 @@ def test_the_emulator_has_the_bits_of_processes(tmp_path: Path, rules: str) -> N
     steps = {fold.inner_steps for each in rounds for fold in each.folds}
     assert len(steps) > 2, f"a mixed pace: {steps}"
     late = [fold for each in rounds for fold in each.folds if fold.base != each.parent]
-    assert len(late) >= len(script.LATE_AT), late
+    assert len(late) >= script.LATE, late
     fleet = Fleet((FleetCluster(),) * len(PACES))
     made = emulate_arrivals(
         task, fleet, script.RECIPE, read_arrivals(history), script.SEED, file.make_options(), file.shared.layers

@@ -3,8 +3,8 @@
     train_study.py CLUSTER CLUSTERS VERSIONS DIRECTORY
 
 CLUSTER is its number among CLUSTERS. The learning rate goes by the version that it trains on, of VERSIONS: a ledger
-tells that, and no clock. Nobody trains before all are there. Cluster 1 pushes late at versions of LATE_AT: it stands
-still until cluster 0 is two versions on.
+tells that, and no clock. Nobody trains before all are there. Cluster 1 pushes late LATE times: it stands still until
+cluster 0 is two versions on. At which versions is up to the machine: it may never hold a given one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dips.study.task import BatchDraw, Task, make_model
 from dips.study.text import build
 
 SEED = 11
-LATE_AT = (4, 10)
+LATE = 2  # pushes
+LATE_EACH = 6  # versions
 RECIPE = Recipe(lr=1e-3)  # at 4e-3 AdamW makes 1e-2 of what sums in another order differ, in ten rounds
 
 
@@ -39,11 +40,14 @@ def main(cluster: int, clusters: int, versions: int, directory: Path) -> None:
         while len(list(directory.glob("*.ready"))) < clusters:
             time.sleep(0.02)
         place = directory / f"{cluster}.version"
+        late_at = [LATE_EACH * i for i in range(LATE, 0, -1)] if cluster == 1 else []
         while not outer.finished:
             version = outer.version.version
             place.write_text(str(version))
-            while cluster == 1 and version in LATE_AT and int((directory / "0.version").read_text() or 0) < version + 2:
-                time.sleep(0.02)
+            if late_at and version >= late_at[-1]:
+                late_at.pop()
+                while int((directory / "0.version").read_text() or 0) < version + 2:
+                    time.sleep(0.02)
             loss = inner.take_step(outer.version.version / versions)
             outer.step(tokens=task.tokens, loss=loss)
 
