@@ -88,7 +88,7 @@ def _recover_over_lanes(master: Endpoint, model: Path, wait_s: float, agree: Cal
     from dips.client.preflight.peers import describe_run
     from dips.commands.init import load_tensors
     from dips.commands.seed import SeedBar
-    from dips.commands.seed_lanes import SeedTransfer, SeedWatch
+    from dips.commands.seed_lanes import ModelLanes, SeedTransfer, SeedWatch
     from dips.commands.status import ask_view
     from dips.master import genesis
     from dips.protocol.enums import LayerUnit
@@ -110,7 +110,7 @@ def _recover_over_lanes(master: Endpoint, model: Path, wait_s: float, agree: Cal
     digests = tuple(genesis.layer_digest(layer, tensors) for layer in manifest.layers)
     with SeedBar() as bar:
         watch = SeedWatch(bar.show_rate, bar.show_wait)
-        transfer = SeedTransfer(master, str(described["run"]), manifest, tensors, watch, wait_s)
+        transfer = SeedTransfer(ModelLanes(master, str(described["run"]), manifest, tensors), watch, wait_s)
         asyncio.run(transfer.bring_model(RecoverAsked(0, "", digests, model.name)))
     return transfer.version
 

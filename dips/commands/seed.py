@@ -89,7 +89,7 @@ def _model_of_init(config: Path) -> Path:
 
 
 async def _bring_model(peer: Endpoint, load: Any, bar: SeedBar, wait_s: float) -> None:
-    from dips.commands.seed_lanes import SeedTransfer, SeedWatch, await_master
+    from dips.commands.seed_lanes import ModelLanes, SeedTransfer, SeedWatch, await_master
     from dips.master.waiting import propose_run
 
     watch = SeedWatch(bar.show_rate, bar.show_wait)
@@ -102,7 +102,7 @@ async def _bring_model(peer: Endpoint, load: Any, bar: SeedBar, wait_s: float) -
         await operator.ask_master(peer, proposed)
         bar.show_wait("the run's ledger is made")
     manifest = Manifest.from_json(unpack_manifest(proposed.packed, proposed.digest))
-    transfer = SeedTransfer(peer, str(found["run"]), manifest, tensors, watch, wait_s)
+    transfer = SeedTransfer(ModelLanes(peer, str(found["run"]), manifest, tensors), watch, wait_s)
     await transfer.bring_model(SeedAsked(0, "", proposed.genesis))
 
 

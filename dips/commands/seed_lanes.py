@@ -13,7 +13,8 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from dips.client.rank.transfer import TransferIdentity, TransferRate, push_piece
 from dips.commands import operator
 from dips.errors import ConfigError, DipsError, UnavailableMaster, UnavailableSlave
 from dips.ids import VersionId
-from dips.protocol.effects import Acknowledged, Dropped, Grant, Pending, Refused, Result, SeedGranted
+from dips.protocol.effects import Acknowledged, Dropped, Pending, Refused, Result, SeedGranted
 from dips.protocol.events import RecoverAsked, SeedAsked
 from dips.protocol.manifest import Manifest
 from dips.transport import seal
@@ -43,12 +44,53 @@ class SeedWatch:
     on_wait: Callable[[str], None]
 
 
+class SeedLanes(Protocol):
+    """How a process that brings a model reaches the run."""
+
+    seeder: str  # names this process, and no other
+    keys: tuple[str, ...]  # the public ones of its streams
+
+    async def ask_master(self, question: SeedAsked | RecoverAsked) -> Result:
+        """Return the master's answer. Raises UnavailableMaster."""
+
+    async def send_layers(self, granted: SeedGranted, on_rate: Callable[[TransferRate], None]) -> None:
+        """Send the granted layers, until cancelled; what is under way has ended then. Raises DipsError."""
+
+
+class ModelLanes:
+    """SeedLanes of a model in this process."""
+
+    def __init__(self, master: Endpoint, run: str, manifest: Manifest, tensors: Tensors) -> None:
+        self._master, self._run = master, run
+        self._pieces = list_seed_pieces(manifest, tensors)
+        self._keys = seal.new_keys()
+        self.keys: tuple[str, ...] = (self._keys.public,)
+        self.seeder = uuid.uuid4().hex
+
+    async def ask_master(self, question: SeedAsked | RecoverAsked) -> Result:
+        result: Result = await operator.ask_master(self._master, question)
+        return result
+
+    async def send_layers(self, granted: SeedGranted, on_rate: Callable[[TransferRate], None]) -> None:
+        grant, push, cancel = granted.grant, granted.push, threading.Event()
+        identity = TransferIdentity(self._run, push.cluster, push.inc, push.seq, 0, self._keys)
+        layers = {layer for slave in grant.slaves for layer in slave.layers}
+        pieces = [piece for piece in self._pieces if piece.layer in layers]
+        send = partial(push_pieces, stall_s=STALL_S, cancel=cancel, progress=on_rate)
+        sent = asyncio.ensure_future(asyncio.to_thread(send, grant, identity, pieces))
+        try:
+            await asyncio.shield(sent)
+        except asyncio.CancelledError:
+            cancel.set()
+            await asyncio.gather(sent, return_exceptions=True)
+            raise
+
+
 @dataclass(frozen=True, slots=True)
 class _Moving:
-    """One transfer in a thread; its task returns what made it fail, None if all bytes have moved."""
+    """One transfer; its task returns what made it fail, None if all bytes have moved."""
 
     granted: SeedGranted
-    cancel: threading.Event
     task: asyncio.Task[DipsError | None]
 
     @property
@@ -60,24 +102,22 @@ class _Moving:
         return self.task.result() if self.task.done() else None
 
     async def end(self) -> None:
-        self.cancel.set()
-        await asyncio.gather(self.task, return_exceptions=True)
+        self.task.cancel()
+        await asyncio.wait([self.task])
 
 
 class SeedTransfer:
     """One attempt to send a model to the slaves of a run."""
 
     def __init__(
-        self, master: Endpoint, run: str, manifest: Manifest, tensors: Tensors, watch: SeedWatch, wait_s: float
+        self, lanes: SeedLanes, watch: SeedWatch, wait_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Prepare the transfer; `wait_s` is the longest time without progress."""
-        self._master, self._run, self._watch, self._wait_s = master, run, watch, wait_s
-        self._pieces = list_seed_pieces(manifest, tensors)
-        self._nonce, self._keys = uuid.uuid4().hex, seal.new_keys()
+        self._lanes, self._watch, self._wait_s, self._clock = lanes, watch, wait_s, clock
         self._moving: _Moving | None = None
         self.version: VersionId | None = None  # that the last grant was for; v0@r0 for the first model
         self._drops = 0
-        self._progress_at = time.monotonic()
+        self._progress_at = clock()
 
     async def bring_model(self, question: SeedAsked | RecoverAsked) -> None:
         """Send the model; return when every slave has it on its disk, and a saved one is the head.
@@ -106,10 +146,10 @@ class SeedTransfer:
         failed = self._moving if self._moving is not None and self._moving.error is not None else None
         given_up = failed.granted.push.seq if failed is not None else 0
         try:
-            question = replace(question, seeder=self._nonce, given_up=given_up, keys=(self._keys.public,))
+            question = replace(question, seeder=self._lanes.seeder, given_up=given_up, keys=self._lanes.keys)
             if isinstance(question, RecoverAsked):
                 question = replace(question, version=self.version)
-            result: Result = await operator.ask_master(self._master, question)
+            result = await self._lanes.ask_master(question)
         except UnavailableMaster as error:
             self._say_waits(str(error), error)
             return Pending(str(error))
@@ -137,35 +177,30 @@ class SeedTransfer:
         if self._moving is not None and self._moving.granted.push == granted.push:
             return
         await self._end_transfer()
-        cancel = threading.Event()
-        moving = asyncio.create_task(asyncio.to_thread(self._move, granted, cancel))
-        self._moving, self.version = _Moving(granted, cancel, moving), granted.grant.version
+        self._moving, self.version = _Moving(granted, asyncio.create_task(self._send(granted))), granted.grant.version
 
     async def _end_transfer(self) -> None:
-        """Cancel the transfer that is under way, if there is one, and wait for its thread."""
+        """Cancel the transfer that is under way, if there is one, and wait for its end."""
         if self._moving is not None:
             await self._moving.end()
         self._moving = None
 
-    def _move(self, granted: SeedGranted, cancel: threading.Event) -> DipsError | None:
-        """Move the granted layers in a thread; return what made it fail: the master is asked again."""
-        grant, push = granted.grant, granted.push
-        identity = TransferIdentity(self._run, push.cluster, push.inc, push.seq, 0, self._keys)
+    async def _send(self, granted: SeedGranted) -> DipsError | None:
+        """Send the granted layers; return what made it fail: the master is asked again."""
         try:
-            pieces = [p for p in self._pieces if p.layer in _layers_of(grant)]
-            push_pieces(grant, identity, pieces, stall_s=STALL_S, cancel=cancel, progress=self._on_rate)
+            await self._lanes.send_layers(granted, self._on_rate)
         except DipsError as error:
             return error
         return None
 
     def _on_rate(self, rate: TransferRate) -> None:
         if rate.bytes_per_s or rate.nbytes >= rate.total:
-            self._progress_at = time.monotonic()
+            self._progress_at = self._clock()
         self._watch.on_rate(rate)
 
     def _say_waits(self, reason: str, error: DipsError) -> None:
         self._watch.on_wait(reason)
-        if time.monotonic() - self._progress_at > self._wait_s:
+        if self._clock() - self._progress_at > self._wait_s:
             raise error
 
     def _count_drop(self, reason: str) -> None:
@@ -183,10 +218,6 @@ def list_seed_pieces(manifest: Manifest, tensors: Tensors) -> list[Piece]:
         for p, parameter in enumerate(layer.parameters)
     )
     return [Piece(l, p, 0, flat.size, flat) for l, p, flat in flats if flat.size]
-
-
-def _layers_of(grant: Grant) -> set[int]:
-    return {layer for slave in grant.slaves for layer in slave.layers}
 
 
 async def await_master(master: Endpoint, watch: SeedWatch, wait_s: float) -> dict[str, Any]:

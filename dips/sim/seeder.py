@@ -1,28 +1,35 @@
 """A simulated operator who seeds the first model (`dips seed`) to empty disks, and whose process dies at times.
 
-The command's loop (commands/seed_lanes.py) is re-implemented; the Coordinator, the slaves and both ends of a stream are
-the usual ones. The operator keeps asking until the end: a disk that is lost later lacks the model again.
+The command's own loop (commands/seed_lanes.py) runs on a loop of the world's time; replaced are its connection to the
+master and its streams. The operator types it again until the end: a disk that is lost later lacks the model again.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
-from dips.protocol.effects import Acknowledged, Dropped, Refused, SeedGranted
-from dips.protocol.events import SeedAsked
+from dips.client.rank.transfer import TransferRate
+from dips.commands.seed_lanes import SeedTransfer, SeedWatch
+from dips.errors import ConfigError, UnavailableMaster, UnavailableSlave
+from dips.protocol.effects import Dropped, Failed, Result, SeedGranted
+from dips.protocol.events import RecoverAsked, SeedAsked
 from dips.protocol.records import RunRow
 from dips.protocol.seeding import SEED_RANKS
-from dips.sim.heap import Chance, Fiber, Gate, Heap, Story, sleep
+from dips.sim.heap import Chance, Gate, Heap
+from dips.sim.loop import SimLoop
 from dips.sim.network import Network
-from dips.sim.streams import DataNetwork, SimTransfer, make_keys
+from dips.sim.streams import DataNetwork, make_keys
 from dips.slave.ports import F32
+from dips.tasks import start_task
 from dips.wire.frame import Buffer, Range
 
 OPERATOR = "operator"  # name of its machine
-CALL_S, ASK_S, IDLE_S = 2.0, 0.5, 8.0
+CALL_S, IDLE_S = 2.0, 8.0
+WAIT_S = 60.0  # without progress; then the command fails, and is typed again
 DEATHS = 0.3  # share of transfers during which it dies
 DOWN_S = 3.0
 
@@ -53,59 +60,75 @@ class SimSeeder:
     def __init__(self, world: SeederWorld, row: RunRow) -> None:
         self._world, self._digests = world, row.genesis
         self._rng: Random = world.chance.generator_for("seeder")
-        self._gate = Gate()
         self._lives = 0
-        self._story: Fiber | None = None
-        self._granted: SeedGranted | None = None
-        self._moving: SimTransfer | None = None
-        self._moved: bool | None = None  # whether the transfer succeeded; None: it is moving
 
     def start(self) -> None:
         """Start a new process, without the state of the former one."""
         self._lives += 1
-        self._granted = self._moving = self._moved = None
-        self._story = Fiber(self._bring_model(f"seeder-{self._lives}"))
+        self._process = f"seeder-{self._lives}"
+        self._loop = SimLoop(self._world.heap, self._world.chance.generator_for(f"loop/{self._process}"), OPERATOR)
+        self._loop.deliver(lambda: start_task(self._seed(self._loop), self._loop.fail))
 
-    def _bring_model(self, nonce: str) -> Story:
-        world = self._world
+    async def _seed(self, loop: SimLoop) -> None:
+        watch = SeedWatch(lambda rate: None, lambda reason: None)
+        typed = 0
         while True:
-            given_up = self._granted.push.seq if self._granted is not None and self._moved is False else 0
-            asked = SeedAsked(0, nonce, self._digests, given_up, make_keys(nonce, SEED_RANKS))
-            answer: Any = yield partial(world.network.call_host, OPERATOR, "master", asked, CALL_S)
-            if isinstance(answer, SeedGranted):
-                self._begin_transfer(answer, asked.keys)
-            elif isinstance(answer, Dropped):
-                world.monitor.rare_event_occurred("seed_broken")
-                self._end_transfer()
-            elif isinstance(answer, Acknowledged) and self._lives and self._granted is not None:
-                world.monitor.rare_event_occurred("seeded")
-            done = isinstance(answer, Acknowledged | Refused)
-            yield sleep(world.heap, IDLE_S if done else ASK_S, "the operator asks again")
+            typed += 1
+            lanes = SimSeedLanes(self._world, loop, f"{self._process}.{typed}", self._draw_death)
+            try:
+                await SeedTransfer(lanes, watch, WAIT_S, loop.time).bring_model(SeedAsked(0, "", self._digests))
+                self._world.monitor.rare_event_occurred("seeded")
+            except (ConfigError, UnavailableMaster, UnavailableSlave):
+                pass  # the run has begun, or nothing moved
+            await asyncio.sleep(IDLE_S)
 
-    def _begin_transfer(self, granted: SeedGranted, keys: tuple[str, ...]) -> None:
-        if self._granted is not None and self._granted.push == granted.push:
-            return
-        self._end_transfer()
-        self._granted = granted
-        ended: Callable[[bool], None] = partial(self._on_ended, granted)
-        self._moving = self._world.data.begin_push(granted.push, granted.grant, self._spell, keys, self._gate, 1, ended)
+    def _draw_death(self) -> None:
         if self._rng.random() < DEATHS:
-            self._world.heap.call_later(0.5 * self._rng.random(), "the operator dies", self._die)
+            self._world.heap.call_later(0.5 * self._rng.random(), "the operator dies", partial(self._die, self._lives))
 
-    def _die(self) -> None:
-        if self._story is not None:
-            self._story.kill()
-        self._end_transfer()
-        self._world.heap.call_later(DOWN_S * self._rng.random(), "the operator comes back", self.start)
+    def _die(self, life: int) -> None:
+        if life == self._lives and not self._loop.dead:
+            self._loop.kill()
+            self._world.heap.call_later(DOWN_S * self._rng.random(), "the operator comes back", self.start)
 
-    def _end_transfer(self) -> None:
-        if self._moving is not None:
-            self._moving.cancel()
-        self._granted = self._moving = self._moved = None
 
-    def _on_ended(self, granted: SeedGranted, moved: bool) -> None:
-        if self._granted is granted:
-            self._moved = moved
+class SimSeedLanes:
+    """SeedLanes (commands/seed_lanes.py) of the simulated network."""
+
+    def __init__(self, world: SeederWorld, loop: SimLoop, seeder: str, begins: Callable[[], None]) -> None:
+        """Called when a transfer begins: `begins`."""
+        self._world, self._loop, self._begins = world, loop, begins
+        self.seeder, self.keys = seeder, make_keys(seeder, SEED_RANKS)
+
+    async def ask_master(self, question: SeedAsked | RecoverAsked) -> Result:
+        answer: Result | Failed | None = await self._world.network.ask_host(
+            self._loop, OPERATOR, "master", question, CALL_S
+        )
+        if answer is None:
+            raise UnavailableMaster("the master does not answer")
+        if isinstance(answer, Failed):
+            raise answer.error(answer.message)
+        if isinstance(answer, Dropped):
+            self._world.monitor.rare_event_occurred("seed_broken")
+        return answer
+
+    async def send_layers(self, granted: SeedGranted, on_rate: Callable[[TransferRate], None]) -> None:
+        ended = self._loop.create_future()
+
+        def end(moved: bool) -> None:
+            if not ended.done():
+                ended.set_result(moved)
+
+        moving = self._world.data.begin_push(
+            granted.push, granted.grant, self._spell, self.keys, Gate(), 1, partial(self._loop.deliver, end)
+        )
+        self._begins()
+        try:
+            if not await ended:
+                raise UnavailableSlave("a stream has broken")
+            on_rate(TransferRate(1, 1, 0.0))
+        finally:
+            moving.cancel()
 
     def _spell(self, rank: int, chunk: Range) -> Buffer:
         begin = self._world.data.layout.fields[chunk.layer, chunk.param].start + chunk.offset

@@ -82,7 +82,8 @@ MAY: dict[str, set[str]] = {
     | {f"dips.master.{pure}" for pure in ("app", "core", "ledger", "restore", "runtime")}
     | {"dips.transport.backoff"}
     | {f"dips.client.agent.{pure}" for pure in ("agent", "core", "state", "account", "restarts")}
-    | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"},
+    | {"dips.client.ipc.messages", "dips.client.rank.feedback", "dips.data.steps"}
+    | {"dips.commands.seed_lanes", "dips.client.rank.transfer"},
     # Real training in the simulation's time: of the demo its model and its text.
     "dips.study": LOW
     | {"dips.protocol", "dips.outer", "dips.sim", "dips.slave.ports", "dips.wire.chunks"}

@@ -19,7 +19,7 @@ from dips.cli import cli
 from dips.client.preflight import peers
 from dips.client.rank.transfer import TransferCancelled, TransferRate
 from dips.commands import operator, seed_lanes, status
-from dips.commands.seed_lanes import ASK_S, MOST_DROPS, SeedTransfer, SeedWatch, await_master
+from dips.commands.seed_lanes import ASK_S, MOST_DROPS, ModelLanes, SeedTransfer, SeedWatch, await_master
 from dips.errors import ConfigError, UnavailableMaster, UnavailableSlave
 from dips.ids import PushId, VersionId
 from dips.master import genesis
@@ -60,7 +60,8 @@ class ScriptedTransfer:
         monkeypatch.setattr(seed_lanes, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.rates = list[TransferRate]()
         self.watch = SeedWatch(self.rates.append, self.waits.append)
-        self.transfer = SeedTransfer(MASTER, "r", LAYERS, {"w": np.zeros(4, np.float32)}, self.watch, WAIT_S)
+        lanes = ModelLanes(MASTER, "r", LAYERS, {"w": np.zeros(4, np.float32)})
+        self.transfer = SeedTransfer(lanes, self.watch, WAIT_S, lambda: self.now)
 
     def bring(self, question: SeedAsked | RecoverAsked = SEED, settled: bool = False) -> None:
         """`settled`: each transfer ends before the next question."""
