@@ -9,7 +9,7 @@ import keyword
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -21,8 +21,9 @@ FILE = re.compile(r"(?<![\w./{*<-])((?:\w[\w-]*/)*\w+\.py)\b")
 CALLED = re.compile(r"(?<![\w.`])([a-z_][a-z_0-9]*)\(\)")  # plain text: fold()
 MEMBER = re.compile(r"\b([A-Z]\w+)\.([a-z_]\w*)\b")  # Class.member
 TICKED = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`")  # `name`, `a.b`
-# Files that a text names as an example, or that belong to somebody else's repository.
 NAMING = {"id", "attr", "arg", "name", "asname", "module"}  # fields of a node that hold an identifier
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# Files that a text names as an example, or that belong to somebody else's repository.
 FOREIGN_FILES = frozenset({"EXAMPLE.py", "mymodel.py", "pretrain_gpt.py", "train.py", "subprocess.py"})
 FOREIGN_NAMES = frozenset(dir(builtins)) | frozenset(keyword.kwlist)
 # Of torch, Megatron-core, transformers, gRPC and CPython, and the one metric whose name is made of a prefix.
@@ -36,24 +37,58 @@ def _sources() -> list[Path]:
     return sorted(path for path in files if "generated" not in path.parts)
 
 
+@dataclass
+class SourceWords:
+    """What one file defines, names and says."""
+
+    texts: list[tuple[int, str]] = field(default_factory=list)  # docstrings, comments, messages of assertions, by line
+    classes: list[tuple[str, set[str], set[str]]] = field(default_factory=list)  # name, own members, names of bases
+    names: set[str] = field(default_factory=set)  # identifiers, and words of strings that are no sentence
+    callables: set[str] = field(default_factory=set)  # defined as a function or a class, or called
+
+
 @cache
-def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of a file, from one walk: each of the tables below looks at every one."""
-    return tuple(ast.walk(ast.parse(path.read_text())))
+def read_words(path: Path) -> SourceWords:
+    """Read a file once; its syntax tree is not kept."""
+    source, words, docs = path.read_text(), SourceWords(names={path.stem, *path.relative_to(ROOT).parts}), set[int]()
+    for node in ast.walk(ast.parse(source)):  # a docstring comes after what it documents
+        match node:
+            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():  # DOCUMENTED
+                if text := ast.get_docstring(node, clean=False):
+                    words.texts.append((node.body[0].lineno, text))
+                    docs.add(id(node.body[0].value))  # type: ignore[attr-defined]
+                if not isinstance(node, ast.Module):
+                    words.callables.add(node.name)
+                if isinstance(node, ast.ClassDef):
+                    words.classes.append((node.name, *_members_of(node)))
+            case ast.Call(func=function):
+                words.callables.add(getattr(function, "attr", getattr(function, "id", "")))
+            case ast.Assert(msg=ast.expr() as said):
+                parts = (part.value for part in ast.walk(said) if isinstance(part, ast.Constant))
+                words.texts += [(node.lineno, text) for text in parts if isinstance(text, str)]
+            case ast.Constant(value=str(text)) if " " not in text and id(node) not in docs:
+                words.names.update(re.findall(r"\w+", text))
+        for name in NAMING.intersection(node._fields):
+            if isinstance(value := getattr(node, name), str):
+                words.names.update(value.split("."))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    words.texts += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    return words
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the text of each docstring, comment and message of an assertion."""
-    for node in _nodes(path):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if text := ast.get_docstring(node, clean=False):
-                yield node.body[0].lineno, text
-        elif isinstance(node, ast.Assert) and node.msg is not None:
-            said = (part.value for part in ast.walk(node.msg) if isinstance(part, ast.Constant))
-            yield from ((node.lineno, text) for text in said if isinstance(text, str))
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+def _members_of(node: ast.ClassDef) -> tuple[set[str], set[str]]:
+    own, bases = set[str](), {base.id if isinstance(base, ast.Name) else "?" for base in node.bases}
+    for each in ast.walk(node):
+        match each:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                own.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                own.add(name)
+            case ast.Assign(targets=targets):
+                own |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                own.add(name)
+    return own, bases
 
 
 @cache
@@ -61,18 +96,9 @@ def members() -> dict[str, tuple[set[str], set[str]]]:
     """By class: its own members, and the names of its bases."""
     found: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for path in _sources():
-        for node in _nodes(path):
-            if isinstance(node, ast.ClassDef):
-                own, bases = found[node.name]
-                bases |= {base.id if isinstance(base, ast.Name) else "?" for base in node.bases}
-                for each in ast.walk(node):
-                    if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-                        own.add(each.name)
-                    elif isinstance(each, ast.AnnAssign | ast.Assign):
-                        targets = [each.target] if isinstance(each, ast.AnnAssign) else each.targets
-                        own |= {t.id for t in targets if isinstance(t, ast.Name)}
-                    elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
-                        own |= {each.attr} if each.value.id in ("self", "cls") else set()
+        for name, own, bases in read_words(path).classes:
+            found[name][0].update(own)
+            found[name][1].update(bases)
     return dict(found)
 
 
@@ -87,37 +113,16 @@ def has_member(cls: str, name: str) -> bool:
 @cache
 def names() -> frozenset[str]:
     """Every identifier of the code, and every word of a string that is no sentence: keys, paths, modules of others."""
-    found = set(FOREIGN_NAMES)
-    for path in (p for p in _sources() if p != Path(__file__)):
-        found |= {path.stem, *path.relative_to(ROOT).parts}
-        docs = {id(n.body[0].value) for n in _nodes(path) if _has_docstring(n)}
-        for node in _nodes(path):
-            for field in NAMING & set(node._fields):
-                if isinstance(value := getattr(node, field), str):
-                    found.update(value.split("."))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-                found |= set(re.findall(r"\w+", node.value)) if " " not in node.value else set()
+    found = FOREIGN_NAMES.union(*(read_words(path).names for path in _sources() if path != Path(__file__)))
     for path in (*(ROOT / "protos").rglob("*.proto"), *(ROOT / "dips" / "templates").iterdir()):
         found |= set(re.findall(r"\w+", path.read_text()))
-    return frozenset(found)
+    return found
 
 
 @cache
 def callables() -> frozenset[str]:
     """Every name that is defined as a function or a class, or called."""
-    found = set(FOREIGN_NAMES)
-    for path in (p for p in _sources() if p != Path(__file__)):
-        for node in _nodes(path):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found.add(node.name)
-            elif isinstance(node, ast.Call):
-                found.add(getattr(node.func, "attr", getattr(node.func, "id", "")))
-    return frozenset(found)
-
-
-def _has_docstring(node: ast.AST) -> bool:
-    documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    return documented and ast.get_docstring(node, clean=False) is not None  # type: ignore[arg-type]
+    return FOREIGN_NAMES.union(*(read_words(path).callables for path in _sources() if path != Path(__file__)))
 
 
 @cache
@@ -150,7 +155,7 @@ def test_what_a_text_names_exists(room: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {stray}"
         for path in paths
-        for line, text in texts(path)
+        for line, text in read_words(path).texts
         for stray in strays(text)
     ]
     assert not found, "\n".join(found)
@@ -177,8 +182,8 @@ HEADLESS = re.compile(r"\s*(What|Whose|Somebody|Nobody|Of|It|So)\b")  # a relati
 
 def headless(source: str) -> list[tuple[int, str]]:
     """Return (line, first line) of each docstring that begins without a verb or a noun."""
-    documented = (node for node in ast.walk(ast.parse(source)) if _has_docstring(node))
-    docs = ((node.body[0].lineno, ast.get_docstring(node) or "") for node in documented)  # type: ignore[attr-defined]
+    documented = (n for n in ast.walk(ast.parse(source)) if isinstance(n, DOCUMENTED) and ast.get_docstring(n))
+    docs = ((node.body[0].lineno, ast.get_docstring(node) or "") for node in documented)
     return [(line, text.split("\n")[0]) for line, text in docs if HEADLESS.match(text)]
 
 
