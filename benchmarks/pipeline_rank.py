@@ -34,6 +34,7 @@ from dips.inside.pipeline import Pipeline
 from dips.inside.planning.adapt import spell_gears
 from dips.inside.planning.plan import spell_memory
 from dips.inside.planning.simulate import PassSeconds, PipelineDevice, Prediction, SimulatedPipeline
+from dips.inside.planning.timeline import spell_timeline
 
 WIDTH, TIMEOUT_S = 8, 180
 
@@ -67,6 +68,7 @@ def spell_plan(
             ],
             "orders": {device: " ".join(map(str, order)) for device, order in played.orders.items()},
             **(spell_memory(played) if pipeline.stages[0].devices[0].sizes else {}),
+            **spell_timeline(played.spans),
             **(spell_gears(gears) if gears else {}),
         },
     }

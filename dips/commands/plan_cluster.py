@@ -65,8 +65,9 @@ def cluster_command(
       dips plan cluster profile.yaml model.yaml --for fsdp2 -o plan.yaml
       dips plan cluster profile.yaml model.yaml --for pipeline -o plan.yaml
     """
-    from dips.inside.planning.plan import Framework, chrome_trace, explain_plan, hand_over, make_plan, plan_data
+    from dips.inside.planning.plan import Framework, explain_plan, hand_over, make_plan, plan_data
     from dips.inside.planning.profile import parse_model, parse_profile
+    from dips.inside.planning.timeline import PLANNED, chrome_trace
 
     framework = _choose_framework(Framework, target)
     machines = parse_profile(read_yaml(profile), str(profile))
@@ -90,7 +91,7 @@ def cluster_command(
         if timeline.suffix == ".png":
             draw_timeline(plan.prediction, timeline)
         else:
-            _write_text(timeline, json.dumps(chrome_trace(plan.prediction), allow_nan=False))
+            _write_text(timeline, json.dumps(chrome_trace({PLANNED: plan.prediction.spans}), allow_nan=False))
     if framework is not None:
         handed = hand_over(plan, framework, str(csv))
         if handed.csv:

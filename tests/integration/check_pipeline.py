@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from queue import Empty
 from threading import Timer
 from typing import Any
 
@@ -31,8 +32,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.pipeline_rank import spell_plan
@@ -41,6 +40,7 @@ from dips.client.parallel.adapter import is_dtensor
 from dips.errors import DipsError
 from dips.inside.pipeline import EmulatedDevice, Pipeline, PlanReplaced
 from dips.inside.pipeline.orders import lower_order, read_pipeline
+from dips.inside.pipeline.parts import _mix_seed
 from dips.inside.pipeline.pipeline import LOOKS
 from dips.inside.pipeline.torch_runtime import RankStage
 from dips.inside.planning.adapt import PlanChange, PlanVerdict
@@ -81,6 +81,8 @@ class PlannedCase:
     dropout: float = 0.0
     samples: int = SAMPLES
     tied: bool = False  # the head's weight is the embedding's, and that of one block another's
+    norm: float | None = None  # gradients are clipped to it
+    saved: bool = False  # a checkpoint goes on by another plan
 
     @property
     def ranks(self) -> int:
@@ -98,9 +100,14 @@ class PlannedCase:
         yield from ((f"blocks.{i}", block) for i, block in enumerate(blocks))
         yield "head", head
 
+    @property
+    def microbatches(self) -> list[int]:
+        """How many each device of the first stage has."""
+        return list(self.plan["pipeline"]["stages"][0]["microbatches"])
+
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of a global batch; samples have unequally many tokens."""
-        count = sum(self.plan["pipeline"]["stages"][0]["microbatches"])
+        count = sum(self.microbatches)
         rows = torch.randint(
             VOCABULARY, (self.samples * count, LENGTH + 1), generator=torch.Generator().manual_seed(step)
         )
@@ -133,10 +140,11 @@ def make_case(
     dtype: torch.dtype = torch.float64,
     dropout: float = 0.0,
     pieces: tuple[int, ...] = (),
-    tied: bool = False,
+    offload: bool = False,
+    **rest: Any,
 ) -> PlannedCase:
     """Simulate a pipeline of devices whose speeds are drawn, and write its plan, with gears of so many pieces a
-    micro-batch. Raises StalledPipeline.
+    micro-batch; `rest` is of the case. Raises StalledPipeline.
     """
     draw, parts = random.Random(seed), len(sizes) * ministages
     cuts = [0, *sorted(draw.sample(range(1, layers), parts - 1)), layers]
@@ -163,31 +171,36 @@ def make_case(
             lambda a, b: Route(0.01, (((a, b), 0.5),)),
             ministages,
             keep=ministages == 1,
+            offload=offload,
         )
 
     samples, pipeline = max((SAMPLES, *pieces)), cut(1)
     gears = {number: freeze_orders(made := cut(number), simulate(made).orders) for number in pieces}
     plan = spell_plan(pipeline, simulate(pipeline), cuts, samples, recompute, gears)
-    return PlannedCase(plan, layers, dtype, dropout, samples, tied)
+    return PlannedCase(plan, layers, dtype, dropout, samples, **rest)
 
 
 def _draw_seconds(draw: random.Random, speed: float) -> PassSeconds:
     return PassSeconds(*(draw.uniform(0.5, 1.5) / speed for _ in range(3)))
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> PlannedCase:
-    """Up to 3 stages of 1 to 3 ranks, every schedule, 1 to 4 ministages, unequal layers and shares."""
-    schedule = draw(st.sampled_from([str(name) for name in ScheduleName]))
-    sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+def draw_case(seed: int) -> PlannedCase:
+    """Draw up to 3 stages of 1 to 3 ranks, every schedule, 1 to 4 ministages, unequal layers and shares; with and
+    without recompute, offload, dropout, shared parameters, a limit of the norm, and a checkpoint.
+    """
+    draw = random.Random(seed)
+    schedule = draw.choice([*ScheduleName, ScheduleName.BREADTH_FIRST])
+    sizes = tuple(draw.randint(1, 3) for _ in range(draw.randint(1, 3)))
     if schedule in (ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_H1):
         sizes = (sizes[0],) * len(sizes)
-    ministages = draw(st.integers(1, 4)) if schedule == ScheduleName.BREADTH_FIRST else 1
-    layers = draw(st.integers(max(4, len(sizes) * ministages), 13))
+    ministages = draw.randint(1, 4) if schedule is ScheduleName.BREADTH_FIRST else 1
+    layers = draw.randint(max(4, len(sizes) * ministages), 13)
     rest = {
-        "microbatches": draw(st.integers(max(sizes), 7)), "layers": layers, "seed": draw(st.integers(0, 1 << 20)),
-        "recompute": draw(st.booleans()), "dtype": draw(st.sampled_from([torch.float32, torch.float64])),
-        "tied": layers > 4 and draw(st.booleans()),
+        "microbatches": draw.randint(max(2, *sizes), 7), "layers": layers, "seed": seed,
+        "recompute": draw.random() < 0.5, "dtype": draw.choice([torch.float32, torch.float64]),
+        "tied": layers > 4 and draw.random() < 0.5, "dropout": draw.choice([0.0, 0.2]),
+        "offload": schedule is ScheduleName.BREADTH_FIRST and draw.random() < 0.5,
+        "norm": draw.choice([None, 0.05]), "saved": draw.random() < 0.5,
     }  # fmt: skip
     try:
         return make_case(schedule, sizes, ministages, **rest)
@@ -229,7 +242,10 @@ def on_ranks(count: int, play: OfRank, dying: Collection[int] = ()) -> list[Any]
         found: dict[int, Any] = {}
         try:
             while len(found) < count - len(dying):
-                rank, told = queue.get(timeout=ENDS_S)
+                try:
+                    rank, told = queue.get(timeout=ENDS_S)
+                except Empty as error:
+                    raise AssertionError(f"expected an answer of {count} ranks, got {found}") from error
                 found[rank] = told
             for process in ranks:
                 process.join(30)
@@ -272,19 +288,48 @@ class OneProcess:
 
     def __init__(self, case: PlannedCase) -> None:
         torch.manual_seed(0)
-        named = list(case.build())
+        named, self.grad_norm = list(case.build()), 0.0
         self.model = nn.Sequential(*(layer for _, layer in named))
-        self.named = {
-            f"{named[int(number)][0]}.{rest}": p
-            for number, rest, p in (
-                (*path.split(".", 1), p) for path, p in self.model.named_parameters(remove_duplicate=False)
-            )
-        }
+        self.case, self.named = (
+            case,
+            {
+                f"{named[int(number)][0]}.{rest}": p
+                for number, rest, p in (
+                    (*path.split(".", 1), p) for path, p in self.model.named_parameters(remove_duplicate=False)
+                )
+            },
+        )
 
-    def backward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-        loss = summed_loss(self.model(batch[0]), batch[1]) / int((batch[1] != -100).sum())
+    def backward(self, batch: tuple[torch.Tensor, torch.Tensor], step: int = 0) -> float:
+        loss = self.compute(batch, step)
         loss.backward()
         return float(loss.detach())
+
+    def evaluate(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            loss = float(self.compute(batch, 0))
+        self.model.train()
+        return loss
+
+    def compute(self, batch: tuple[torch.Tensor, torch.Tensor], step: int) -> torch.Tensor:
+        """Return the mean loss; with dropout micro-batch by micro-batch, each layer with a seed of its own."""
+        size, total = self.case.samples if self.case.dropout else len(batch[0]), torch.zeros((), dtype=self.case.dtype)
+        for number, (x, targets) in enumerate(zip(*(of.split(size) for of in batch), strict=True)):
+            for at, layer in enumerate(self.model):
+                torch.manual_seed(_mix_seed(0, step, number, at))
+                x = layer(x)
+            total = total + summed_loss(x, targets)
+        return total / int((batch[1] != -100).sum())
+
+    def train(self, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], step: int) -> float:
+        """Take a step of the optimizer; return the loss before it."""
+        loss = self.backward(batch, step)
+        if self.case.norm is not None:
+            self.grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -318,30 +363,54 @@ class KeptGradients(torch.optim.SGD):
         """Do nothing."""
 
 
-def compare_case(case: PlannedCase, _: int) -> dict[str, float]:
+def compare_case(case: PlannedCase, directory: str | None, _: int) -> dict[str, float]:
     """Gradients of a step, and what three steps of AdamW make of the parameters; one rank's part of it."""
-    held = {"optimizer": lambda part: KeptGradients(part.parameters())} if case.tied else {}
+    steps_itself = case.tied or case.plan["pipeline"]["offload"]
+    held = {"optimizer": lambda part: KeptGradients(part.parameters())} if steps_itself else {}
     pipe, alone = make_pipeline(case, **held), OneProcess(case)
     losses = abs(pipe.step(case.batch(0)) - alone.backward(case.batch(0)))
     gradient = worst_error(pipe, alone, lambda p: p.grad)
     pipe.close()
-    pipe, alone = make_pipeline(case, optimizer=adamw), OneProcess(case)
+    pipe, alone = make_pipeline(case, optimizer=adamw, max_grad_norm=case.norm), OneProcess(case)
     optimizer = adamw(alone.model)
     for step in range(STEPS):
-        losses = max(losses, abs(pipe.step(case.batch(step)) - alone.backward(case.batch(step))))
-        optimizer.step()
-        optimizer.zero_grad()
-    losses = max(losses, abs(pipe.evaluate(case.batch(9)) - float(alone.backward(case.batch(9)))))
+        losses = max(losses, abs(pipe.step(case.batch(step)) - alone.train(optimizer, case.batch(step), step)))
+        if case.norm is not None:
+            losses = max(losses, abs(alone.grad_norm - (pipe.grad_norm or 0.0)))
+    losses = max(losses, abs(pipe.evaluate(case.batch(9)) - alone.evaluate(case.batch(9))))
     stepped = worst_error(pipe, alone, lambda p: p.detach())
     assert pipe.tokens == int((case.batch(0)[1] != -100).sum())
+    if directory is not None:
+        dcp.save(pipe.state_dict(), checkpoint_id=directory)
     pipe.close()
     return {"gradient": gradient, "stepped": stepped, "loss": losses}
 
 
+def go_on(case: PlannedCase, directory: str, _: int) -> dict[str, float]:
+    """Load what `compare_case` has saved of another plan, and take a step more; one rank's part of it."""
+    pipe, alone = make_pipeline(case, optimizer=adamw, max_grad_norm=case.norm), OneProcess(case)
+    optimizer, losses = adamw(alone.model), [0.0, 0.0]
+    state = pipe.state_dict()
+    dcp.load(state, checkpoint_id=directory)
+    pipe.load_state_dict(state)
+    for step in range(STEPS + 1):
+        losses[0] = alone.train(optimizer, case.batch(step), step)
+    losses[1] = pipe.step(case.batch(STEPS))
+    stepped = worst_error(pipe, alone, lambda p: p.detach())
+    pipe.close()
+    return {"gradient": 0.0, "stepped": stepped, "loss": abs(losses[1] - losses[0])}
+
+
 def check_case(case: PlannedCase) -> dict[str, float]:
-    """Raise AssertionError if a rank of the case is off; return the worst of all."""
-    found = on_ranks(case.ranks, partial(compare_case, case))
-    shown = json.dumps(case.plan)
+    """Raise AssertionError if a rank of the case is off, or one that goes on from its checkpoint by another plan;
+    return the worst of all.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        found = on_ranks(case.ranks, partial(compare_case, case, directory if case.saved else None))
+        if case.saved and all(isinstance(of, dict) for of in found):
+            other = make_case("breadth_first", (2,), 2, sum(case.microbatches), case.layers, 5, recompute=True)
+            found += on_ranks(2, partial(go_on, replace(case, plan=other.plan), directory))
+    shown = json.dumps({**case.plan, "case": repr(replace(case, plan={}))})
     assert all(isinstance(of, dict) for of in found), (found, shown)
     worst = {key: max(of[key] for of in found) for key in found[0]}
     assert worst["gradient"] <= GRADIENT[case.dtype], (worst, shown)
@@ -366,19 +435,10 @@ def six(_: int) -> list[dict[str, float]]:
 
 
 def drawn(count: int) -> int:
-    """Plans that hypothesis draws; return how many."""
-    played = []
-
-    @settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
-    @given(cases())
-    def check(case: PlannedCase) -> None:
-        check_case(case)
-        played.append(case)
-
-    check()
-    return len(played)
+    """So many plans that are drawn; return how many."""
+    for seed in range(count):
+        check_case(draw_case(seed))
+    return count
 
 
 GEARED = (
@@ -496,6 +556,9 @@ TIED = (
     make_case("compact_zb", (3, 2), seed=1, tied=True),  # shards of the copies begin elsewhere
     make_case("gpipe", (2,), recompute=True, tied=True),  # owner and copy in one part
     make_case("breadth_first", (1,), 3, tied=True),
+    make_case("breadth_first", (1, 2), 3, tied=True, offload=True, recompute=True),  # shards wait in host memory
+    # A part is an activation alone, which holds nothing.
+    make_case("breadth_first", (2,), 4, seed=4, tied=True, offload=True, norm=0.05, saved=True),
 )
 Named = dict[str, list[float]]
 
@@ -624,7 +687,7 @@ class AccountedCase(PlannedCase):
             yield f"blocks.{i}", nn.Sequential(nn.Linear(WIDE, WIDE, dtype=self.dtype), nn.Tanh())
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        count = sum(self.plan["pipeline"]["stages"][0]["microbatches"])
+        count = sum(self.microbatches)
         inputs = torch.randn(ROWS * count, WIDE, generator=torch.Generator().manual_seed(step), dtype=self.dtype)
         return inputs, inputs.flip(0)
 
@@ -753,6 +816,47 @@ def offloaded(_: int) -> dict[str, Any]:
     return {"worst": max(of[0] for of in found), "stayed": all(of[1] for of in found), "loaded": max(after)}
 
 
+# ---- what is seen ----------------------------------------------------------------------------------------------------
+
+
+def seen(_: int) -> list[list[dict[str, Any]]]:
+    """Of a plan whose shards wait in host memory and whose parts step at the end, and of one in other gears with shared
+    parameters: where a step went, what a run is told of it, its trace, and what is refused.
+    """
+    geared = replace(GEARED[0], dtype=torch.float32, tied=True)
+    offloaded = replace(account_case(4, True, True)[0], dtype=torch.float32)
+
+    def play(case: PlannedCase, directory: str, gear: int, options: dict[str, Any], rank: int) -> dict[str, Any]:
+        os.environ["DIPS_ALONE"] = "1"
+        pipe = make_pipeline(case, optimizer=adamw, **options)
+        outer, told = OuterLoop(pipe.parts), list[Any]()
+        outer.report_pipeline = lambda **of: told.append(of)  # type: ignore[method-assign]
+        path, refused = Path(directory) / "step.json", list[str]()
+        for _ in range(2):
+            try:
+                pipe.write_timeline(path / "file" if path.exists() else path)
+            except DipsError as error:
+                refused.append(f"{type(error).__name__}: {error}".replace(directory, "DIR"))
+            path.touch()
+            pipe._gear = pipe._gears[gear]
+            pipe.step(case.batch(0))
+        pipe.evaluate(case.batch(0))
+        pipe.write_timeline(path)
+        held = {str(category): nbytes for category, nbytes in pipe.memory.peaks.items()}
+        return {
+            "seconds": pipe.last_seconds, "told": told, "refused": refused, "trace": path.read_text(),
+            "peaks": held | {"peak": pipe.memory.peak_bytes},
+        }  # fmt: skip
+
+    found = []
+    for case, gear, options in (
+        (offloaded, 1, {"loss": square_loss, "max_grad_norm": 1.0}), (geared, 2, {"adapt": "gears"})
+    ):  # fmt: skip
+        with tempfile.TemporaryDirectory() as directory:
+            found.append(on_ranks(case.ranks, partial(play, case, directory, gear, options)))
+    return found
+
+
 def too_small(_: int) -> dict[str, list[str]]:
     """What ranks are told of devices with less memory than their plan needs, or than they come to hold."""
     case, played = account_case(2, False, True)
@@ -812,6 +916,10 @@ def refused(_: int) -> dict[str, list[str]]:
             yield from UNEQUAL.build()
             yield nn.Tanh()
 
+        def build_normed() -> Iterator[Any]:
+            yield from UNEQUAL.build()
+            yield "norm", nn.BatchNorm1d(VOCABULARY)
+
         def build_tied() -> Iterator[Any]:
             yield from replace(UNEQUAL, tied=rank != 1).build()
 
@@ -825,6 +933,7 @@ def refused(_: int) -> dict[str, list[str]]:
             "model": told(lambda: Pipeline(build_otherwise, UNEQUAL.plan, loss=summed_loss)),
             "tied, no optimizer": told(lambda: make_pipeline(TIED[0])),
             "ties differ": told(lambda: Pipeline(build_tied, UNEQUAL.plan, loss=summed_loss, optimizer=adamw)),
+            "BatchNorm": told(lambda: Pipeline(build_normed, UNEQUAL.plan, loss=summed_loss)),
             "no layers": told(lambda: Pipeline(lambda: nn.Linear(3, 3), UNEQUAL.plan, loss=summed_loss)),
             "plans differ": told(lambda: Pipeline(UNEQUAL.build, other, loss=summed_loss)),
             "seeds differ": told(lambda: make_pipeline(UNEQUAL, seed=rank)),
@@ -856,31 +965,44 @@ def refused(_: int) -> dict[str, list[str]]:
 
 
 def a_rank_dies(every: int) -> list[list[Any]]:
-    """One rank ends after so many actions of its order, after whose last shared parameters are summed;
-    each of the others tells how long it waited, and what for.
+    """One rank ends after so many actions of its order, after whose last shared parameters are summed, and in plans
+    with other actions before the first of each kind; each of the others tells how long it waited, and what for.
+    Return rank, the kind of action that is not played, and what all ranks tell.
     """
-    case = TIED[0]
-    plan, found = read_pipeline(case.plan, "plan"), []
-    for dying in range(case.ranks):
-        for point in range(0, len(lower_order(plan, plan.devices[dying])) + 1, every or 1):
+    found = []
+    for case, dying, point, kind in (*_list_points(TIED[0], every or 1), *(p for c in KINDS for p in _list_kinds(c))):
 
-            def play(rank: int, dying: int = dying, point: int = point) -> Any:
-                pipe = make_pipeline(case, optimizer=adamw, collective_s=DEAD_S)
-                pipe.step(case.batch(0))
-                if rank == dying:
-                    end_after(pipe, point)
-                began = time.monotonic()
-                try:
-                    pipe.step(case.batch(1))
-                except DipsError as error:
-                    return f"{type(error).__name__}: {error} | {time.monotonic() - began:.1f}"
-                return "nothing"
+        def play(rank: int, case: PlannedCase = case, dying: int = dying, point: int = point) -> Any:
+            pipe = make_pipeline(case, optimizer=adamw, max_grad_norm=case.norm, collective_s=DEAD_S)
+            pipe.step(case.batch(0))
+            if rank == dying:
+                end_after(pipe, point)
+            began = time.monotonic()
+            try:
+                pipe.step(case.batch(1))
+            except DipsError as error:
+                return f"{type(error).__name__}: {error} | {time.monotonic() - began:.1f}"
+            return "nothing"
 
-            found.append([dying, point, on_ranks(case.ranks, play, dying=(dying,))])
+        found.append([dying, kind, on_ranks(case.ranks, play, dying=(dying,))])
     return found
 
 
 DEAD_S = 5.0
+KINDS = (replace(TIED[4], norm=0.05), make_case("compact_zb", (1, 2, 1)))  # copies to and from host memory; I and W
+
+
+def _list_points(case: PlannedCase, every: int = 1) -> Iterator[tuple[PlannedCase, int, int, str]]:
+    """Yield each rank's actions and the end of its order: its number, that of the action, and its kind."""
+    plan = read_pipeline(case.plan, "plan")
+    for dying, device in enumerate(plan.devices):
+        kinds = [*(str(action.op) for action in lower_order(plan, device)), "end"]
+        yield from ((case, dying, point, kind) for point, kind in [*enumerate(kinds)][::every])
+
+
+def _list_kinds(case: PlannedCase) -> Iterator[tuple[PlannedCase, int, int, str]]:
+    """Yield of each rank's actions the first of each kind."""
+    yield from {(point[1], point[3]): point for point in [*_list_points(case)][::-1]}.values()
 
 
 def end_after(pipe: Pipeline, point: int, steps: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -33,16 +34,20 @@ WAITED = (MetricRow("dips_agent_wait_seconds", "waited", "One standstill, by its
 FATE = (MetricRow("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarnation, by what became of them."),)
 PIPELINE = (
     MetricRow("dips_agent_pipeline_gear", "gear", "Pieces of each micro-batch of a planned pipeline."),
-    MetricRow("dips_agent_pipeline_step_seconds", "step_s", "Of its last step, mean of the ranks."),
+    MetricRow("dips_agent_pipeline_step_seconds", "step_s", "Of its last step."),
     MetricRow("dips_agent_pipeline_idle", "idle", "Share of its last step in which a device computed nothing."),
 )
-ACTIONS = (MetricRow("dips_agent_pipeline_action_seconds", "seconds", "Of its last step, by kind of action."),)
+BY_STAGE = {  # by the field of PlayedStage: label of its keys, and metric
+    "seconds": ("action", MetricRow("dips_agent_pipeline_action_seconds", "value", "Computed in its last step.")),
+    "idle": ("cause", MetricRow("dips_agent_pipeline_idle_seconds", "value", "Waited in its last step.")),
+    "peak_bytes": ("category", MetricRow("dips_agent_pipeline_peak_bytes", "value", "Most held in its last step.")),
+}
 CHANGES = (MetricRow("dips_agent_inside_changes", "changes", "Changes inside the cluster.", counter=True),)
 MOVED = (MetricRow("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
 
 TABLES: tuple[Table, ...] = (
     (SELF, ()), (SPENT, ("cause",)), (WAITED, ("cause",)), (FATE, ("fate",)), (MOVED, ("direction",)),
-    (PIPELINE, ()), (ACTIONS, ("action",)), (CHANGES, ("what",)),
+    (PIPELINE, ()), *(((row,), ("stage", label)) for label, row in BY_STAGE.values()), (CHANGES, ("what",)),
 )  # fmt: skip
 
 
@@ -96,7 +101,10 @@ def collect(status: Status) -> Iterator[Metric]:
     yield from make_families(MOVED, moved, ("direction",))
     played = status["pipeline"]
     yield from make_families(PIPELINE, [] if played is None else [((), played)], ())
-    actions = [] if played is None else [((kind,), {"seconds": seconds}) for kind, seconds in played.spent.items()]
-    yield from make_families(ACTIONS, actions, ("action",))
+    stages = enumerate(() if played is None else played.stages)
+    held = [(str(number), asdict(stage)) for number, stage in stages]
+    for name, (label, row) in BY_STAGE.items():
+        values = [((number, key), {"value": value}) for number, of in held for key, value in of[name].items()]
+        yield from make_families((row,), values, ("stage", label))
     changes = [((what,), {"changes": count}) for what, count in status["changes"].items()]
     yield from make_families(CHANGES, changes, ("what",))

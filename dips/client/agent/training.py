@@ -103,8 +103,15 @@ ROUTINE = "sync"  # a change inside the cluster that is as it should be: in the 
 def take_pipeline(s: AgentState, notice: PipelineReported) -> None:
     """Keep how a pipeline's last step was played, and write it to the timeline."""
     s.trainer.pipeline = notice
-    spent = {f"{kind}_s": round(seconds, 6) for kind, seconds in notice.spent.items()}
-    s.record_mark("pipeline", gear=notice.gear, step_s=notice.step_s, idle=round(notice.idle, 4), **spent)
+    stages = [
+        {
+            "seconds": {work: round(seconds, 6) for work, seconds in stage.seconds.items()},
+            "idle": {cause: round(seconds, 6) for cause, seconds in stage.idle.items()},
+            "peak_bytes": dict(stage.peak_bytes),
+        }
+        for stage in notice.stages
+    ]
+    s.record_mark("pipeline", gear=notice.gear, step_s=notice.step_s, idle=round(notice.idle, 4), stages=stages)
 
 
 def take_change(s: AgentState, notice: InsideChanged) -> None:

@@ -29,6 +29,15 @@ class PushResult:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class PlayedStage:
+    """How one stage of a planned pipeline played a step: seconds, mean of its ranks, which add up to the step."""
+
+    seconds: dict[str, float]  # by computation
+    idle: dict[str, float]  # by what was waited for
+    peak_bytes: dict[str, int]  # by category, on the rank with the most
+
+
 # ---- questions of rank 0 ---------------------------------------------------------------------------------------------
 
 
@@ -203,13 +212,13 @@ class Remarked:
 
 @dataclass(frozen=True, slots=True)
 class PipelineReported:
-    """Reports how the last step of a planned pipeline inside the cluster was played; at most once a second."""
+    """Reports how the last step of a planned pipeline inside the cluster was played; every few seconds at most."""
 
     attempt: int
     gear: int  # pieces of each micro-batch of the plan
-    step_s: float  # mean of all ranks, as are the following
-    idle: float  # share of it in which a device computed nothing
-    spent: dict[str, float]  # seconds by kind of action
+    step_s: float
+    idle: float  # share of it in which a device computed nothing, mean of all ranks
+    stages: tuple[PlayedStage, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,12 +266,12 @@ class OuterLoop:
         """Show a remark in the agent's log and in `dips status`. Only rank 0's call has an effect."""
         self._agent_client.notify_agent(messages.Remarked(self._state.attempt, text))
 
-    def report_pipeline(self, *, gear: int, step_s: float, idle: float, spent: Mapping[str, float]) -> None:
+    def report_pipeline(self, *, gear: int, step_s: float, idle: float, stages: Sequence[Mapping[str, Any]]) -> None:
         """Show how the last step of a planned pipeline was played; `Pipeline` calls it. Only rank 0's call has an
-        effect. The fields are those of PipelineReported.
+        effect. The fields are those of PipelineReported, and of PlayedStage for each stage.
         """
-        attempt = self._state.attempt
-        self._agent_client.notify_agent(messages.PipelineReported(attempt, gear, step_s, idle, dict(spent)))
+        played = tuple(messages.PlayedStage(**stage) for stage in stages)
+        self._agent_client.notify_agent(messages.PipelineReported(self._state.attempt, gear, step_s, idle, played))
 
     def report_change(self, what: str, why: str, restarts: bool = False) -> None:
         """Show a change inside the cluster; `Pipeline` and `MeshLoop` call it. Only rank 0's call has an effect.

@@ -36,6 +36,7 @@ class HostCategory(StrEnum):
 
 
 Category = MemoryCategory | HostCategory
+COUNTED: tuple[Category, ...] = (*(of for of in MemoryCategory if of is not MemoryCategory.WORKSPACE), *HostCategory)
 
 
 class OutOfDeviceMemory(ConfigError):
@@ -93,7 +94,7 @@ class MemoryAccount:
         """
         self._device, self._limit_bytes = device, limit_bytes
         self._rows: dict[tuple[Category, Any], int] = {}
-        self._held: dict[Category, int] = dict.fromkeys([*MemoryCategory, *HostCategory], 0)
+        self._held: dict[Category, int] = dict.fromkeys(COUNTED, 0)
         self._device_bytes = 0
         self.peaks: dict[Category, int] = dict(self._held)
         """The most bytes of each category in the last step, whenever that was."""

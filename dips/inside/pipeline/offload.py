@@ -424,13 +424,16 @@ class RankDevice:
         elif op in (Op.I, Op.B):
             self._activations.arrive(key)
 
+    def await_shards(self, number: int) -> None:
+        """Wait until what a part's optimizer steps with is on the device, if it is taken away at times."""
+        if self._shards is not None:
+            for category in SHARDS:
+                self._shards.arrive(number, category)
+
     def step_optimizer(self, number: int, late: bool) -> None:
         """Step the optimizer of a part whose gradients are whole; `late`: when all is computed."""
         optimizer = self._optimizers[number]
         self.account.hold(MemoryCategory.GRADIENTS, number, count_gradients(self._parts[number]))
-        if self._shards is not None:
-            self._shards.arrive(number)
-            self._shards.arrive(number, MemoryCategory.OPTIMIZER)
         optimizer.step()
         optimizer.zero_grad()
         self.account.hold(MemoryCategory.GRADIENTS, number, count_gradients(self._parts[number]))

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from dips.errors import ConfigError
 from dips.inside.planning.adapt import Gears, TimedTransfer, parse_gears
 from dips.inside.planning.schedules import COMPUTING, Op, ScheduledAction, list_share, parse_order
+from dips.inside.planning.simulate import ActionSpan
+from dips.inside.planning.timeline import parse_timeline
 
 AHEAD = 8  # computations before its use at which a receive begins; gloo sends nothing before, and pieces are small
 RESIDENT = 2  # ministages of a device at work: with more of them `offload` takes the others' shards to host memory
@@ -51,6 +53,7 @@ class PipelinePlan:
     shares: Mapping[str, tuple[int, ...]]  # the micro-batches of each device, in the order of its last forwards
     offload: bool = False  # activations between layers, and shards of idle ministages, wait in host memory
     memory: Mapping[str, float] = field(default_factory=dict)  # bytes that a device needs; none: the plan has no sizes
+    timeline: tuple[ActionSpan, ...] = ()  # as it was predicted
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -81,7 +84,7 @@ class PipelinePlan:
     def cut(self, pieces: int, orders: Mapping[str, tuple[ScheduledAction, ...]]) -> PipelinePlan:
         """Return the plan whose micro-batches are cut into pieces, with the orders for them."""
         shares = {device: list_share(order) for device, order in orders.items()}
-        return replace(self, samples=self.samples // pieces, orders=orders, shares=shares)
+        return replace(self, samples=self.samples // pieces, orders=orders, shares=shares, timeline=())
 
     def tag(self, transfer: BorderTransfer, part: int, microbatch: int) -> int:
         """Return the number of a SEND_F or SEND_B of a part, which its receiver knows it by."""
@@ -115,6 +118,7 @@ def read_pipeline(data: Any, name: str) -> PipelinePlan:
             shares={device: list_share(order) for device, order in orders.items()},
             offload=bool(found["offload"]),
             memory={str(d): float(of["peak"]) for d, of in found.get("memory", {}).items()},
+            timeline=parse_timeline(found.get("timeline", {})),
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(f"{name}: pipeline: expected what `dips plan cluster` writes, got {error!r}") from error
@@ -335,6 +339,71 @@ def _delay_gather(actions: Sequence[RankAction], at: int) -> int:
             break
         between += [i] if op in COMPUTING else []
     return between[(len(between) - 1) // 2] if between else at
+
+
+# ---- seconds of a step -----------------------------------------------------------------------------------------------
+
+
+class DeviceWork(StrEnum):
+    """Computations of a rank's device."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"  # that of the input, where it is split
+    WEIGHT = "weight"
+    OPTIMIZER = "optimizer"
+
+
+class IdleCause(StrEnum):
+    """Reasons for which a rank's device computes nothing: what is waited for."""
+
+    BORDER = "border"  # a tensor of another stage, or another stage that takes one
+    GATHER = "gather"  # parameters of its stage
+    REDUCE = "reduce"  # gradients of its stage
+    COPY = "copy"  # what was in host memory
+    TIED = "tied"  # gradients and values of shared parameters
+    NORM = "norm"  # of the whole model's gradient
+    END = "end"  # ranks whose step takes longer
+    RUNTIME = "runtime"  # nothing: what happens between two actions
+
+
+class TimedSpan(NamedTuple):
+    """Something that a rank did, or waited for, in seconds of its machine's clock."""
+
+    kind: DeviceWork | IdleCause
+    action: str
+    begin_s: float
+    end_s: float
+
+
+RankSeconds = Mapping[str, float]  # by DeviceWork and IdleCause
+
+
+def settle_seconds(ranks: Sequence[tuple[RankSeconds, float]]) -> list[dict[str, float]]:
+    """Return each rank's seconds by work and cause, which add up to the step: to that of the slowest rank.
+
+    ranks   of each what it has recorded, and how long its step took
+    """
+    step_s = max(own_s for _, own_s in ranks)
+    return [
+        {**spent, IdleCause.RUNTIME: max(0.0, own_s - sum(spent.values())), IdleCause.END: step_s - own_s}
+        for spent, own_s in ranks
+    ]
+
+
+def average_seconds(ranks: Sequence[RankSeconds]) -> dict[str, float]:
+    """Return the mean of some ranks' seconds, by work and cause."""
+    kinds = sorted({kind for of in ranks for kind in of})
+    return {kind: sum(of.get(kind, 0.0) for of in ranks) / len(ranks) for kind in kinds}
+
+
+def describe_stage(ranks: Sequence[RankSeconds], peaks: Sequence[Mapping[str, int]]) -> dict[str, dict[str, Any]]:
+    """Return how a stage's ranks played a step, by the fields of PlayedStage: mean seconds, and the highest peaks."""
+    mean = average_seconds(ranks)
+    return {
+        "seconds": {str(kind): mean[kind] for kind in DeviceWork if kind in mean},
+        "idle": {str(kind): mean[kind] for kind in IdleCause if kind in mean},
+        "peak_bytes": {category: max(of[category] for of in peaks) for category in peaks[0]},
+    }
 
 
 # ---- seconds of transfers --------------------------------------------------------------------------------------------

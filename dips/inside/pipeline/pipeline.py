@@ -34,7 +34,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -60,18 +60,25 @@ from dips.client.parallel.devices import find_device
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.outer_loop import find_loop
 from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Unavailable
+from dips.files import write_aside
 from dips.inside.agreement import agree, compare
 from dips.inside.pipeline.memory import EmulatedDevice, MemoryAccount, OutOfDeviceMemory
 from dips.inside.pipeline.offload import RankDevice
 from dips.inside.pipeline.orders import (
     BorderTransfer,
+    DeviceWork,
+    IdleCause,
     PipelinePlan,
     RankAction,
+    TimedSpan,
+    average_seconds,
+    describe_stage,
     lower_forward,
     lower_order,
     match_transfers,
     read_gears,
     read_pipeline,
+    settle_seconds,
 )
 from dips.inside.pipeline.parts import Build, LayerShapes, PipelinePart, build_layers, make_part
 from dips.inside.pipeline.replan import PlanReplaced, Replanner, digest_plan
@@ -79,12 +86,14 @@ from dips.inside.pipeline.tied import TiedParameters
 from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage, StepTimes
 from dips.inside.planning.adapt import Adapting, GearAdapter, GearChange, Gears, PlanChange, PlanVerdict
 from dips.inside.planning.profile import GB
-from dips.inside.planning.schedules import Op
+from dips.inside.planning.schedules import Engine, Op
+from dips.inside.planning.simulate import ActionSpan, simulate
+from dips.inside.planning.timeline import MEASURED, PLANNED, chrome_trace
 
-STEP = "step"  # of all kinds of action, the whole of them
-COMPUTING = ("forward", "backward", "weight")  # kinds of action in which a device is not idle
+STEP = "step"  # of the seconds of a step, all
+WORK = {Op.F: DeviceWork.FORWARD, Op.I: DeviceWork.BACKWARD, Op.B: DeviceWork.BACKWARD, Op.W: DeviceWork.WEIGHT}
 LOOKS = 10  # steps in which ranks look for the file of a new plan before rank 0 says that some have none
-REPORT_S = 1.0  # between two reports to the run of how a step was played
+REPORT_S = 5.0  # between two reports to the run of how a step was played
 IGNORED = -100  # a target that does not count, as torch's cross_entropy has it by default
 LOG = structlog.get_logger()
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -190,6 +199,8 @@ class Pipeline:
         self._late = frozenset(late) & self._optimizers.keys()  # what they step by is whole when all is computed
         self._memory = RankDevice(self._plan, self._name, self._device, emulated, self._by_number, self._optimizers)
         self._loss, self._batch_tokens = loss, 1
+        self._simulated = gears
+        self._played: tuple[RankGear, float, tuple[TimedSpan, ...]] | None = None  # the last step, and when it began
         self._times = StepTimes()
         self._gears = {n: self._make_gear(n, one) for n, one in plans.items() if n == 1 or adapting is not Adapting.OFF}
         self._gear = self._gears[1]
@@ -211,7 +222,7 @@ class Pipeline:
         self.new_plan: PlanChange | None = None
         """The last plan that was found to be better, and why; None before the first. Only with "ask" and "auto"."""
         self.last_seconds: dict[str, float] = {}
-        """Seconds of the last step, mean of all ranks: of the whole `step`, and by kind of action."""
+        """Seconds of the last step: of the whole `step`, and what they went to, mean of all ranks."""
         self.steps = 0
         """Steps since the pipeline was made, plus those of the loaded checkpoint."""
         self.tokens = 0
@@ -247,13 +258,13 @@ class Pipeline:
         """
         inputs, targets = self._take_batch("step", batch)
         with self._explained():
-            self._times.clear()
             self._leave_for_plan()
             begin_s = time.monotonic()  # the same moment on all ranks, within the seconds of a small message
             losses = self._play(inputs, targets, trains=True)
             self._exchange_tied(self._tied.sum_gradients)
             if self._max_grad_norm is not None:
-                self._clip_gradients()
+                with self._times.spending(IdleCause.NORM):
+                    self._clip_gradients()
             for number in self._late:
                 self._step_optimizer(number)
             self._memory.end_step()
@@ -284,6 +295,7 @@ class Pipeline:
         self, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], trains: bool
     ) -> list[torch.Tensor]:
         self._memory.begin_step((*inputs, *targets), trains, (self.gear, self._gear.traced))
+        self._times.clear()
         self._gear.targets = targets
         order = self._gear.train_order if trains else self._gear.forward_order
         return self._gear.runtime.play(order, inputs, targets, trains)
@@ -336,16 +348,19 @@ class Pipeline:
 
     def _exchange_tied(self, exchange: Callable[[], None]) -> None:
         if self._shapes.ties:
-            with self._times.spending("tied"):
+            with self._times.spending(IdleCause.TIED):
                 exchange()
 
     def _prepare(self, action: RankAction) -> None:
         if self._plan.offload:
-            with self._times.spending("copy"):
+            with self._times.spending(IdleCause.COPY):
                 self._memory.prepare(action)
 
     def _step_optimizer(self, number: int) -> None:
-        with self._times.spending("optimizer"):
+        if self._plan.moves_shards:
+            with self._times.spending(IdleCause.COPY):
+                self._memory.await_shards(number)
+        with self._times.spending(DeviceWork.OPTIMIZER, f"{number}{Op.STEP}"):
             self._memory.step_optimizer(number, late=number in self._late)
 
     def _clip_gradients(self) -> None:
@@ -373,9 +388,11 @@ class Pipeline:
 
     def _end_step(self, losses: Sequence[torch.Tensor], begin_s: float) -> float:
         """Return the loss of all ranks; tell rank 0 seconds and transfers, and follow what it decided."""
+        self._played = self._gear, begin_s, tuple(self._times.spans)
         told: dict[str, Any] = {
             "loss": _sum_losses(losses),
-            "spent": {**self._times.spent, STEP: time.monotonic() - begin_s},
+            "spent": (self._times.spent, time.monotonic() - begin_s),
+            "peaks": {**self.memory.peaks, "peak": self.memory.peak_bytes},
             "gear": None if self._decided is None else asdict(self._decided),
             "plan": None if self._planned is None else asdict(self._planned),
         }
@@ -390,8 +407,9 @@ class Pipeline:
             self._decide(ranks)
         if self._awaits_file:
             self._compare_files([of["file"] for of in ranks])
-        self.last_seconds = _mean_seconds(ranks)
-        self._tell_run(self._follow(ranks[0]))
+        seconds = settle_seconds([of["spent"] for of in ranks])
+        self.last_seconds = {STEP: max(own_s for _, own_s in (of["spent"] for of in ranks)), **average_seconds(seconds)}
+        self._tell_run(self._follow(ranks[0]), seconds, [of["peaks"] for of in ranks])
         return float(sum(told["loss"] for told in ranks))
 
     @property
@@ -435,16 +453,23 @@ class Pipeline:
             news["plan"] = str(self.new_plan)
         return news
 
-    def _tell_run(self, news: Mapping[str, str]) -> None:
-        """Tell the run, if there is one, how the step was played, and what changed after it; on rank 0."""
+    def _tell_run(
+        self, news: Mapping[str, str], seconds: Sequence[Mapping[str, float]], peaks: Sequence[Mapping[str, int]]
+    ) -> None:
+        """Tell the run, if there is one, how the step was played, and what changed after it; on rank 0.
+
+        seconds, peaks  of each rank
+        """
         now = time.monotonic()
         if self._rank or (not news and now - self._reported_s < REPORT_S) or (loop := find_loop(self.parts)) is None:
             return
         self._reported_s = now
-        spent = {kind: seconds for kind, seconds in self.last_seconds.items() if kind != STEP}
-        step_s = self.last_seconds[STEP]
-        idle = 1 - sum(spent.get(kind, 0.0) for kind in COMPUTING) / step_s
-        loop.report_pipeline(gear=self.gear, step_s=step_s, idle=idle, spent=spent)
+        step_s, stages = self.last_seconds[STEP], []
+        for stage in self._plan.stages:
+            of = [self._ranks[device] for device in stage]
+            stages.append(describe_stage([seconds[rank] for rank in of], [peaks[rank] for rank in of]))
+        idle = sum(self.last_seconds.get(cause, 0.0) for cause in IdleCause) / step_s
+        loop.report_pipeline(gear=self.gear, step_s=step_s, idle=idle, stages=stages)
         for what, why in news.items():
             loop.report_change(what, why)
 
@@ -458,6 +483,42 @@ class Pipeline:
         self._collectives.all_gather(b"")  # rank 0 has told the agent before a rank ends
         raise PlanReplaced(why)
 
+    # ---- timelines ---------------------------------------------------------------------------------------------------
+
+    def write_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write how the last step was played, and beside it how it was predicted, as a trace for ui.perfetto.dev.
+        Collective; rank 0 writes the file.
+
+        Each device has a process "planned" and one "measured", which begin at the same moment, and in these a thread
+        for each engine. Measured are a rank's work and its waits, by its processor; a plan of before may have no
+        prediction.
+
+        Errors  ConfigError, on all ranks: there was no step yet, or the file cannot be written
+        """
+        self._check_usable()
+        if self._played is None:
+            raise ConfigError("write_timeline: expected a step before it, of which it is written")
+        gear, begin_s, spans = self._played
+        mine = [(span.kind, span.action, span.begin_s - begin_s, span.end_s - begin_s) for span in spans]
+        with self._explained():
+            ranks = [json.loads(one) for one in self._collectives.all_gather(json.dumps(mine).encode())]
+            agree(self._collectives, lambda: None if self._rank else self._write_trace(Path(path), gear, ranks))
+
+    def _write_trace(self, path: Path, gear: RankGear, ranks: Sequence[Any]) -> None:
+        planned = gear.plan.timeline
+        if not planned and gear.pieces in self._simulated:
+            planned = tuple(simulate(self._simulated[gear.pieces]).spans)
+        measured = [
+            ActionSpan(device, _engine_of(kind), action, begin_s, end_s)
+            for device, rank in self._ranks.items()
+            for kind, action, begin_s, end_s in ranks[rank]
+        ]
+        try:
+            with write_aside(path) as aside:
+                aside.write_text(json.dumps(chrome_trace({PLANNED: planned, MEASURED: measured}), allow_nan=False))
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -469,7 +530,7 @@ class Pipeline:
         model: dict[str, Any] = {}
         optimizer: dict[str, Any] = {}
         for number, part in self._by_number.items():
-            model |= get_model_state_dict(part)
+            model |= _state_of(part)
             if number in self._optimizers:
                 optimizer |= get_optimizer_state_dict(part, self._optimizers[number], options=FLAT)
         return {"model": model, "optimizer": optimizer, "steps": self.steps}
@@ -478,8 +539,8 @@ class Pipeline:
         """Take over what a checkpoint holds of this rank's parts, as `state_dict` names it."""
         self._check_usable()
         for number, part in self._by_number.items():
-            names = get_model_state_dict(part).keys()
-            set_model_state_dict(part, {name: state["model"][name] for name in names})
+            if names := _state_of(part).keys():
+                set_model_state_dict(part, {name: state["model"][name] for name in names})
             if number in self._optimizers:
                 optimizer = self._optimizers[number]
                 keys = get_optimizer_state_dict(part, optimizer, options=FLAT).keys()
@@ -557,12 +618,10 @@ class Pipeline:
         def computing(part: int, op: Op, number: int) -> Iterator[None]:
             of = self._by_number[part]
             of.targets = self._gear.targets[number]
-            with self._memory.computing(part, op, number):
-                if op is not Op.F:
-                    yield
-                    return
-                with of.seeded(self.steps, own[number]):
-                    yield
+            drawing = of.seeded(self.steps, own[number]) if op is Op.F else nullcontext()
+            spending = self._times.spending(WORK[op], f"{part}{op}{own[number]}")
+            with spending, self._memory.computing(part, op, number), drawing:
+                yield
 
         borders = {}
         for number in self._by_number:
@@ -577,7 +636,9 @@ class Pipeline:
         ]
         # With `recompute` the last layer gives its loss.
         loss = _take_loss if plan.recompute else self._count_loss
-        runtime = RankRuntime(stages, len(own), loss, self._on_reduced, self._prepare, self._memory.on_played)
+        runtime = RankRuntime(
+            stages, len(own), loss, self._times, self._on_reduced, self._prepare, self._memory.on_played
+        )
         gear = RankGear(pieces, plan, own, runtime, borders)
         gear.set_orders(self._name)
         return gear
@@ -586,7 +647,7 @@ class Pipeline:
         return self._loss(output, targets) / self._batch_tokens
 
     def _count_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with self._memory.counting(output):
+        with self._times.spending(DeviceWork.FORWARD, "loss"), self._memory.counting(output):
             return self._part_of_loss(output, targets)
 
     @contextmanager
@@ -653,12 +714,6 @@ def _build(
     return kept, shapes
 
 
-def _mean_seconds(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds by kind of action, mean of all ranks."""
-    kinds = sorted({kind for told in ranks for kind in told["spent"]})
-    return {kind: sum(told["spent"].get(kind, 0.0) for told in ranks) / len(ranks) for kind in kinds}
-
-
 def _make_replanner(
     plan: Any, data: Mapping[str, Any], gears: Gears, adapting: Adapting, rank: int
 ) -> Replanner | None:
@@ -666,6 +721,17 @@ def _make_replanner(
     if isinstance(plan, Mapping):
         raise ConfigError(f"plan: expected a file for adapt={adapting}, which writes another beside it, got a mapping")
     return None if rank else Replanner(Path(plan), data, gears, adapting)
+
+
+def _state_of(part: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint has of a part; torch refuses one of layers that hold nothing."""
+    return get_model_state_dict(part) if part.state_dict() else {}
+
+
+def _engine_of(kind: str) -> Engine:
+    if kind in list(DeviceWork):
+        return Engine.COMPUTE
+    return Engine.COPY if kind == IdleCause.COPY else Engine.NETWORK
 
 
 def _take_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dips.client.parallel.adapter import is_dtensor, is_fsdp
 from dips.errors import ConfigError
-from dips.inside.pipeline.orders import BorderTransfer, RankAction
+from dips.inside.pipeline.orders import BorderTransfer, DeviceWork, IdleCause, RankAction, TimedSpan
 from dips.inside.planning.schedules import Op
 
 TESTED = "2.13"
@@ -109,27 +110,35 @@ def _list_groups(part: nn.Module) -> list[Any]:
 
 @dataclass(slots=True)
 class StepTimes:
-    """When a rank's transfers went and came in a step, by tag, in seconds of this machine's clock; and how long it was
-    at each kind of action, as its processor saw it: an accelerator's work counts where it is waited for.
+    """When a rank's transfers went and came in a step, by tag, in seconds of this machine's clock; and what it worked
+    at and waited for when, as its processor saw it: an accelerator's work counts where it is waited for.
     """
 
     sent: dict[int, float] = field(default_factory=dict)  # offered to the receiver
     came: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # asked for, waited for, here
-    spent: dict[str, float] = field(default_factory=dict)  # seconds by kind of action
+    spans: list[TimedSpan] = field(default_factory=list)  # one after another
 
     def clear(self) -> None:
         """Forget them, before a step."""
-        for held in (self.sent, self.came, self.spent):
+        for held in (self.sent, self.came, self.spans):
             held.clear()
 
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds by what they went to."""
+        found: dict[str, float] = {}
+        for span in self.spans:
+            found[span.kind] = found.get(span.kind, 0.0) + span.end_s - span.begin_s
+        return found
+
     @contextmanager
-    def spending(self, kind: str) -> Iterator[None]:
-        """Count the seconds of this block."""
+    def spending(self, kind: DeviceWork | IdleCause, action: str = "") -> Iterator[None]:
+        """Record this block, in which there is no other; `action` as the plan names it, if it does."""
         begin_s = time.monotonic()
         try:
             yield
         finally:
-            self.spent[kind] = self.spent.get(kind, 0.0) + time.monotonic() - begin_s
+            self.spans.append(TimedSpan(kind, action or str(kind), begin_s, time.monotonic()))
 
 
 @dataclass(slots=True)
@@ -144,7 +153,7 @@ class TimedReceive:
     def wait(self) -> None:
         """Wait for the transfer, as torch's runtime does right before its use."""
         waited_s = time.monotonic()
-        with self.times.spending("wait"):
+        with self.times.spending(IdleCause.BORDER):
             self.work.wait()
         self.times.came[self.tag] = (self.asked_s, waited_s, time.monotonic())
 
@@ -190,7 +199,7 @@ class RankStage(_PipelineStageBase):
         super().__init__(part, number, parts, device, alone)
         self._runtime_validate = False  # it would compare with metadata that torch's own stage exchanges
         self._stage_meta.inputs = (None,)  # type: ignore[assignment]  # read for its length
-        self._borders, self._around, self.times = borders, around, borders.times
+        self._borders, self._around = borders, around
         self._activations: dict[int, torch.Tensor] = {}  # that came from the part before, by micro-batch
         self._gradients: dict[int, torch.Tensor] = {}  # from the part after
         self.failed_here = False  # an exception was raised by the part's own computation
@@ -271,7 +280,7 @@ class RankStage(_PipelineStageBase):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        with self._computing("forward"), self._around(Op.F, fwd_chunk_id):
+        with self._computing(Op.F, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if self.is_last and not self.has_backward:
             del self.fwd_cache[fwd_chunk_id]
@@ -280,18 +289,18 @@ class RankStage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._computing("backward"), self._around(Op.B if full_backward else Op.I, bwd_chunk_id):
+        with self._computing(Op.B if full_backward else Op.I, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._computing("weight"), self._around(Op.W, bwd_chunk_id):
+        with self._computing(Op.W, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     @contextmanager
-    def _computing(self, kind: str) -> Iterator[None]:
-        """Count the seconds of a computation, and mark a failure as this rank's own."""
+    def _computing(self, op: Op, chunk: int) -> Iterator[None]:
+        """Compute with what is around it, and mark a failure as this rank's own."""
         try:
-            with self._borders.times.spending(kind):
+            with self._around(op, chunk):
                 yield
         except Exception:
             self.failed_here = True
@@ -320,6 +329,16 @@ class RankStage(_PipelineStageBase):
         raise AssertionError("RankRuntime tells shapes by PartBorders")
 
 
+class _TimedSchedule(_PipelineScheduleRuntime):
+    """torch's runtime, which records how long it waits for parameters to be gathered."""
+
+    times: StepTimes
+
+    def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
+        with self.times.spending(IdleCause.GATHER) if stage.stage_index in self.unshard_ops else nullcontext():
+            super()._assert_unsharded(stage)
+
+
 class RankRuntime:
     """torch's runtime over the parts of one rank."""
 
@@ -328,6 +347,7 @@ class RankRuntime:
         stages: Sequence[RankStage],
         microbatches: int,
         loss: Loss,
+        times: StepTimes,
         on_reduced: Callable[[int], None],
         prepare: Callable[[RankAction], None],
         on_played: Callable[[RankAction, int], None],
@@ -336,12 +356,14 @@ class RankRuntime:
 
         microbatches  how many this rank has
         loss          of an output of the last part and its targets, a scalar; gradients are those of the sum of all
+        times         where this is recorded: waits for gathers, reductions, and at the end for sends
         on_reduced    called with a part's number when the gradients of its parameters are whole on this rank
         prepare       called before each action; plays a FETCH or OFFLOAD
         on_played     called after each action with the bytes of its part that are on their way, in host memory
         """
         self._stages, self._on_reduced, self._prepare, self._on_played = list(stages), on_reduced, prepare, on_played
-        self._schedule = _PipelineScheduleRuntime(self._stages, microbatches, loss_fn=loss, scale_grads=False)
+        self._schedule = _TimedSchedule(self._stages, microbatches, loss_fn=loss, scale_grads=False)
+        self._schedule.times = self._times = times
         self._schedule.register_custom_function(REDUCE_GRAD, self._reduce)
         for stage in self._stages:
             stage.chunks = microbatches
@@ -362,14 +384,17 @@ class RankRuntime:
         """
         losses: list[torch.Tensor] = []
         schedule = self._schedule
-        schedule.pipeline_order_with_comms = {schedule.rank: _PlayedOrder(order, self._prepare, self._tell_played)}
         for stage in self._stages:
             stage.has_backward = backward
             stage.clear_runtime_states()
         schedule._has_backward = backward
         # What is prepared there is told by PartBorders.
         schedule._stages_forward_initialized, schedule._stages_backward_initialized = True, backward
-        schedule._step_microbatches([(one,) for one in inputs], None, list(targets), losses, return_outputs=False)
+        with ExitStack() as rest:  # when all is played torch waits for the sends
+            ended = partial(rest.enter_context, self._times.spending(IdleCause.BORDER))
+            played = _PlayedOrder(order, self._times, self._prepare, self._tell_played, ended)
+            schedule.pipeline_order_with_comms = {schedule.rank: played}
+            schedule._step_microbatches([(one,) for one in inputs], None, list(targets), losses, return_outputs=False)
         return losses
 
     @property
@@ -385,7 +410,7 @@ class RankRuntime:
 
     def _reduce(self, action: _Action, ctx: Any) -> None:
         stage = self._stage_of(action.stage_index)
-        with stage.times.spending("reduce"):
+        with self._times.spending(IdleCause.REDUCE, f"{action.stage_index}{Op.REDUCE}"):
             stage.perform_reduce_grad(1)
         self._on_reduced(action.stage_index)
 
@@ -396,18 +421,24 @@ class _PlayedOrder(list[_Action]):
     def __init__(
         self,
         order: Sequence[RankAction],
+        times: StepTimes,
         prepare: Callable[[RankAction], None],
         on_played: Callable[[RankAction], None],
+        on_ended: Callable[[], None],
     ) -> None:
         super().__init__(_torch_action(action) for action in order if action.op not in COPIES)
-        self._order, self._prepare, self._on_played = order, prepare, on_played
+        self._order, self._times = order, times
+        self._prepare, self._on_played, self._on_ended = prepare, on_played, on_ended
 
     def __iter__(self) -> Iterator[_Action]:
         for action in self._order:
             self._prepare(action)
-            if action.op not in COPIES:
-                yield _torch_action(action)
+            gathers = action.op is Op.UNSHARD
+            with self._times.spending(IdleCause.GATHER, f"{action.part}{action.op}") if gathers else nullcontext():
+                if action.op not in COPIES:
+                    yield _torch_action(action)
             self._on_played(action)
+        self._on_ended()
 
     def __deepcopy__(self, memo: Any) -> list[_Action]:
         return self[:]  # torch prints it when an action fails

@@ -15,9 +15,10 @@ from typing import Any
 from dips.errors import ConfigError
 from dips.inside.planning.adapt import PIECES, Gears, keep_useful, spell_gears
 from dips.inside.planning.profile import GB, ClusterProfile, ModelProfile, is_estimated
-from dips.inside.planning.schedules import COMPUTING, Engine, ScheduledAction, ScheduleName
+from dips.inside.planning.schedules import COMPUTING, ScheduledAction, ScheduleName
 from dips.inside.planning.search import PipelineChoice, Planner, RankedPlan
 from dips.inside.planning.simulate import Prediction, SimulatedPipeline, freeze_orders, simulate
+from dips.inside.planning.timeline import spell_timeline
 
 NEXT = 3  # plans that are shown after the first
 HALF = 0.5
@@ -212,6 +213,7 @@ def plan_data(plan: ClusterPlan) -> dict[str, Any]:
             ],
             "bytes": {key: round(value) for key, value in plan.bytes_moved.items()},
             **(spell_memory(plan.prediction) if plan.prediction else {}),
+            **(spell_timeline(plan.prediction.spans) if plan.prediction else {}),
             "orders": {
                 device: " ".join(map(str, order))
                 for device, order in (plan.prediction.orders.items() if plan.prediction else ())
@@ -291,33 +293,6 @@ def compare_plans(plan: ClusterPlan, other: RankedPlan) -> str:
     """Say what another plan loses, or that it is faster but learns otherwise."""
     slower = plan.best.rate / other.rate - 1
     return f"{slower:.0%} slower" if other.exact or slower >= 0 else f"{-slower:.0%} less time, but it learns otherwise"
-
-
-def chrome_trace(prediction: Prediction) -> dict[str, Any]:
-    """Return the step as a trace for ui.perfetto.dev: a process for each device, a thread for each engine."""
-    names = list(prediction.idle)
-    engines = list(Engine)
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for pid, name in enumerate(names)
-    ]
-    events += [
-        {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": str(engine)}}
-        for pid in range(len(names))
-        for tid, engine in enumerate(engines)
-    ]
-    at = {name: pid for pid, name in enumerate(names)}
-    events += [
-        {
-            "ph": "X",
-            "name": span.action,
-            "pid": at[span.device],
-            "tid": engines.index(span.engine),
-            "ts": span.begin_s * 1e6,
-            "dur": (span.end_s - span.begin_s) * 1e6,
-        }
-        for span in prediction.spans
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------

@@ -53,6 +53,12 @@ class Engine(StrEnum):
 
 
 COMPUTING = frozenset({Op.F, Op.I, Op.W, Op.B})
+ENGINES = {
+    **dict.fromkeys((*COMPUTING, Op.RESHARD, Op.STEP), Engine.COMPUTE),
+    **dict.fromkeys((Op.UNSHARD, Op.REDUCE), Engine.NETWORK),
+    **dict.fromkeys((Op.FETCH, Op.OFFLOAD), Engine.COPY),
+}
+"""The engine that each operation takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dips.errors import ConfigError
 from dips.inside.pipeline.orders import read_pipeline
 from dips.inside.planning.plan import Framework, explain_plan, hand_over, make_plan, plan_data
 from dips.inside.planning.profile import parse_model, parse_profile
+from tests.traces import check_chrome
 
 ROOT = Path(__file__).parents[3]
 MACHINES: dict[str, Any] = {
@@ -63,13 +64,14 @@ def test_the_plan_is_shown_and_written(files: list[str], tmp_path: Path) -> None
     assert len(against) == 4, "three other plans, and this one with slower links"
     assert json.loads(CliRunner().invoke(cli, [*words, "--json", "--timeline", str(picture)]).output) == data
     assert picture.read_bytes()[1:4] == b"PNG"
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"fast.0", "slow.0"}
+    events = check_chrome(trace.read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"planned fast.0", "planned slow.0"}
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(data["step_s"] * 1e6, rel=1e-3)
     plan = read_pipeline(data, "plan.yaml")
     assert [list(stage) for stage in plan.stages] == [stage["devices"] for stage in data["pipeline"]["stages"]]
     assert [layer for part in plan.layers for layer in range(*part)] == list(range(8))
     assert plan.samples * plan.microbatches == data["samples"]
+    assert max(span.end_s for span in plan.timeline) == pytest.approx(data["step_s"], rel=1e-3)
 
 
 def test_borders_of_16_bits_have_half_the_bytes(files: list[str], tmp_path: Path) -> None:

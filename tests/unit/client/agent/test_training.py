@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -12,6 +12,7 @@ from dips.client.ipc.messages import (
     InsideChanged,
     LossReported,
     PipelineReported,
+    PlayedStage,
     PullMoved,
     PushMoved,
     Stepped,
@@ -72,13 +73,17 @@ def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
 
 
 def test_a_pipeline_is_shown(play: Play) -> None:
-    """How its last step was played on the timeline and in metrics, and each change with its reason besides as a remark;
+    """How each stage played its last step on the timeline and in metrics; each change with its reason as a remark, too;
     counts stay when a new attempt begins, the step is then unknown.
     """
     play.begin()
-    play.send(PipelineReported(1, 2, 0.5, 0.25, {"forward": 0.125, "wait": 0.0625}))
+    stages = [
+        PlayedStage({"forward": 0.5}, {"border": 0.0}, {"gathered": 64}),
+        PlayedStage({"forward": 0.25}, {"border": 0.125, "end": 0.125}, {}),
+    ]
+    play.send(PipelineReported(1, 2, 0.5, 0.25, tuple(stages)))
     assert play.marks[-1] == (
-        "pipeline", {"gear": 2, "step_s": 0.5, "idle": 0.25, "forward_s": 0.125, "wait_s": 0.0625}
+        "pipeline", {"gear": 2, "step_s": 0.5, "idle": 0.25, "stages": [asdict(stage) for stage in stages]}
     )  # fmt: skip
     for why in ("gear 1 to 2: a link", "gear 2 to 4: a link"):
         play.send(InsideChanged(1, "gear", why))
@@ -87,7 +92,10 @@ def test_a_pipeline_is_shown(play: Play) -> None:
     assert scrape(play)["dips_agent_pipeline_gear"] == {(): 2}
     assert scrape(play)["dips_agent_pipeline_step_seconds"] == {(): 0.5}
     assert scrape(play)["dips_agent_pipeline_idle"] == {(): 0.25}
-    assert scrape(play)["dips_agent_pipeline_action_seconds"] == {("forward",): 0.125, ("wait",): 0.0625}
+    assert scrape(play)["dips_agent_pipeline_action_seconds"] == {("0", "forward"): 0.5, ("1", "forward"): 0.25}
+    idle = {("0", "border"): 0.0, ("1", "border"): 0.125, ("1", "end"): 0.125}
+    assert scrape(play)["dips_agent_pipeline_idle_seconds"] == idle
+    assert scrape(play)["dips_agent_pipeline_peak_bytes"] == {("0", "gathered"): 64}
     assert scrape(play)["dips_agent_inside_changes"] == {("gear",): 2, ("plan",): 1}
     assert list_remarks(play.s) == (Remark(RemarkSubject.INSIDE, "new plan: a link"),)
     play.send(play.attach(launch=2, pid=8))

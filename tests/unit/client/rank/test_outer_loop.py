@@ -262,12 +262,13 @@ def test_a_planned_pipeline_finds_its_loop_and_reports(directory: Path, monkeypa
         for _ in settled:
             outer.step(tokens=8)
             counted.append(outer.accepted_pushes)
-        outer.report_pipeline(gear=2, step_s=1, idle=0.5, spent={"forward": 0.25})
+        stage = {"seconds": {"forward": 0.25}, "idle": {"border": 1}, "peak_bytes": {"gathered": 64}}
+        outer.report_pipeline(gear=2, step_s=1, idle=0.5, stages=[stage])
         outer.report_change("plan", "it is another now", restarts=True)
     assert find_loop(parts) is None and counted == [1, 1, 1, 2]
     agent.join()
     assert agent.messages[-3:-1] == [
-        messages.PipelineReported(1, 2, 1.0, 0.5, {"forward": 0.25}),
+        messages.PipelineReported(1, 2, 1.0, 0.5, (messages.PlayedStage(**stage),)),
         messages.InsideChanged(1, "plan", "it is another now", restarts=True),
     ]
 

@@ -12,11 +12,15 @@ from dips.errors import ConfigError
 from dips.inside.pipeline import orders
 from dips.inside.pipeline.orders import (
     BorderTransfer,
+    DeviceWork,
+    IdleCause,
+    describe_stage,
     lower_forward,
     lower_order,
     match_transfers,
     read_gears,
     read_pipeline,
+    settle_seconds,
 )
 from dips.inside.planning.adapt import TimedTransfer
 from dips.inside.planning.schedules import ScheduleName
@@ -341,3 +345,30 @@ def test_a_plan_of_before_has_one_gear() -> None:
     """Its own orders, and nothing to simulate."""
     plan = read_pipeline(PLAN, "plan.yaml")
     assert read_gears(PLAN, plan, "plan.yaml") == ({1: plan}, {})
+
+
+def test_a_stages_seconds_add_up_to_the_step() -> None:
+    """Of two ranks the slower one's step; what neither has recorded is the runtime's, or waits for that rank. Means of
+    seconds, the most of bytes.
+    """
+    ranks = settle_seconds([({"forward": 2.0, "border": 1.0}, 4.0), ({"forward": 1.0, "gather": 0.5}, 2.0)])
+    assert ranks[0] == {"forward": 2.0, "border": 1.0, "runtime": 1.0, "end": 0.0}
+    assert ranks[1] == {"forward": 1.0, "gather": 0.5, "runtime": 0.5, "end": 2.0}
+    stage = describe_stage(ranks, [{"gathered": 3, "peak": 5}, {"gathered": 4, "peak": 4}])
+    assert stage["seconds"] == {DeviceWork.FORWARD: 1.5} and stage["peak_bytes"] == {"gathered": 4, "peak": 5}
+    assert stage["idle"] == {"border": 0.5, "gather": 0.25, "end": 1.0, "runtime": 0.75}
+    assert list(stage["idle"]) == [cause for cause in IdleCause if cause in stage["idle"]]
+
+
+def test_a_plan_has_its_timeline() -> None:
+    """One that was made before has none; one that was edited is refused, as are its orders."""
+    assert read_pipeline(PLAN, "plan.yaml").timeline == ()
+    plan = copy.deepcopy(PLAN)
+    plan["pipeline"]["timeline"] = {"a": "0F0:0:1000 0B0:2000:500"}
+    first, second = read_pipeline(plan, "plan.yaml").timeline
+    assert (first.device, first.action, second.begin_s, second.end_s) == ("a", "0F0", 0.002, 0.0025)
+    assert read_pipeline(plan, "plan.yaml").cut(2, {"a": ()}).timeline == (), "another gear is another step"
+    for wrong in ({"a": "0F0:0"}, "0F0:0:1"):
+        plan["pipeline"]["timeline"] = wrong
+        with pytest.raises(ConfigError, match="expected what `dips plan cluster` writes"):
+            read_pipeline(plan, "plan.yaml")
