@@ -550,7 +550,9 @@ def replaced(_: int) -> list[dict[str, Any]]:
 UNEQUAL = make_case("breadth_first", (1, 2), 2)  # three ranks, two ministages
 OTHER = make_case("compact_zb", (2, 1), seed=4)
 ALONE = make_case("gpipe", (1,))
-LEARNED = make_case("breadth_first", (2, 1), 2, dtype=torch.float32, dropout=0.1, tied=True)  # of train_pipeline.py
+LEARNED = make_case(  # of train_pipeline.py
+    "breadth_first", (2, 1), 3, dtype=torch.float32, dropout=0.1, tied=True, offload=True, recompute=True
+)
 TIED = (
     make_case("breadth_first", (1, 2), 2, tied=True),
     make_case("compact_zb", (3, 2), seed=1, tied=True),  # shards of the copies begin elsewhere

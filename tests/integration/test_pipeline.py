@@ -294,12 +294,12 @@ def test_two_hundred_jobs_of_ministages_end_without_an_abort(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(1500)
 def test_a_rank_may_die_or_stop_at_any_point(tmp_path: Path) -> None:
     """After each action of each rank's order, and before each kind of action there is; a rank that does not come is
     waited for as long as was said.
     """
-    found = run(tmp_path, "a_rank_dies=1", "a_rank_stops", within_s=900)
+    found = run(tmp_path, "a_rank_dies=1", "a_rank_stops", within_s=1400)
     assert len(found["a_rank_dies"]) > 150
     assert {kind for _, kind, _ in found["a_rank_dies"]} == {*Op, *BorderTransfer, "end"} - {Op.STEP}
     for dying, _, ranks in found["a_rank_dies"]:
@@ -359,7 +359,7 @@ def test_a_pipeline_is_a_cluster_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.timeout(250)
 def test_a_pipeline_learns_under_di_ps(tmp_path: Path) -> None:
     """2 + 1 ranks whose ministages step by themselves push and pull every fourth step; all ranks are told one loss, and
-    it falls. What layers share is one parameter of the run.
+    it falls. What layers share is one parameter of the run, also where it waits in host memory.
     """
     torch.manual_seed(0)
     named = {p: f"{name}.{key}" for name, l in reversed([*LEARNED.build()]) for key, p in l.named_parameters()}
