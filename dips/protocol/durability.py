@@ -7,7 +7,7 @@ from math import inf
 
 from dips.dataclass import replace
 from dips.errors import FailedDisk
-from dips.ids import GENESIS, VersionId
+from dips.ids import VersionId
 from dips.protocol.effects import Persist, Retire
 from dips.protocol.entities import Fanout, Slave
 from dips.protocol.enums import (
@@ -289,7 +289,7 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
     complete = [v.version for v in run.versions.values() if v.durable and not v.retired]
     stay = {*mirrored_versions(run), run.mirror_target, *_archived_versions(run.options, complete)}
     keep = run.options.keep_snapshots
-    oldest_kept = complete[-keep] if len(complete) >= keep else GENESIS
+    oldest_kept = complete[-keep:][0]  # v0@r0 is always complete
     old = tuple(
         v.version
         for v in run.versions.values()
@@ -298,8 +298,7 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
         and 0 < v.version.version < run.head.version
         and (v.version.version < oldest_kept.version or (partial and not v.durable))
     )
-    newest = complete[-1].round if complete else 0
-    undone = tuple(v for v in run.undone_kept if partial or v.round < newest)
+    undone = tuple(v for v in run.undone_kept if partial or v.round < complete[-1].round)
     old = (*old, *undone)
     if not old:
         return

@@ -137,7 +137,6 @@ def _quarantine(run: RunState, event: events.QuarantineAsked) -> Result:
     _check_known(run, event.cluster)
     reason = cut_text(event.reason, MOST_REASON) or "no reason was given"
     if reason != run.quarantined.get(event.cluster):
-        run.quarantined.pop(event.cluster, None)
         run.quarantined[event.cluster] = reason
         run.emit_record(ClusterQuarantined(event.cluster, reason, run.now))
         run.emit_note("cluster_quarantined", cluster=event.cluster, reason=reason)

@@ -54,10 +54,10 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
         run.reply_to(event.req, Failed(StaleTerm if leave.code == EXIT_STALE else StaleVersion, leave.reason))
         run.out.append(leave)
         return
-    durability.note_report(run, slave, event.mirror, anew=slave.nonce != event.nonce)
-    came = "its process is a new one" if slave.nonce != event.nonce else "it registered again"
-    lose_slave(run, slave, SlaveCause.REGISTERS, came)
-    _give_incarnation(run, slave, event)
+    anew = slave.nonce != event.nonce
+    durability.note_report(run, slave, event.mirror, anew)
+    lose_slave(run, slave, SlaveCause.REGISTERS, "its process is a new one" if anew else "it registered again")
+    _take_process(run, slave, event, anew)
     slave.offer, slave.unread = rollback.offered_versions(event), frozenset(event.unread)
     rollback.note_offer(run, slave)
     rollback.consider_rollback(run)
@@ -116,9 +116,8 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
     if missed:
         seen = f"slave {event.slave} holds {missed[-1]}, which was made after the mirror of the ledger was last written"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
-    newest = max((v.round for v in held), default=0)
-    if newest >= run.next_round:
-        seen = f"slave {event.slave} holds a version of round {newest}, this ledger knows rounds below {run.next_round}"
+    if newer := [v for v in held if v.round >= run.next_round]:
+        seen = f"slave {event.slave} holds {newer[-1]}, this ledger knows rounds below {run.next_round}"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {_advise_on_ledger(run)}")
     if event.term_seen > run.term:
         seen = f"slave {event.slave} has seen term {event.term_seen}, above ours ({run.term})"
@@ -132,8 +131,8 @@ def _advise_on_ledger(run: RunState) -> str:
     return OLD_LEDGER + (former if run.head == GENESIS else "")
 
 
-def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> None:
-    if slave.nonce != event.nonce:
+def _take_process(run: RunState, slave: Slave, event: SlaveRegistered, anew: bool) -> None:
+    if anew:
         slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
         push_pull.stop_waiting_for(run, slave.name)  # its former incarnation will never answer its orders
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
@@ -158,16 +157,16 @@ def on_ping_answered(run: RunState, fanout: Fanout) -> None:
 
 def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
     """Return the slave's next step on its way to the head."""
-    if run.round is not None and run.round.state is RoundState.PERSISTING:
+    if run.round is not None:  # it is persisting: any other is skipped when a slave is away
         return RegisterLater(RETRY_S, f"whether round {run.round.number} becomes a version is being decided")
-    if event.prepared is not None and event.prepared == run.head:
+    if event.prepared == run.head:
         return CommitVersion(run.head)
-    if event.prepared is not None and not run.is_proven:
+    if event.prepared is not None:
+        if run.is_proven:
+            return AbortVersion(event.prepared)
         return RegisterLater(
             PROOF_RETRY_S, f"whether {event.prepared} has a row is known when all slaves have registered"
         )
-    if event.prepared is not None:
-        return AbortVersion(event.prepared)
     if rollback.lacks_common_version(run):
         look_for = rollback.versions_to_bring_back(run, run.slaves[event.slave])
         reasons = (run.rollback_waits, event.reason)

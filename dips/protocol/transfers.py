@@ -98,6 +98,6 @@ def _slave_link(moving: list[tuple[Cluster, Push]], slaves: int) -> float:
 
 def _share_left(run: RunState, cluster: Cluster, push: Push) -> float:
     """Return the estimated share of a push that is still to come."""
-    if not push.due or not cluster.bytes_per_s:
+    if not push.due:
         return 1.0
-    return min(1.0, max(LEAST_LEFT, (push.due - run.now) * cluster.bytes_per_s / run.model_bytes))
+    return min(1.0, max(LEAST_LEFT, (push.due - run.now) / run.moving_s(cluster)))

@@ -119,8 +119,7 @@ def _find_problems(field: Field, spans: list[tuple[int, int, str]]) -> Iterator[
             yield f"{field.name}: elements {at} to {offset} come from no rank"
         elif offset < at:
             yield f"{field.name}: elements {offset} to {min(at, offset + length)} come from {owner} and from {who}"
-        if offset + length > at:
-            at, owner = offset + length, who
+        at, owner = max((at, owner), (offset + length, who))
     if at < field.numel:
         yield f"{field.name}: elements {at} to {field.numel} come from no rank"
 

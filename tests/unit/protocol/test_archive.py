@@ -55,17 +55,23 @@ def test_every_nth_version_stays(every: int, most: int, kept: list[int]) -> None
     assert kept_after(10, every, most) == kept
 
 
-@pytest.mark.parametrize(("keep", "gone"), [(1, [1, 2]), (2, [1]), (3, [])])
-def test_what_is_older_than_the_newest_few_goes_when_they_are_complete(keep: int, gone: list[int]) -> None:
-    """v1, which some disk lacks, goes as soon as just as many newer ones as stay are complete, not one later."""
-    rows = tuple(VersionRow(v(n), v(max(n - 1, 0)), n != 1, 0, False) for n in range(4))
+@pytest.mark.parametrize(
+    ("keep", "lacking", "retired", "gone"),
+    [(1, 1, 0, [1, 2]), (2, 1, 0, [1]), (3, 1, 0, []), (2, 3, 0, []), (2, 1, 2, []), (9, 0, 0, [])],
+)
+def test_what_is_older_than_the_newest_few_goes_when_they_are_complete(
+    keep: int, lacking: int, retired: int, gone: list[int]
+) -> None:
+    """As soon as just as many newer ones as stay are complete, not one later: neither one that some disk lacks counts,
+    nor one that is about to be deleted.
+    """
+    rows = tuple(VersionRow(v(n), v(max(n - 1, 0)), n != lacking or not n, 0, n == retired > 0) for n in range(4))
     made = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))
     state = LedgerState(made, 2, 4, rows, (), (), (), (), ScoreHistory((), ()), (), Intervals(), None)
     run = Coordinator(state, MANIFEST, Options(keep_snapshots=keep), 0.0).capture_state()
     assert isinstance(run, RunState)
     retire_versions(run)
-    retired = [version.version for row in run.out if isinstance(row, VersionsRetired) for version in row.versions]
-    assert retired == gone
+    assert [version.version for row in run.out if isinstance(row, VersionsRetired) for version in row.versions] == gone
 
 
 def test_a_negative_number_is_refused() -> None:

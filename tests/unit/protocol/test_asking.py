@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dips.ids import PullId, PushId
 from dips.protocol import events as ev
 from dips.protocol.effects import Grant, Reorder, Reply
-from dips.protocol.order import slaves_for_worker
+from dips.protocol.order import MOST_PAIRS, slaves_for_worker
 from tests.transcripts.story import Teller
 
 
@@ -61,6 +63,29 @@ def test_a_push_that_joins_is_lined_up_with_the_first() -> None:
     firsts = [[who for who, row in places.items() if who[0] == slave and 0 in row] for slave in ("s0", "s1")]
     ranks = {(push, places[slave, push].index(0)) for ((slave, push),) in firsts}
     assert len(ranks) == 2
+
+
+def test_a_slave_s_link_is_guessed_from_the_fastest_cluster() -> None:
+    """The one that needs ten times as long is first at its slave, though it was there last."""
+    teller = make_teller()
+    for cluster, bytes_per_s in (("a", 10.0), ("b", 1.0)):
+        teller.trains(cluster, {})
+        teller.step(ev.BandwidthMeasured(cluster, 1, bytes_per_s))
+        teller.asks_push(cluster, {"push": f"{cluster}/1#2"})
+        teller.answers("all", {"only": "OpenPush"})
+    places = reorders(teller)
+    assert [places[s, PushId("b", 1, 2)] for s in ("s0", "s1")] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize(("ranks", "lined_up"), [(MOST_PAIRS // 4, True), (MOST_PAIRS // 4 + 1, False)])
+def test_too_many_ranks_keep_their_places(ranks: int, lined_up: bool) -> None:
+    """At most MOST_PAIRS of ranks and slaves are lined up anew: it must not take long."""
+    teller = make_teller()
+    for cluster in "ab":
+        teller.trains(cluster, {})
+        teller.asks_push(cluster, {"push": f"{cluster}/1#2", "ranks": str(ranks)})
+        teller.answers("all", {"only": "OpenPush"})
+    assert bool(reorders(teller)) is lined_up
 
 
 def test_what_is_left_of_the_first_is_guessed_from_its_bandwidth() -> None:

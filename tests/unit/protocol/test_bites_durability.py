@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dips.errors import FailedDisk, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol import events as ev
@@ -143,6 +145,21 @@ def test_a_late_snapshot_is_tried_again_between_rounds_and_in_windows() -> None:
     run.held.clear()
     run.answer()
     assert [row.version for row in run.all_of(VersionDurable)] == [run.head]
+    assert run.machine.next_deadline() > run.now
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_snapshot_for_which_a_slave_is_missing_is_due_at_no_time(failed: bool) -> None:
+    """It is ordered when the slave is back: a master that looked at the clock for it would do nothing else."""
+    run = ScriptedRun(replace(OPTIONS, durability="async"))
+    run.train("a")
+    run.held.add(Persist)
+    run.outcome(run.push("a"))
+    if failed:
+        (order,) = run.orders
+        run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    run.step(ev.SlaveSilent("s", run.view.slaves["s"].sinc, 99.0))
+    run.wait(RETRY_S)
     assert run.machine.next_deadline() > run.now
 
 

@@ -82,6 +82,14 @@ def test_a_process_that_cannot_list_its_mirror_keeps_what_may_be_there() -> None
     assert {held, head} <= retired(run), "it was listed: nothing lies there"
 
 
+def test_what_a_process_has_listed_is_known_while_its_mirror_is_away() -> None:
+    """Versions that were not in it are of no use there: they go as ever."""
+    run, held = two_versions()
+    told(run, reason=AWAY, unknown=True)
+    made = [make_version(run) for _ in range(3)]
+    assert retired(run) == {VersionId(1, 1), made[0]} and held not in retired(run)
+
+
 def test_mirrors_copy_one_version_after_another() -> None:
     """The newest durable one; then the next when all have it. What a mirror holds stays until it has a newer one."""
     run = ScriptedRun()

@@ -20,6 +20,7 @@ from dips.protocol.operator import MOST_TEXT
 from dips.protocol.options import (
     DataOptions,
     Options,
+    OuterOptions,
     PenaltyOptions,
     StopOptions,
     Targets,
@@ -58,6 +59,15 @@ def test_a_tuned_gate_judges_the_next_push() -> None:
     assert round_of(run, "a") == "gated"
     assert isinstance(tune(run, "penalty.beta", 1000.0), Tuned)
     assert round_of(run, "a") == "accepted"
+
+
+def test_momentum_is_not_tuned_away() -> None:
+    """What updates carry over in it would be lost; a run that begins without has nothing to lose."""
+    run = ScriptedRun()
+    assert isinstance(tune(run, "outer.momentum", 0.0), Failed)
+    assert isinstance(tune(run, "outer.momentum", 0.5), Tuned)
+    still = ScriptedRun(replace(OPTIONS, outer=OuterOptions(momentum=0.0)))
+    assert isinstance(tune(still, "outer.momentum", 0.0), Tuned)
 
 
 def test_a_tuned_window_is_the_next_rounds() -> None:

@@ -5,9 +5,21 @@ from __future__ import annotations
 import pytest
 
 from dips.errors import RemoteProtocolError
-from dips.ids import GENESIS, VersionId
+from dips.ids import GENESIS, PullId, VersionId
 from dips.protocol import events as ev
-from dips.protocol.effects import Abort, Acknowledged, Commit, Failed, Fold, Measure, Note, Pending, Refused
+from dips.protocol.effects import (
+    Abort,
+    Acknowledged,
+    Commit,
+    Failed,
+    Fold,
+    Measure,
+    Note,
+    OpenPull,
+    OpenPush,
+    Pending,
+    Refused,
+)
 from tests.unit.protocol.scripted_run import ScriptedRun
 
 V1 = VersionId(1, 1)
@@ -46,6 +58,23 @@ def test_a_round_that_a_slave_refuses_leaves_nothing_open_on_it(kind: type) -> N
     told = len(run.all_of(Abort))
     registers(run, V1, V1)
     assert [order.round for order in run.all_of(Abort)[told:]] == [2]
+
+
+@pytest.mark.parametrize("kind", [OpenPull, OpenPush])
+def test_a_drain_waits_for_no_answer_about_what_is_over(kind: type) -> None:
+    """Its cluster gave the transfer up before all slaves had opened it; a late answer, or refusal, changes nothing."""
+    run = ScriptedRun()
+    run.train("a")
+    run.held.add(kind)
+    if kind is OpenPull:
+        pull = PullId("a", run.inc("a"), 2)
+        run.ask(ev.PullRequested(0, pull, 1))
+        run.ask(ev.PullFinished(0, pull, False))
+    else:
+        run.step(ev.PushAborted(0, run.open_push("a"), "its trainer died"))
+    assert isinstance(run.ask(ev.DrainAsked(0, "s")), Acknowledged)
+    (order,) = run.orders
+    assert run.step(ev.OrderFailed("s", order.sinc, order.number, RemoteProtocolError, "broken")) == []
 
 
 def test_a_drain_waits_for_whatever_is_open() -> None:

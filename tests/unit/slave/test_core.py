@@ -89,7 +89,9 @@ def test_a_busy_order_is_tried_again_until_shortly_before_its_deadline_and_holds
     assert desk.tick(0.5) == []
     assert desk.tick(0.6) == [execute(1, opening)]
     assert desk.tick(0.7) == []
-    assert work_of(desk.on_executed(1, FULL, 7.6)) == [AnswerOrder(1, FULL)]
+    assert desk.on_executed(1, FULL, 7.5) == []
+    assert desk.tick(8.0) == [execute(1, opening)]
+    assert work_of(desk.on_executed(1, FULL, 8.0)) == [AnswerOrder(1, FULL)]
     assert desk.next_deadline() == inf
 
 
@@ -237,7 +239,10 @@ def test_reports_are_told_one_after_another_until_heard() -> None:
     assert reports.next_deadline() == 2.4
     reports.tick(2.4)
     assert reports.on_reply(None, 2.5) == [CallMaster(refused, 10.0)]
-    assert reports.on_reply(None, 2.6) == []
+    assert reports.on_reply(UnavailableMaster("away"), 3.0) == []
+    assert reports.next_deadline() == 3.2, "the master was heard meanwhile: the pause is the first again"
+    reports.tick(3.2)
+    assert reports.on_reply(None, 3.3) == []
     assert reports.next_deadline() == inf
 
 

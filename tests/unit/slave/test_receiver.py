@@ -276,6 +276,17 @@ def test_a_turn_that_is_used_up_ends_when_its_bytes_are_here():
     assert asked == [b"1", b"0", b"1", b"0"]
 
 
+def test_how_fast_a_push_moves_is_told_while_it_moves():
+    """Its bytes are counted at each look at the clock: heartbeats tell the rate, from which deadlines follow."""
+    story = ReceiverStory()
+    story.hello(0), story.hello(1)
+    (first, chunk), *_ = story.wants()
+    story.bring(int(first), chunk)
+    story.receiver.tick(1.0)
+    (moving,) = story.receiver.list_transfers()
+    assert (moving.nbytes, moving.total, moving.bytes_per_s) == (4096, 4 * N, 4096.0)
+
+
 def test_a_silent_rank_loses_its_turn_to_the_next():
     """Rank 1 was asked and does not answer: rank 0 is asked; the push goes on when rank 1 does."""
     story = ReceiverStory()
@@ -301,18 +312,21 @@ def test_ranks_that_do_not_follow_the_first_end_a_push():
     assert isinstance(over, PushOver) and "no HELLO for 60 s; ranks [1] never said HELLO" in over.reason
 
 
-def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty():
-    """A lane that was refused by the pool is woken by the next chunk that comes to its place on any lane."""
+@pytest.mark.parametrize(("room", "wakes"), [(FLOOR_BYTES + 100, True), (3 * FLOOR_BYTES, False)])
+def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty(room: int, wakes: bool):
+    """A lane that was refused by the pool is woken by the next chunk that comes to its place on any lane; one that
+    could ask for one chunk more is not.
+    """
     manifest = Manifest((Layer("a", (Parameter("a.w", (4,)),)),))
-    receiver = Receiver(2, 8, Transit(FLOOR_BYTES + 100), 1, stall_s=10.0)
+    receiver = Receiver(2, 8, Transit(room), 1, stall_s=10.0)
     receiver.set_layers(LayerLayout(manifest, (0,)))
     receiver.open_push(PUSH, (0,), {0: np.zeros(4, np.float32)}, 60.0, 0.0)
     names = [StreamName("demo", "push", "fast", 1, 1, 0, "s0", 1, 1, "", lane) for lane in range(2)]
     for lane in range(2):
         receiver.on_hello(lane, b"p", names[lane], (Range(0, 0, 2 * lane, 2),), 0.0)
     assert kinds(receiver.plan_wants(0, 0.0)) == ["WANT"]
-    assert kinds(receiver.plan_wants(1, 0.0)) == []
+    assert kinds(receiver.plan_wants(1, 0.0)) == ([] if wakes else ["WANT"])
     body = bytes(8)
     header = Header(Kind.CHUNK, 0, names[0].stream_id, 8, xxhash.xxh3_64_intdigest(body), 0, 0, 0)
-    assert Wake(1) in receiver.stage_chunk(receiver.claim_chunk(0, b"p", header, body, 0.0))
-    assert kinds(receiver.plan_wants(1, 0.0)) == ["WANT"]
+    assert (Wake(1) in receiver.stage_chunk(receiver.claim_chunk(0, b"p", header, body, 0.0))) is wakes
+    assert kinds(receiver.plan_wants(1, 0.0)) == (["WANT"] if wakes else [])

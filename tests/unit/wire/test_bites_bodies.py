@@ -64,6 +64,20 @@ def test_int4_brings_every_whole_step_exactly_from_minus_seven_to_seven(size: in
     assert np.array_equal(there_and_back(Codec.INT4, *values), values)
 
 
+@pytest.mark.parametrize("codec", STEPPED)
+def test_a_step_may_be_anything_from_0_to_what_stays_finite(codec: Codec) -> None:
+    """0 is that of a block of zeros; beyond the largest one a block's largest code would arrive as infinity."""
+    largest = np.finfo(np.float32).max / (codec.largest + 1)
+    body = bytearray(encode_body(codec, np.zeros(3, np.float32)))
+    for step, accepted in ((np.float32(0), True), (largest, True), (np.nextafter(largest, np.float32(np.inf)), False)):
+        body[:4] = step.tobytes()
+        if accepted:
+            check_steps(codec, body, 3)
+        else:
+            with pytest.raises(BadFrame, match="expected finite steps from 0 on"):
+                check_steps(codec, body, 3)
+
+
 def test_the_half_byte_that_nothing_needs_is_always_the_same() -> None:
     """An odd number of elements makes one body, whatever was encoded before it in the same memory."""
     bodies = set()

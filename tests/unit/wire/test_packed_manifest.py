@@ -11,6 +11,7 @@ from benchmarks.large_model import large_shapes
 from dips.client.ipc.messages import MOST_BYTES, ManifestSent, encode_message
 from dips.errors import CorruptManifest, RemoteProtocolError
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
+from dips.wire import packed_manifest
 from dips.wire.packed_manifest import pack_manifest, unpack_manifest
 
 SMALL = Manifest.from_shapes([("norm.weight", (8,))])
@@ -30,6 +31,16 @@ def test_names_that_do_not_repeat_are_not_sent() -> None:
     rng = random.Random(1)
     shapes = [(f"{rng.getrandbits(800):x}", (1,)) for _ in range(12_000)]
     assert pack_manifest(Manifest.from_shapes(shapes)) == b""
+
+
+@pytest.mark.parametrize("limit", ["MAX_JSON_BYTES", "MOST_PACKED"])
+def test_a_manifest_that_just_fits_is_sent(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """As text that the reader allows, and as bytes that a message takes; with one more it is left out."""
+    packed = pack_manifest(SMALL)
+    size = len(packed) if limit == "MOST_PACKED" else len(SMALL.to_json())
+    for most, sent in ((size, packed), (size - 1, b"")):
+        monkeypatch.setattr(packed_manifest, limit, most)
+        assert pack_manifest(SMALL) == sent
 
 
 @pytest.mark.parametrize(
