@@ -55,10 +55,8 @@ def write_aside(output: Path) -> Iterator[Path]:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file whose content is durable on return; its name is not, before `sync_path` of its directory."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    sync_path(path)
 
 
 def write_durably(path: Path, content: bytes, aside: Path) -> None:

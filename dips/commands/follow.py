@@ -6,6 +6,7 @@ import asyncio
 import shlex
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -78,7 +79,7 @@ def _split_command(command: str | None) -> list[str]:
 
 async def _follow(master: Endpoint, name: str, output: Path, words: list[str]) -> None:
     """Follow until the run ends, or a signal comes."""
-    file, me = VersionFile(output), asyncio.current_task()
+    file, me, warn = VersionFile(output), asyncio.current_task(), partial(print, file=sys.stderr)
     assert me is not None
 
     async def take(version: VersionId) -> None:
@@ -89,7 +90,7 @@ async def _follow(master: Endpoint, name: str, output: Path, words: list[str]) -
 
     try:
         with daemon.end_signals(me.cancel):
-            last = await follow_versions(master, pulling_name(master, name), file.make_room, take, _warn)
+            last = await follow_versions(master, pulling_name(master, name), file.make_room, take, warn)
         print(f"the run has ended with {last}")
     except asyncio.CancelledError:
         print("stopped; the same command goes on with the newest version")
@@ -107,8 +108,4 @@ async def _run_command(words: list[str], environment: dict[str, str]) -> None:
     finally:
         process.send_signal(signal.SIGKILL)
     if code:
-        _warn(f"{environment['DIPS_VERSION']}: {words[0]} ended with exit code {code}")
-
-
-def _warn(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+        print(f"{environment['DIPS_VERSION']}: {words[0]} ended with exit code {code}", file=sys.stderr)

@@ -1,9 +1,8 @@
-"""The tracker process of `master.track`, `python -m dips.commands.track_process MASTER_PID`, and its sinks."""
+"""The tracker process of `master.track`, `python -m dips.commands.track_process RUN_FILE KIND`, and its sinks."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -11,10 +10,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
-from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 from dips.files import write_aside
@@ -91,7 +88,7 @@ class WandbSink:
 
 
 # ---- track process --------------------------------------------------------------------------------------------------
-# The tracker process of `master.track`: `python -m dips.commands.track_process MASTER_PID RUN_FILE tensorboard|wandb`.
+# The tracker process of `master.track`: `python -m dips.commands.track_process RUN_FILE tensorboard|wandb`.
 #
 # The process reads the ledger through SQLite's WAL, so that no writer waits for it, and writes the rounds that have
 # ended since its last read. Its position is stored in `track/`, where the next process continues; after a kill the last
@@ -128,8 +125,8 @@ class Follower:
     def _write_rounds(self) -> int:
         written = 0
         while rounds := self._ledger.read_rounds_after(self._read, PAGE):
-            for i, r in enumerate(rounds):
-                if r.ended is None and i == len(rounds) - 1 and len(rounds) < PAGE:
+            for r in rounds:
+                if r.ended is None and r is rounds[-1]:
                     return written  # it is open: the next look finds its end, or a later round
                 self._read = r.round
                 point = self._maker.make_point(r)
@@ -154,17 +151,10 @@ class Follower:
 
 def main(argv: list[str]) -> None:
     """Follow the ledger until SIGTERM, which the kernel sends when the master dies."""
-    master, run_file, kind = int(argv[1]), Path(argv[2]), argv[3]
+    run_file, kind = argv[1:]
     ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: _end_soon(ended, number, frame))
-    set_process_attribute(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != master:  # the master died before prctl
-        raise SystemExit(128 + signal.SIGTERM)
-    exits.run_command(lambda: follow_run(load_run(run_file), kind, ended))
-
-
-def _end_soon(ended: threading.Event, number: int, frame: FrameType | None) -> None:
-    ended.set()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    exits.run_command(lambda: follow_run(load_run(Path(run_file)), kind, ended))
 
 
 def follow_run(config: RunFile, kind: str, ended: threading.Event) -> None:

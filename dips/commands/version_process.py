@@ -1,8 +1,8 @@
-"""The process that `master.on_version` starts: `python -m dips.commands.version_process MASTER_PID RUN_FILE VERSION
-MODEL -- COMMAND…`.
+"""The process that `master.on_version` starts: `python -m dips.commands.version_process RUN_FILE VERSION MODEL --
+COMMAND…`.
 
 The process exports the version to MODEL, then runs the command. It leads a process group that ends with it, and the
-kernel signals it when the master dies for any reason.
+kernel signals it when the master dies for any reason (dips/client/agent/launch.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
-from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
 from dips.commands.export_lanes import export_over_lanes
 from dips.commands.options import operator_peer
 from dips.config import RunFile, load_run
@@ -33,16 +31,9 @@ NOT_FOUND = 127  # exit code, as in a shell
 
 def main(argv: list[str]) -> None:
     """Export the version, then run the command; the exit code is the command's."""
-    master, run_file, version, model = int(argv[1]), Path(argv[2]), argv[3], Path(argv[4])
-    signal.signal(signal.SIGTERM, _end_group)
-    set_process_attribute(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != master:  # the master died before prctl
-        raise SystemExit(128 + signal.SIGTERM)
-    exits.run_command(lambda: _process_version(run_file, version, model, argv[6:]))
-
-
-def _end_group(number: int, frame: FrameType | None) -> None:
-    os.killpg(0, signal.SIGKILL)
+    run_file, version, model, _, *command = argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    exits.run_command(lambda: _process_version(Path(run_file), version, Path(model), command))
 
 
 def _process_version(run_file: Path, version: str, model: Path, command: list[str]) -> None:
@@ -66,7 +57,7 @@ def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
         except Unavailable as error:  # a restarting slave must not cost a version its result
             if not left:
                 raise
-            sys.stderr.write(f"{error}; tried again in {RETRY_S:g} s\n")
+            print(f"{error}; tried again in {RETRY_S:g} s", file=sys.stderr)
             time.sleep(RETRY_S)
 
 
@@ -74,7 +65,7 @@ def _run_command(command: list[str], environment: dict[str, str]) -> int:
     try:
         code = subprocess.run(command, env=environment, check=False).returncode
     except OSError as error:
-        sys.stderr.write(f"cannot start {command[0]!r}: {error.strerror}\n")
+        print(f"cannot start {command[0]!r}: {error.strerror}", file=sys.stderr)
         return NOT_FOUND
     return code if code >= 0 else 128 - code
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import typer
+
 from dips.client.agent.trainer import list_descendants
 from dips.commands.status import ask_view
 from dips.errors import DipsError, Unavailable
@@ -80,8 +82,7 @@ class LocalProcess:
         with self._log.open("ab", buffering=0) as log, self._process.stdout as shown:
             for line in shown:
                 log.write(line)
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
+                typer.echo(line, nl=False)
 
     @property
     def pid(self) -> int:

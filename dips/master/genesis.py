@@ -20,7 +20,7 @@ from dips.differences import differing_options
 from dips.errors import ConfigError, FailedMirror
 from dips.files import make_directory, sync_path, write_durably
 from dips.ids import GENESIS
-from dips.master.ledger import Ledger, hold_ledger, remove_beside
+from dips.master.ledger import Ledger, hold_ledger
 from dips.printable import join_some
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest, unmatched_patterns
@@ -225,7 +225,6 @@ def _throw_away(ledger: Path) -> None:
     if ledger.exists():
         with hold_ledger(ledger):
             ledger.unlink()
-            remove_beside(ledger)
     (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is deleted, too
 
 

@@ -20,6 +20,12 @@ from dips.telemetry.logs import Log
 
 TAIL_BYTES = 64 << 10  # of a process's log, read for its last lines
 REASON_CHARS = 200
+LAUNCH = "dips.client.agent.launch"  # not imported, like the programs: it may load what a master may not
+
+
+def _spell_command(program: str, *words: str) -> list[str]:
+    """Return the command of a program of ours that the kernel signals when this process dies for any reason."""
+    return [sys.executable, "-m", LAUNCH, str(os.getpid()), "--", sys.executable, "-m", program, *words]
 
 
 def _find_end(log: Path) -> int:
@@ -43,7 +49,7 @@ def _read_lines(log: Path, begin: int) -> list[str]:
 # is red in the status, and tried again.
 
 
-TRACKER_PROGRAM = "dips.commands.track_process"  # not imported: it may load what a master may not
+TRACKER_PROGRAM = "dips.commands.track_process"
 AGAIN_S = 60.0  # pause after a process has ended
 TRACKER_LOOKS_S = 10.0  # interval of checks of its log's size
 GRACE_S = 5.0  # to write its last numbers
@@ -90,8 +96,7 @@ class TrackProcesses:
         log = self._directory / f"{kind}.log"
         truncate_log(log, TRACKER_LOG_BYTES)
         begin = _find_end(log)
-        command = [sys.executable, "-m", TRACKER_PROGRAM, str(os.getpid()), str(self._file), kind]
-        child = Child.start(command, log, whole_group=True)
+        child = Child.start(_spell_command(TRACKER_PROGRAM, str(self._file), kind), log, whole_group=True)
         try:
             while not await child.wait(TRACKER_LOOKS_S):
                 await asyncio.to_thread(truncate_log, log, TRACKER_LOG_BYTES)
@@ -124,7 +129,7 @@ KILLED_S = 10.0  # until a killed process is gone
 LOG_BYTES = 16 << 20  # of the processes' output, and as much of the former log
 MOST_NUMBERS = 32  # of one version; more are left out
 NAME_CHARS = 64
-PROGRAM = "dips.commands.version_process"  # not imported: it may load what a master may not
+PROGRAM = "dips.commands.version_process"
 
 
 class VersionProcesses:
@@ -179,12 +184,11 @@ class VersionProcesses:
             try:
                 while (version := await self._find_due(self._config.every)) is not None:
                     await self._process_version(version)
-                self._failed = ""
+                self._failed, pause_s = "", LOOK_EVERY_S
             except Exception as error:  # noqa: BLE001 (whatever it is, training goes on; it is shown and tried again)
-                self._failed = repr(error)
+                self._failed, pause_s = repr(error), RETRY_S
                 self._log.error("on_version failed", why=repr(error), again_in_s=RETRY_S)
-                await asyncio.sleep(RETRY_S)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(pause_s)
 
     async def _process_version(self, version: VersionId) -> None:
         begun = self._clock()
@@ -205,7 +209,8 @@ class VersionProcesses:
         truncate_log(log, LOG_BYTES)
         begin = _find_end(log)
         try:
-            command = self._command_for(version)
+            words = str(self._file), str(version), str(self._directory / "model.safetensors"), "--"
+            command = _spell_command(PROGRAM, *words, *self._config.command)
             child = self._child = Child.start(command, log, cwd=self._file.parent, whole_group=True)
         except OSError as error:
             return False, f"cannot be started: {error.strerror or error}", ()
@@ -230,13 +235,6 @@ class VersionProcesses:
                 return True
             await asyncio.to_thread(truncate_log, log, LOG_BYTES)
         return False
-
-    def _command_for(self, version: VersionId) -> list[str]:
-        model = self._directory / "model.safetensors"
-        return [
-            sys.executable, "-m", PROGRAM, str(os.getpid()), str(self._file), str(version), str(model), "--",
-            *self._config.command,
-        ]  # fmt: skip
 
 
 def read_numbers(line: str) -> tuple[tuple[str, float], ...]:

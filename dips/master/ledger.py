@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 
 from dips.errors import ConfigError, Corrupt, StaleTerm
@@ -43,8 +43,9 @@ def _no_clock() -> float:
 class Ledger:
     """One open ledger. Not safe from several threads at once; it may be created in one and used in another."""
 
-    def __init__(self, db: sqlite3.Connection, lock: PidLock | None, wall: Wall) -> None:
-        self._db, self._lock, self._wall = db, lock, wall
+    def __init__(self, db: sqlite3.Connection, held: ExitStack, wall: Wall) -> None:
+        """`held` closes the connection, and then the lock."""
+        self._db, self._held, self._wall = db, held, wall
         self._term = 0  # ours; 0 before start_term, which disables the check for a later term
 
     @classmethod
@@ -52,21 +53,22 @@ class Ledger:
         """Create the ledger of a new run, in the format of its protocol; raise ConfigError if the file exists. `wall`
         returns Unix seconds, for people.
         """
-        if str(path) != MEMORY and Path(path).exists():
+        if Path(path).exists():
             raise ConfigError(f"{path}: a ledger is here already; a run is initialised once")
-        lock = _take_lock(path)
-        db = _connect_file(path, "rwc")  # beside a new file SQLite removes a leftover WAL
-        _write_durably(db)
-        with _in_transaction(db) as rows:
-            run_statements(db, f"{tables_of(row.protocol)};\n{CHAIN}")
-            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {row.protocol}")
-            rows.chain_all()
-            write_run(rows, row, wall)
-        _view_as_newest(db)
-        if str(path) != MEMORY:
-            sync_path(Path(path).parent)
-        return cls(db, lock, wall)
+        with ExitStack() as held:
+            held.enter_context(hold_ledger(path))
+            db = held.enter_context(_connect_file(path, "rwc"))  # beside a new file SQLite removes a leftover WAL
+            _write_durably(db)
+            with _in_transaction(db) as rows:
+                run_statements(db, f"{tables_of(row.protocol)};\n{CHAIN}")
+                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {row.protocol}")
+                rows.chain_all()
+                write_run(rows, row, wall)
+            _view_as_newest(db)
+            if str(path) != MEMORY:
+                sync_path(Path(path).parent)
+            return cls(db, held.pop_all(), wall)
 
     @classmethod
     def open(cls, path: Path | str, wall: Wall = _no_clock, *, readonly: bool = False, verified: bool = True) -> Ledger:
@@ -78,14 +80,18 @@ class Ledger:
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: no ledger is here; `dips init` makes one")
-        lock = None if readonly else _take_lock(path)
-        try:
-            db = _open_file(path, readonly, verified)
-        except BaseException:
-            if lock is not None:
-                lock.close()
-            raise
-        return cls(db, lock, wall)
+        with ExitStack() as held:
+            if not readonly:
+                held.enter_context(hold_ledger(path))
+            db = held.enter_context(_connect_file(path, "ro" if readonly else "rw"))
+            _check_is_ours(db, path)
+            if verified:
+                verify_pages(db, str(path))
+                verify_chain(db, str(path))
+            _view_as_newest(db)
+            if not readonly:
+                _write_durably(db)
+            return cls(db, held.pop_all(), wall)
 
     def start_term(self, above: int = 0) -> int:
         """Begin a master's term: above `above` and every earlier one, durable on return (docs/rationale.md#4)."""
@@ -183,21 +189,19 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file and release the lock. Idempotent."""
-        self._db.close()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._held.close()
 
 
-@contextmanager
-def hold_ledger(path: Path) -> Iterator[None]:
-    """Lock a ledger's file against masters for a while; raise ConfigError if one holds it."""
-    lock = _take_lock(path)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.close()
+def hold_ledger(path: Path | str) -> AbstractContextManager[object]:
+    """Lock a ledger's file against masters until the context ends, by `<ledger>.lock`; one in memory has no lock.
+
+    Raise ConfigError if another process holds it.
+    """
+    if str(path) == MEMORY:
+        return nullcontext()
+    make_directory(Path(path).parent)
+    busy = f"{path}: this ledger is in use by another master"
+    return closing(PidLock(Path(f"{path}.lock"), busy=busy, advice="stop it first"))
 
 
 def put_in_place(built: Path, path: Path) -> None:
@@ -221,29 +225,12 @@ def remove_beside(path: Path) -> None:
 # ---- opening ------------------------------------------------------------------------------------------------------
 
 
-def _connect_file(path: Path | str, mode: str) -> sqlite3.Connection:
+def _connect_file(path: Path | str, mode: str) -> closing[sqlite3.Connection]:
     target = MEMORY if str(path) == MEMORY else f"{Path(path).absolute().as_uri()}?mode={mode}"
     try:
-        return sqlite3.connect(target, uri=True, isolation_level=None, timeout=BUSY_S, check_same_thread=False)
+        return closing(sqlite3.connect(target, uri=True, isolation_level=None, timeout=BUSY_S, check_same_thread=False))
     except sqlite3.OperationalError as error:
         refuse_failing(error, str(path))
-        raise
-
-
-def _open_file(path: Path | str, readonly: bool, verified: bool) -> sqlite3.Connection:
-    """Open the ledger's file and verify it."""
-    db = _connect_file(path, "ro" if readonly else "rw")
-    try:
-        _check_is_ours(db, path)
-        if verified:
-            verify_pages(db, str(path))
-            verify_chain(db, str(path))
-        _view_as_newest(db)
-        if not readonly:
-            _write_durably(db)
-        return db
-    except BaseException:
-        db.close()
         raise
 
 
@@ -297,15 +284,6 @@ def _keep_former(db: sqlite3.Connection, form: int) -> None:
     sync_path(aside)
     aside.replace(kept)
     sync_path(path.parent)
-
-
-def _take_lock(path: Path | str) -> PidLock | None:
-    """Return the lock `<ledger>.lock`, held until closed; None for a ledger in memory."""
-    if str(path) == MEMORY:
-        return None
-    make_directory(Path(path).parent)
-    busy = f"{path}: this ledger is in use by another master"
-    return PidLock(Path(f"{path}.lock"), busy=busy, advice="stop it first")
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def refuse_failing(error: Exception, path: str) -> None:
 
 
 CHAIN, SCHEMA = "chain", "sqlite_schema"
-DELETED = 0  # in place of a digest; a row's own is never 0
+DELETED = 0  # in place of a digest, which is never 0
 FIRST = bytes(16)  # the hash before the first link
 MOST_LINES = 3  # of integrity_check's output
 ROWS_READ = 1_000  # at a time
@@ -197,7 +197,7 @@ class _Claims:
     def settle(self) -> None:
         """Reduce to one digest for each row that should exist, sorted by key."""
         keys, digests = self.keys, self.digests
-        if any(map(ge, keys, islice(keys, 1, None))) or DELETED in digests:
+        if any(map(ge, keys, islice(keys, 1, None))) or not all(digests):
             newest = sorted(pair for pair in dict(zip(keys, digests, strict=True)).items() if pair[1] != DELETED)
             self.keys, self.digests = array("q", (k for k, _ in newest)), array("Q", (d for _, d in newest))
 

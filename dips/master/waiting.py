@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from math import isfinite
 from typing import Any, NoReturn
@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from dips import daemon
 from dips.config import RunFile
 from dips.errors import ConfigError, RemoteProtocolError, UnavailableMaster
-from dips.files import make_directory
 from dips.http import HttpSubject
 from dips.master import genesis
 from dips.master.ledger import Ledger, hold_ledger, put_in_place
@@ -71,7 +70,6 @@ def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float])
     genesis.find_mirrors(config, force=False)
     manifest = _check_proposed(config, proposed)
     row = genesis.make_row(config, manifest, proposed.genesis, proposed.genesis_norms)
-    make_directory(config.master.directory)
     with hold_ledger(path):
         if path.exists():
             raise ConfigError(f"{path}: a ledger is here already; a run begins once")
@@ -107,7 +105,6 @@ def _write_ledger(config: RunFile, row: RunRow, wall: Callable[[], float]) -> No
     path = genesis.ledger_path(config)
     aside = path.parent / ASIDE
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
     try:
         built = aside / path.name
         Ledger.create(built, row, wall).close()  # the last connection moves the WAL into the file
@@ -124,7 +121,7 @@ def _write_ledger(config: RunFile, row: RunRow, wall: Callable[[], float]) -> No
 
 
 REMEDY = "if this run had begun, put its newest ledger back and do not seed it"
-LOOK_S = 1.0  # interval of checks for a ledger that `dips init` wrote
+LOOK_S = 1.0  # interval of checks for a ledger
 GRACE_S = 2.0  # longest wait for the answer to Begin to leave
 
 
@@ -158,7 +155,7 @@ async def wait_for_ledger(
     config: RunFile, tls: TlsSource | None, guard: Guard | None, log: Log, ready: Callable[[str], None], report: Report
 ) -> str | None:
     """Serve until there is a ledger; return the host:port served at, None if it was stopped before."""
-    begun, stopped = asyncio.Event(), asyncio.Event()
+    stopped = asyncio.Event()
     server = control.make_server(report, guard)
     listen = config.master.listen
     address = f"{listen.rpartition(':')[0]}:{control.bind_server(server, listen, 'master.listen', guard)}"
@@ -166,7 +163,7 @@ async def wait_for_ledger(
     add_ClusterServiceServicer_to_server(ClusterServicer(awaiting), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(awaiting), server)
     add_StatusServiceServicer_to_server(StatusServicer(awaiting, {}), server)
-    add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config, begun)), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config)), server)
     await control.serve_health(server, ("",))  # the process lives, but none of its services serves yet
     await server.start()
     async with AsyncExitStack() as stack:
@@ -176,8 +173,10 @@ async def wait_for_ledger(
         stack.enter_context(daemon.end_signals(stopped.set))
         log.warning("no_ledger", ledger=str(genesis.ledger_path(config)), address=address, waits=WAITS, remedy=REMEDY)
         ready(address)
-        while not (begun.is_set() or stopped.is_set() or _is_made(config)):
-            await _wait_for_any(begun, stopped)
+        while not (stopped.is_set() or _is_made(config)):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await stopped.wait()
     return None if stopped.is_set() else address
 
 
@@ -193,14 +192,6 @@ def _is_made(config: RunFile) -> bool:
         return False
 
 
-async def _wait_for_any(*events: asyncio.Event) -> None:
-    tasks = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait(tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-
-
-def _begin_run(config: RunFile, begun: asyncio.Event, proposed: RunProposed) -> None:
+def _begin_run(config: RunFile, proposed: RunProposed) -> None:
     """Create the ledger; on the event loop, so that two proposals are served one after the other."""
     begin_run(config, proposed, time.time)
-    begun.set()

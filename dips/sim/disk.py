@@ -7,6 +7,7 @@ from __future__ import annotations
 import sqlite3
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from errno import EMFILE
 from pathlib import Path
@@ -282,7 +283,7 @@ class SimLedger(Ledger):
     """The ledger as one process writes it: `on_written` gets the records of each transaction, once they are durable."""
 
     def __init__(self, db: sqlite3.Connection, disk: LedgerDisk) -> None:
-        super().__init__(db, None, lambda: 0.0)
+        super().__init__(db, ExitStack(), lambda: 0.0)
         self._disk = disk
         self.on_written: Callable[[Sequence[Record]], None] = lambda records: None
 

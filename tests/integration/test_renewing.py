@@ -338,7 +338,7 @@ async def test_a_command_renews_once_or_until_a_signal(
     west = far_away(enrolled, enrolled.enroll("west", PeerRole.CLUSTER))
     first, said = load_tls(west).cert, ""
     async with served(enrolled) as address:
-        await certs._renew_from(west.cert, address, watch=False)
+        await asyncio.to_thread(certs.renew_command, west.cert, None, 1, address, False)
         once = load_tls(west)
         assert once.cert != first and once.revoked == frozenset() and west.crl.exists()
         assert "renewed, valid until" in capsys.readouterr().out

@@ -95,9 +95,9 @@ def write_all(directory: Path, *words: str) -> Path:
 
 
 def test_templates_load_as_they_stand(tmp_path: Path) -> None:
-    """The three agree, mean the run of defaults, and name `dips init`'s model."""
-    run, cluster = load_run(write_all(tmp_path / "my-run")), load_cluster(tmp_path / "my-run" / CLUSTER)
-    assert run.shared.digest == cluster.shared.digest == Shared(run="my-run").digest
+    """The three agree, mean the run of defaults under the directory's name, and name `dips init`'s model."""
+    run, cluster = load_run(write_all(tmp_path / "Two Hosts")), load_cluster(tmp_path / "Two Hosts" / CLUSTER)
+    assert run.shared.digest == cluster.shared.digest == Shared(run="two-hosts").digest
     assert (run.make_options().outer, run.make_options().penalty) == (Options().outer, Options().penalty)
     assert cluster.pace.aligned == 64 and cluster.master == run.master.listen
     assert run.slaves[0].initial_model == run.master.directory / "initial"

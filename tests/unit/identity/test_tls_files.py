@@ -16,7 +16,7 @@ from dips.identity import certificates
 from dips.identity.authority import Authority
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerIdentity, PeerRole
-from dips.identity.paths import TlsFiles
+from dips.identity.paths import TlsFiles, renewal_of
 from dips.identity.tls_files import load_tls, require_identity
 from tests.enrolled import Enrolled
 
@@ -40,25 +40,25 @@ def test_a_secret_of_cert_manager_is_mounted_as_it_is() -> None:
 
 
 def two_names(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
-    return _signed(enrolled, files, ["a.cluster.july.dips", "b.cluster.july.dips"])
+    return _signed(enrolled.authority, files, ["a.cluster.july.dips", "b.cluster.july.dips"])
 
 
 def foreign_name(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
-    return _signed(enrolled, files, ["www.example.org"])
+    return _signed(enrolled.authority, files, ["www.example.org"])
 
 
 def no_name(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
-    return _signed(enrolled, files, [])
+    return _signed(enrolled.authority, files, [])
 
 
-def _signed(enrolled: Enrolled, files: TlsFiles, names: list[str]) -> TlsFiles:
-    """A certificate that our authority would not sign, by its key."""
-    key, root_path = certificates.new_key(), enrolled.directory / "ca" / "ca.key"
+def _signed(authority: Authority, files: TlsFiles, names: list[str]) -> TlsFiles:
+    """A certificate of three days that our authority would not sign, by its key."""
+    key, root_path = certificates.new_key(), authority.directory / "ca.key"
     root_key = certificates.parse_key(certificates.read_key_pem(root_path, "key"), root_path, "key")
     subject = x509.Name([])
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(enrolled.authority.root.subject)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(authority.root.subject)
     builder = builder.public_key(key.public_key()).serial_number(7).not_valid_before(utc_now() - timedelta(hours=1))
-    builder = builder.not_valid_after(utc_now() + timedelta(hours=1))
+    builder = builder.not_valid_after(utc_now() + timedelta(days=3))
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(n) for n in names]), critical=False)
     certificates.write_public(files.cert, certificates.to_pem(builder.sign(root_key, hashes.SHA256())))
@@ -76,8 +76,10 @@ def another_authority(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
 
 
 def another_list(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
+    """Behind our own."""
     Authority.create(enrolled.directory / "other", "july")
-    return replace(files, crl=enrolled.directory / "other" / "crl.pem")
+    files.crl.write_bytes(files.crl.read_bytes() + (enrolled.directory / "other" / "crl.pem").read_bytes())
+    return files
 
 
 def missing(enrolled: Enrolled, files: TlsFiles) -> TlsFiles:
@@ -161,7 +163,33 @@ def test_a_root_that_is_rolled_over(enrolled: Enrolled) -> None:
     files, other = enrolled.enroll("west", PeerRole.CLUSTER), Authority.create(enrolled.directory / "new", "july")
     both = enrolled.directory / "both.crt"
     both.write_bytes(certificates.to_pem(other.root) + files.ca.read_bytes())
-    assert load_tls(replace(files, ca=both)).identity.name == "west"
+    loaded = load_tls(replace(files, ca=both))
+    assert loaded.identity.name == "west"
+    assert loaded.trusts(certificates.parse_certificate(loaded.cert, files.cert, "tls"))
+
+
+def test_an_authority_that_has_ended(enrolled: Enrolled) -> None:
+    """One that is not ours may have signed what outlives it; gRPC would only say that the socket is closed."""
+    ended, files = (
+        Authority.create(enrolled.directory / "old", "july", days=1),
+        enrolled.enroll("west", PeerRole.CLUSTER),
+    )
+    files = _signed(ended, replace(files, ca=ended.directory / "ca.crt"), ["west.cluster.july.dips"])
+    with pytest.raises(ConfigError, match=r"tls: .*ca\.crt expired at"):
+        load_tls(files, utc_now() + timedelta(days=2))
+
+
+def test_files_that_are_being_renewed(enrolled: Enrolled) -> None:
+    """A certificate that waits for its key is not taken before the key has its name, and then at once."""
+    files = enrolled.enroll("west", PeerRole.CLUSTER)
+    old_cert, old_key = files.cert.read_bytes(), files.key.read_bytes()
+    enrolled.enroll("west", PeerRole.CLUSTER)
+    new_cert = files.cert.read_bytes()
+    files.cert.rename(renewal_of(files.cert, ".crt"))
+    files.cert.write_bytes(old_cert)
+    assert load_tls(files).cert == new_cert
+    files.key.write_bytes(old_key)
+    assert load_tls(files).cert == old_cert
 
 
 class TestAuthority:

@@ -15,6 +15,8 @@ from dips.local import run
 from dips.local.run import LocalProcesses, ProcessEnded
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+SAVE = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.05), sys.exit(7)))"
+SAVES = [sys.executable, "-c", f"import signal, sys, time; {SAVE}; print('here', flush=True); time.sleep(60)"]
 CHILD_AND_SELF = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -44,10 +46,12 @@ def alive(pid: int) -> bool:
 def test_leaving_the_house_ends_everything(tmp_path: Path) -> None:
     """When the block is left, by an error too, every process has ended."""
     running = LocalProcesses()
-    processes = [running.start(name, SLEEP, tmp_path / name) for name in ("a", "b")]
+    processes = [running.start(name, SAVES, tmp_path / name) for name in ("a", "b")]
+    for process in processes:
+        until_told(tmp_path / process.name, "here")
     with pytest.raises(RuntimeError, match="in the middle"), running:
         raise RuntimeError("in the middle")
-    assert all(process.exit_code() is not None for process in processes)
+    assert [process.exit_code() for process in processes] == [7, 7], "each has had its time to end"
 
 
 def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None:
@@ -86,6 +90,18 @@ def test_what_a_process_shows_is_logged_too(tmp_path: Path, capfd: pytest.Captur
     with LocalProcesses() as running:
         running.start("a", [sys.executable, "-c", "print('a line')"], tmp_path / "a", show=True).wait(20)
     assert (tmp_path / "a").read_text() == capfd.readouterr().out == "a line\n"
+
+
+def test_sigterm_unwinds_what_was_begun() -> None:
+    """Whoever started processes ends them in order, and is seen to have ended by a signal."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        run.exit_on_sigterm()
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:

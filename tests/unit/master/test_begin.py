@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import signal
 import socket
 import zlib
@@ -12,9 +13,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 import structlog
+from grpc.aio import AioRpcError
+from structlog.testing import capture_logs
 
 from dips.config import RunFile, host_port
 from dips.errors import ConfigError, CorruptManifest, RemoteProtocolError, UnavailableMaster
@@ -35,7 +40,11 @@ from dips.protocol.grouping import PLAIN_GROUPING
 from dips.transport import control
 from dips.transport.endpoints import master_peer
 from dips.wire import messages
+from dips.wire.generated import cluster_pb2, slave_pb2, status_pb2
+from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
 from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
+from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub
+from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 from tests.unit.master.test_genesis import model, run_file
 
 
@@ -94,8 +103,8 @@ def spelled(text: str) -> dict[str, Any]:
     [
         ({"genesis": ("0" * 32,)}, "expected 4 digests and norms, got 1 and 4"),
         ({"genesis_norms": (1.0,)}, "expected 4 digests and norms, got 4 and 1"),
-        ({"genesis": ("x" * 32,) * 4}, "32 hexadecimal digits"),
-        ({"genesis_norms": (float("inf"),) * 4}, "finite"),
+        ({"genesis": (*["0" * 32] * 3, "x" * 32)}, "32 hexadecimal digits"),
+        ({"genesis_norms": (1.0, 1.0, 1.0, float("inf"))}, "finite"),
         (spelled('{"format": 1, "layers": []}'), "manifest"),
         (spelled('{"format": 1, "layers": [{"name": "a", "parameters": [["b.w", [2]]]}]}'), "groups parameters"),
         ({"packed": b"junk"}, "cannot be unpacked"),
@@ -148,12 +157,28 @@ async def test_a_proposal_ends_the_wait_and_frees_the_port(tmp_path: Path) -> No
     assert ledger_path(config).exists()
 
 
-async def test_a_master_that_waits_is_stopped(tmp_path: Path) -> None:
-    config = run_file(tmp_path)
-    config = config.model_copy(update={"master": config.master.model_copy(update={"listen": "127.0.0.1:0"})})
-    async with waiting_master(config) as (_, task):
-        signal.raise_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(task, 10) is None
+async def test_a_master_that_waits_says_so_until_it_is_stopped(tmp_path: Path) -> None:
+    """To clusters and slaves, to who looks and to who probes: not that it has no such service."""
+    config, waits = run_file(tmp_path), "waits for the first model"
+    update = {"listen": "127.0.0.1:0", "http": "127.0.0.1:0"}
+    config = config.model_copy(update={"master": config.master.model_copy(update=update)})
+    with capture_logs() as logged:
+        async with waiting_master(config) as (address, task):
+            async with control.open_channel(master_peer(address, None)) as channel:
+                joins = ClusterServiceStub(channel).Join(cluster_pb2.ClusterJoined(), timeout=10)
+                registers = SlaveServiceStub(channel).Register(slave_pb2.SlaveRegistered(), timeout=10)
+                for call in (joins, registers):
+                    with pytest.raises(AioRpcError, match=f"run 'toy' {waits}"):
+                        await call
+                seen = await StatusServiceStub(channel).Status(status_pb2.StatusRequest(), timeout=10)
+                assert waits in json.loads(seen.json)["waiting"]
+            (port,) = (line["address"] for line in logged if line["event"] == "http")
+            with pytest.raises(HTTPError) as unready:
+                await asyncio.to_thread(urlopen, f"http://{port}/readyz", timeout=10)
+            with unready.value as answer:
+                assert waits in json.load(answer)["reason"]
+            signal.raise_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(task, 10) is None
 
 
 def test_a_ledger_is_there_when_its_maker_is_done(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +12,22 @@ import pytest
 import yaml
 
 from dips.config import load_run
-from dips.errors import StaleTerm
+from dips.errors import FailedDisk, StaleTerm
 from dips.master import ledger as ledger_module
 from dips.master import restore, waiting
 from dips.master.ledger import Ledger
 from dips.master.restore import MirroredLedger, MirroredTransaction
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import Manifest
-from dips.protocol.records import RoundReserved, RunRow
+from dips.protocol.records import ProtocolRaised, RoundReserved, RunRow
+from dips.protocol.releases import OLDEST_PROTOCOL
 from dips.store.mirror import MirrorStore
 from tests.disk_calls import DiskCalls
 
 MANIFEST = Manifest.from_shapes([("a.w", (4,))])
 ROW = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (1.0,))
 FULL = 2  # of PRAGMA synchronous
+MEMORY_STORE = 2  # of PRAGMA temp_store
 
 
 def pragma(db: sqlite3.Connection, name: str) -> object:
@@ -39,6 +42,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
 
     def recorded(*args: object, **kwargs: object) -> sqlite3.Connection:
         made.append(connect(*args, **kwargs))  # type: ignore[arg-type]
+        made[-1].execute("PRAGMA synchronous = OFF")  # some builds of SQLite begin so
         return made[-1]
 
     monkeypatch.setattr(ledger_module.sqlite3, "connect", recorded)
@@ -63,11 +67,48 @@ def test_the_maker_writes_durably(connections: list[sqlite3.Connection]) -> None
     made.close()
 
 
+def test_views_of_an_older_ledger_are_in_memory(connections: list[sqlite3.Connection]) -> None:
+    """No file beside those that are synced."""
+    made = Ledger.create(":memory:", replace(ROW, protocol=OLDEST_PROTOCOL))
+    assert pragma(connections[0], "temp_store") == MEMORY_STORE
+    made.close()
+
+
+def test_a_disk_that_is_not_there_is_not_a_damaged_ledger(tmp_path: Path) -> None:
+    """The ledger's name leads to a volume that nobody has mounted."""
+    (tmp_path / "ledger.sqlite").symlink_to(tmp_path / "volume" / "ledger.sqlite")
+    with pytest.raises(FailedDisk, match=r"SQLite cannot use this ledger.*SQLITE_CANTOPEN"):
+        Ledger.create(tmp_path / "ledger.sqlite", ROW)
+
+
+def test_a_ledger_that_somebody_else_reads_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a backup, without a WAL, that a backup program holds: it cannot be written to in that moment."""
+    monkeypatch.setattr(ledger_module, "BUSY_S", 0.0)
+    path = tmp_path / "ledger.sqlite"
+    Ledger.create(path, ROW).close()
+    with closing(sqlite3.connect(path)) as reader:
+        reader.execute("PRAGMA journal_mode = DELETE")
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM run").fetchone()
+        with pytest.raises(FailedDisk, match=r"SQLite cannot use this ledger.*SQLITE_BUSY"):
+            Ledger.open(path)
+
+
 def test_a_new_ledger_s_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file exists only when its directory says so."""
     disk = DiskCalls(tmp_path, monkeypatch)
     Ledger.create(tmp_path / "ledger.sqlite", ROW).close()
     assert disk.calls == ["fsync ."]
+
+
+def test_the_file_of_the_former_format_is_whole_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who must go back to the release before has nothing else."""
+    with closing(Ledger.create(tmp_path / "ledger.sqlite", replace(ROW, protocol=OLDEST_PROTOCOL))) as ledger:
+        disk, kept = DiskCalls(tmp_path, monkeypatch), f"ledger.format{OLDEST_PROTOCOL}"
+        ledger.write_records([ProtocolRaised(OLDEST_PROTOCOL + 1, 0.0)])
+    assert disk.calls == [f"fsync {kept}.tmp", f"rename {kept}.tmp {kept}.sqlite", "fsync ."]
 
 
 def test_a_ledger_that_begins_with_dips_seed_is_whole_before_it_has_its_name(

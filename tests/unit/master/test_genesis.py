@@ -220,3 +220,14 @@ def test_a_manifest_that_no_message_could_carry_is_refused(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="take at most"):
         make_run(run_file(tmp_path), tensors)
     assert not ledger_path(run_file(tmp_path)).exists()
+
+
+def test_a_model_that_is_moved_in_has_its_name_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the one before."""
+    for directory, content in (("aside", "new"), (".", "old")):
+        (tmp_path / directory / INITIAL).mkdir(parents=True)
+        (tmp_path / directory / INITIAL / "model").write_text(content)
+    disk = DiskCalls(tmp_path, monkeypatch)
+    genesis.put_initial(tmp_path / "aside", tmp_path)
+    assert disk.calls == [f"remove {INITIAL}", f"rename aside/{INITIAL} {INITIAL}", "fsync ."]
+    assert (tmp_path / INITIAL / "model").read_text() == "new"

@@ -17,6 +17,7 @@ import pytest
 from dips.errors import Corrupt, CorruptLedger, DipsError, FailedDisk, treatment_of
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master.ledger import Ledger
+from dips.master.ledger_chain import _Claims, _verify
 from dips.outer_step import nesterov_step
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
 from dips.protocol.options import Targets
@@ -181,7 +182,7 @@ def test_what_is_wrong_is_named_with_what_to_do(path: Path, readonly: bool) -> N
         ("DELETE FROM digests WHERE round = 3 AND slave = 's1'", "row 6 of table digests, of transaction 9, is gone"),
         ("INSERT INTO terms VALUES (2, NULL)", "row 2 of table terms was written by no transaction"),
         ("INSERT INTO finished VALUES (1, 12, 12, 'x', 0, 0)", "row 1 of table finished was written by no transaction"),
-        ("UPDATE folds SET cluster = x'ff' || cluster WHERE rowid = 4", "row 4 of table folds"),
+        ("UPDATE folds SET cluster = x'ff' || cluster WHERE rowid IN (4, 7)", "row 4 of table folds"),
         ("UPDATE folds SET cluster = CAST(x'ff' AS TEXT) WHERE rowid = 4", "row 4 of table folds, of transaction 7"),
         ("UPDATE chain SET rows = x'90' WHERE number = 9", "row 9 of table chain, of transaction 9, is not what"),
         ("DELETE FROM chain WHERE number = 9", "transaction 9 is gone from the chain"),
@@ -194,6 +195,46 @@ def test_whatever_is_changed_added_or_taken_away(path: Path, statement: str, wor
     """Rows that are rewritten or deleted in the life of a run, too, the chain itself, and the list of tables."""
     change(path, statement)
     assert words in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "digests", "settled"),
+    [
+        ([1, 2, 1], [5, 6, 7], [(1, 7), (2, 6)]),  # written again later
+        ([1, 2], [5, 0], [(1, 5)]),  # written and deleted by one transaction
+        ([2, 1], [6, 5], [(1, 5), (2, 6)]),
+        ([1, 2], [5, 6], [(1, 5), (2, 6)]),
+    ],
+)
+def test_the_newest_claim_on_a_row_counts(keys: list[int], digests: list[int], settled: list[tuple[int, int]]) -> None:
+    claims = _Claims()
+    claims.keys.extend(keys)
+    claims.digests.extend(digests)
+    claims.settle()
+    assert list(zip(claims.keys, claims.digests, strict=True)) == settled
+
+
+def test_what_a_master_writes_meanwhile_is_no_damage(path: Path) -> None:
+    """Chain and rows are those of one moment, whoever reads them."""
+
+    def check(db: sqlite3.Connection) -> None:
+        (before,) = db.execute("SELECT count(*) FROM terms").fetchone()
+        with closing(Ledger.open(path)) as master:
+            master.start_term()
+        assert db.execute("SELECT count(*) FROM terms").fetchone() == (before,)
+
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        _verify(check, db, "it")
+
+
+def test_a_disk_that_fails_while_a_ledger_is_verified(path: Path) -> None:
+    def check(db: sqlite3.Connection) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+        raise error
+
+    with closing(sqlite3.connect(path, isolation_level=None)) as db, pytest.raises(FailedDisk):
+        _verify(check, db, "it")
 
 
 def test_pages_that_cannot_be_read_are_named(path: Path) -> None:

@@ -20,12 +20,12 @@ import yaml
 from rich.console import Console
 
 from dips.commands.history import draw_rounds, round_as_data
-from dips.config import RunFile, load_run
+from dips.config import RunFile, TrackSection, load_run
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 from dips.master import hooks
 from dips.master.genesis import ledger_path, make_run
-from dips.master.hooks import VersionProcesses, read_numbers
+from dips.master.hooks import TrackProcesses, VersionProcesses, read_numbers
 from dips.master.ledger import Ledger
 from dips.outer_step import nesterov_step
 from dips.protocol.manifest import Manifest
@@ -62,6 +62,9 @@ def hang(model, version):
     os.rename("pids.tmp", "pids")
     time.sleep(600)
 """
+
+
+CHATTY = "yes | head -c 1000; while test $(stat -L -c %s {log}) -gt 100; do sleep 0.01; done; echo '{{\"a\": 1}}'"
 
 
 def call(function: str) -> list[str]:
@@ -205,6 +208,31 @@ async def test_one_that_takes_too_long_is_killed(make_place: MakePlace, monkeypa
     assert place.ledger.find_unprocessed(2) is None
 
 
+async def test_one_that_prints_on_and_on_fills_no_disk(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log is cut while it runs, and its last line is read all the same."""
+    monkeypatch.setattr(hooks, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(hooks, "LOG_BYTES", 100)
+    place = make_place(command=["sh", "-c", CHATTY.format(log="m/on_version/output.log")])
+    place.commit()
+    place.commit()
+    assert (await place.run_one()).numbers == (("a", 1.0),)
+
+
+async def test_a_tracker_that_prints_on_and_on_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "TRACKER_LOOKS_S", 0.01)
+    monkeypatch.setattr(hooks, "TRACKER_LOG_BYTES", 100)
+    monkeypatch.setattr(hooks, "TRACKER_PROGRAM", "chatty")
+    (tmp_path / "chatty.py").write_text(f"import os; os.execlp('sh', 'sh', '-c', {CHATTY!r}.format(log='/dev/fd/1'))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    track = TrackProcesses(tmp_path / "f", TrackSection(wandb="w"), tmp_path, logs.configure_log("master", "r"))
+    track.start(pytest.fail)
+    async with asyncio.timeout(RESULT_S):
+        while not track.view().red:
+            await asyncio.sleep(0.01)
+    await track.stop()
+    assert track.view().reason == 'wandb: exit code 0: {"a": 1}'
+
+
 async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Path) -> None:
     """A master that stops kills the whole process group; the version is due again for the next master."""
     place = make_place(command=call("hang"))
@@ -223,8 +251,9 @@ async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Pat
 
 
 MASTER = """
-import os, subprocess, sys, time
-words = [sys.executable, "-m", "dips.commands.version_process", str(os.getpid()), *sys.argv[1:]]
+import subprocess, sys, time
+from dips.master.hooks import PROGRAM, _spell_command
+words = _spell_command(PROGRAM, *sys.argv[1:])
 subprocess.Popen(words, start_new_session=True)
 time.sleep(600)
 """

@@ -11,7 +11,7 @@ import pytest
 from dips.errors import Busy, DipsError, StaleTerm, UnavailableSlave, UnresponsiveSlave
 from dips.ids import GENESIS, PushId
 from dips.master.core import SentOrder, SlavePatience, SlaveProgress
-from dips.master.runtime import SlaveLink
+from dips.master.runtime import SlaveLink, SlaveLinks
 from dips.protocol.effects import OpenPush, Order, OrderBody, Ping
 from dips.protocol.events import Done, OrderAnswered
 from dips.protocol.heartbeats import OrderWait, SlaveHeartbeat
@@ -68,6 +68,32 @@ def test_a_deadline_that_passes_while_the_master_is_stopped_begins_again(monkeyp
     link = SlaveLink("s", "127.0.0.1:1", dial=lambda *_: cast(Any, peer))
     answer = asyncio.run(link.execute_order(Order("s", 2, 3, 7, Ping(), 0.05)))
     assert answer == OrderAnswered("s", 2, 7, Done()) and peer.asked == 2
+
+
+class ClosingPeer:
+    """The connection to an address, which takes a moment to close where there is another since."""
+
+    def __init__(self, address: str, closed: list[str]) -> None:
+        self._address, self._closed = address, closed
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.02 if self._address == "h:1" else 0.0)
+        self._closed.append(self._address)
+
+
+async def test_a_slave_that_has_moved_has_one_link_and_none_stays_open() -> None:
+    """That to its former address is closed beside the run; the same address again opens no other."""
+    opened, closed = list[str](), list[str]()
+
+    def dial(slave: str, address: str, tls: object) -> Any:
+        opened.append(address)
+        return ClosingPeer(address, closed)
+
+    links = SlaveLinks(dial=dial)
+    for address in ("h:1", "h:1", "h:2"):
+        links.learn_address("s", address)
+    await links.close()
+    assert opened == ["h:1", "h:2"] and sorted(closed) == opened
 
 
 @pytest.mark.parametrize("error", [StaleTerm("has seen 4"), Busy("no slot")])

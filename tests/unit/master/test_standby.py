@@ -526,6 +526,44 @@ def test_a_term_that_is_over_is_not_taken_over_with(tmp_path: Path, url: str, en
     assert not genesis.ledger_path(b).exists()
 
 
+def test_a_restore_that_fails_is_tried_again_at_leisure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
+) -> None:
+    """As long as the lease lasts; a store that is busy is not asked again at once."""
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master, waiting = stood_by(a, b)
+    master.die()
+    keeper = waiting.claim()
+    assert keeper is not None
+    ended.append(keeper)
+    pauses, restore_if_lost = list[float](), restore.restore_if_lost
+
+    def restore_at_last(*arguments: Any, **more: Any) -> None:
+        if len(pauses) < 2:
+            raise FailedMirror("quota exceeded")
+        restore_if_lost(*arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(restore, "restore_if_lost", restore_at_last)
+        patch.setattr(standby.time, "sleep", pauses.append)
+        assert standby._take_over(b, keeper, LOG)
+    assert pauses == [standby.AGAIN_S] * 2 and genesis.ledger_path(b).exists()
+
+
+async def test_what_the_daemon_writes_is_in_its_mirror(tmp_path: Path) -> None:
+    """Before anybody is told of it."""
+    (tmp_path / "mirror").mkdir()
+    (a,) = begun(tmp_path, str(tmp_path / "mirror"), "a")
+    with closing(Ledger.open(genesis.ledger_path(a))) as ledger:
+        outside = MasterOutside(ledger)
+        outside.begin_mirror(a, ledger.start_term(), LOG)
+        await outside.write_records([RoundReserved(1, 0.0)])
+        found = restore.read_newest(mirror(a), "r")
+        assert found is not None and found.transactions[-1].records == (RoundReserved(1, 0.0),)
+        await outside.close()
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_standby_waits_until_it_is_to_serve_or_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool

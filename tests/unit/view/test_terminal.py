@@ -113,6 +113,15 @@ def test_the_master_and_its_standby_are_named() -> None:
     assert "standby" not in drawn(render_status(replace(STATUS, lease=replace(lease, standbys=()))))
 
 
+def test_what_was_changed_while_it_runs_is_named() -> None:
+    """Options that differ from the run file, and a protocol that is not the newest of all."""
+    tuned = drawn(render_status(replace(STATUS, tuned={"penalty.alpha": 0.5, "outer.clip.norm": None})))
+    assert "tuned: penalty.alpha 0.5, outer.clip.norm off" in tuned
+    assert "tuned:" not in drawn(render_status(STATUS))
+    older = drawn(render_status(replace(STATUS, protocol=1, protocol_newest=2)))
+    assert "protocol: speaks 1, can speak 2: dips finalise" in older
+
+
 def test_status_in_80_columns() -> None:
     """A line for each cluster and slave, and one more where the reason says more than the state; no word is cut."""
     assert drawn(render_status(STATUS)) == SHOT
