@@ -159,8 +159,7 @@ def main(argv: list[str]) -> None:
 
 def follow_run(config: RunFile, kind: str, ended: threading.Event) -> None:
     """Write new rounds into a sink of this kind until `ended` is set."""
-    directory = config.master.directory / "track"
-    directory.mkdir(parents=True, exist_ok=True)
+    directory, last = config.master.directory / "track", False
     path = directory / f"{kind}.json"
     position = _read_position(path)
     with (
@@ -172,13 +171,12 @@ def follow_run(config: RunFile, kind: str, ended: threading.Event) -> None:
             position = TrackPosition()  # the old position was of a run deleted by `dips init --force`
         follower = Follower(ledger, sink, position)
         while True:
-            last = ended.is_set()
             if follower.write_new():
                 with write_aside(path) as aside:
                     aside.write_text(json.dumps(asdict(position)))
             if last:
                 return
-            ended.wait(LOOK_EVERY_S)
+            last = ended.wait(LOOK_EVERY_S)
 
 
 def _read_position(path: Path) -> TrackPosition:
@@ -191,11 +189,11 @@ def _read_position(path: Path) -> TrackPosition:
 
 
 def _make_sink(config: RunFile, kind: str, directory: Path) -> TrackSink:
-    track = config.master.track
-    if track is not None and kind == "tensorboard" and track.tensorboard is not None:
-        return TensorBoardSink(track.tensorboard)
-    if track is not None and kind == "wandb" and track.wandb is not None:
-        return WandbSink(track.wandb, config.shared.run, directory)
+    match kind, getattr(config.master.track, kind, None):
+        case "tensorboard", Path() as events:
+            return TensorBoardSink(events)
+        case "wandb", str() as project:
+            return WandbSink(project, config.shared.run, directory)
     raise ConfigError(f"master.track.{kind}: this run file does not have it any more: start the master again")
 
 

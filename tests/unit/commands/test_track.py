@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from dips.commands import track_process
 from dips.commands.track_process import Follower, TensorBoardSink, TrackPosition, WandbSink
 from dips.config import TrackSection, load_run
 from dips.errors import ConfigError
@@ -83,11 +85,36 @@ def test_tensorboard_reads_it(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     sink = TensorBoardSink(tmp_path)
     sink.write_point(7, 1000.5, {"loss/run": 0.5, "run/tokens": 800.0})
-    sink.write_point(8, 1001.5, {"loss/run": 0.25})
-    sink.close()
+    sink.flush()
     found = accumulator.EventAccumulator(str(tmp_path))
     found.Reload()
-    assert [(e.step, e.wall_time, e.value) for e in found.Scalars("loss/run")] == [(7, 1000.5, 0.5), (8, 1001.5, 0.25)]
+    assert [(e.step, e.wall_time, e.value) for e in found.Scalars("loss/run")] == [(7, 1000.5, 0.5)]
+    sink.write_point(8, 1001.5, {"loss/run": 0.25})
+    sink.close()
+    found.Reload()
+    assert [(e.step, e.wall_time, e.value) for e in found.Scalars("loss/run")][1:] == [(8, 1001.5, 0.25)]
+
+
+def test_a_tracker_goes_on_where_the_one_before_ended(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its position is kept; that of a run that was thrown away is not. What ended while it slept is written, too."""
+    sink, ended, config = ListSink(), threading.Event(), load_run(run_file)
+    monkeypatch.setattr(track_process, "_make_sink", lambda *_: sink)
+    (config.master.directory / "track").mkdir()
+    ended.set()
+    for position, written in (("", 5), (None, 5), ('{"round": 900, "result": 900}', 10)):
+        if position is not None:
+            (config.master.directory / "track" / "wandb.json").write_text(position)
+        track_process.follow_run(config, "wandb", ended)
+        assert len(sink.points) == written
+
+
+def test_a_tracker_that_the_run_file_lacks(run_file: Path) -> None:
+    """It was taken out while the master ran."""
+    content = yaml.safe_load(run_file.read_text())
+    content["master"]["track"] = {"wandb": "project"}
+    run_file.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=r"master\.track\.tensorboard: this run file does not have it any more"):
+        track_process.follow_run(load_run(run_file), "tensorboard", threading.Event())
 
 
 @pytest.mark.slow  # wandb starts a service of its own
@@ -133,8 +160,11 @@ async def test_a_process_follows_the_ledger(run_file: Path, tmp_path: Path) -> N
         while "900" in position.read_text():
             assert track.view() == TrackView(("tensorboard",))
             await asyncio.sleep(0.02)
-    await track.stop()
     assert json.loads(position.read_text()) == {"round": 4, "result": 4}
+    with closing(Ledger.open(ledger_path(load_run(run_file)))) as ledger:
+        ledger.write_records([committed(VersionId(3, 5), V3, ("a", 10, 0.1)), RoundReserved(6, 0.0)], 1150.0)
+    await track.stop()
+    assert json.loads(position.read_text()) == {"round": 5, "result": 4}, "it has time to write its last numbers"
     assert [path.name for path in (tmp_path / "board").iterdir() if path.name.startswith("events.out.")]
 
 

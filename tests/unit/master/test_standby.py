@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,13 +309,14 @@ def test_two_standbys_that_claim_at_once(tmp_path: Path, url: str, ended: list[A
 def test_a_master_that_cannot_renew_stops_before_a_standby_may_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
 ) -> None:
-    """A store that is gone ends the lease after SERVE_S; without a standby it ends nothing."""
+    """A store that is gone ends the lease after SERVE_S; without a standby it ends nothing. It is logged once."""
     (tmp_path / "mirror").mkdir()
     a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
-    gone, honest = threading.Event(), restore.write_lease
+    gone, honest, failed = threading.Event(), restore.write_lease, count()
 
     def write(*arguments: Any) -> bool:
         if gone.is_set():
+            next(failed)
             raise FailedMirror("the store is gone")
         return honest(*arguments)
 
@@ -322,10 +324,13 @@ def test_a_master_that_cannot_renew_stops_before_a_standby_may_begin(
     master = Serving(a)
     ended.append(master.lease)
     assert master.lease.left_s() > 1e9
-    gone.set()
-    until(lambda: master.lease.view().failing, "it cannot be renewed")
+    with capture_logs() as logged:
+        gone.set()
+        until(lambda: next(failed) > 3, "it is tried again and again")
+        gone.clear()
     assert master.lease.left_s() > 1e9
-    gone.clear()
+    told = [(line["event"], line["reason"]) for line in logged]
+    assert told == [("lease_not_renewed", "the store is gone")]
     Waiting(b).until(StandbyState.READY)
     until_view(master, lambda view: view.claimable)
     assert (a.master.directory / BOUND).exists()
