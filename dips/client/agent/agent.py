@@ -737,10 +737,10 @@ class Agent:
         except DipsError as error:
             what = "asks the master again" if isinstance(error, Unavailable | Busy) else "the master refused"
             self._log.warning(what, question=question, error=str(error))
-            self.perform_actions(self._core.on_error(ask, error, _now()))
+            actions = self._core.on_error(ask, error, _now())
         else:
-            self.perform_actions(self._core.on_reply(ask, result, _now()))
-        self._signals.notify_change()
+            actions = self._core.on_reply(ask, result, _now())
+        self._end_call(actions)
 
     async def _carry_heartbeat(self, action: SendHeartbeat) -> None:
         heartbeat = replace(action.heartbeat, lines=self._command.last_lines())
@@ -748,9 +748,16 @@ class Agent:
             answer = await self._master.send_heartbeat(heartbeat, action.deadline_s)
         except DipsError as error:
             self._log.warning("a heartbeat was not answered", error=str(error))
-            self.perform_actions(self._core.on_heartbeat_error(error, _now()))
+            actions = self._core.on_heartbeat_error(error, _now())
         else:
-            self.perform_actions(self._core.on_heartbeat_reply(action.heartbeat.inc, answer, _now()))
+            actions = self._core.on_heartbeat_reply(action.heartbeat.inc, answer, _now())
+        self._end_call(actions)
+
+    def _end_call(self, actions: Actions) -> None:
+        """Perform what a call to the master has led to; without actions, too, answers and the next deadline may have
+        changed.
+        """
+        self.perform_actions(actions)
         self._deadline_moved.set()
         self._signals.notify_change()
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from dips.client.ipc.address import keep_alive
 from dips.config import host_port, is_loopback
 from dips.dataclass import replace
 from dips.errors import Busy, ConfigError
@@ -33,7 +34,6 @@ BUFFER_BYTES = 128 << 10  # read and not yet forwarded, for each direction of a 
 CONNECT_S = 10.0  # timeout for connecting to a lane
 BACKLOG = 128
 ACCEPT_PAUSE_S = 0.2  # pause after a connection could not be accepted
-UNACKNOWLEDGED_MS = 30_000  # a peer that acknowledges nothing for this long is gone
 
 
 @dataclass(eq=False)
@@ -167,7 +167,7 @@ class Relay:
         """Forward one rank's connection until either side ends it."""
         outer: socket.socket | None = None
         try:
-            _set_socket_options(inner)
+            keep_alive(inner)
             outer = await self._connect_slave(port.target)
             ways = [self._loop.create_task(self._copy_bytes(a, b)) for a, b in ((inner, outer), (outer, inner))]
             try:
@@ -191,9 +191,9 @@ class Relay:
         outer = socket.socket(family, kind, protocol)
         try:
             outer.setblocking(False)
+            keep_alive(outer)
             async with asyncio.timeout(CONNECT_S):
                 await self._loop.sock_connect(outer, address)
-            _set_socket_options(outer)
         except BaseException:
             outer.close()
             raise
@@ -207,10 +207,3 @@ class Relay:
             while count := await self._loop.sock_recv_into(source, buffer):
                 await self._loop.sock_sendall(sink, view[:count])
                 self.passed_bytes += count
-
-
-def _set_socket_options(connection: socket.socket) -> None:
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)

@@ -12,9 +12,11 @@ import structlog
 from dips.client.agent import relay as relays
 from dips.client.agent.metrics import read_relay
 from dips.client.agent.relay import Relay
+from dips.client.ipc.address import keep_alive
 from dips.errors import Busy, ConfigError
 from dips.ids import GENESIS
 from dips.protocol.effects import Grant, SlaveAddress
+from dips.telemetry.refusals import refusals_by_reason
 
 
 class Target:
@@ -107,6 +109,49 @@ def test_bytes_are_passed_on_both_ways(target: Target) -> None:
     assert made.open_connections == 0
 
 
+def test_both_sides_of_a_connection_are_kept_alive(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank or a slave whose host is gone is noticed within half a minute: it holds one of few places."""
+    kept: list[int] = []
+
+    def keep(connection: socket.socket) -> None:
+        keep_alive(connection)
+        kept.append(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+
+    monkeypatch.setattr(relays, "keep_alive", keep)
+    made = relay()
+    try:
+        (address,) = lane(made, target.address)
+        with dial(address) as connection:
+            connection.sendall(b"x")
+            assert receive(connection, 1) == b"x" and kept == [1, 1]
+    finally:
+        made.close()
+
+
+def test_both_ways_have_ended_before_their_sockets_are_closed(target: Target) -> None:
+    """Else a way that ends later takes a socket from the loop that by then is another connection's."""
+    ended: list[int] = []
+
+    class Watched(Relay):
+        async def _copy_bytes(self, source: socket.socket, sink: socket.socket) -> None:
+            try:
+                await super()._copy_bytes(source, sink)
+            finally:
+                ended.append(source.fileno())
+
+    made = Watched("127.0.0.1", structlog.get_logger())
+    try:
+        (address,) = lane(made, target.address)
+        with dial(address) as connection:
+            connection.sendall(b"x")
+            assert receive(connection, 1) == b"x"
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+    finally:
+        made.close()
+    assert len(ended) == 2 and -1 not in ended
+
+
 def test_connections_are_bounded(target: Target) -> None:
     """One more than the most is closed at once, and is served when there is room again."""
     made = relay(most=2)
@@ -116,9 +161,10 @@ def test_connections_are_bounded(target: Target) -> None:
         for connection in (first, second):
             connection.sendall(b"x")
             assert receive(connection, 1) == b"x"
+        counted = refusals_by_reason().get("relay_full", 0)
         with dial(address) as third:
             assert third.recv(1) == b""
-        assert (made.refused, made.open_connections) == (1, 2)
+        assert (made.refused, made.open_connections, refusals_by_reason()["relay_full"]) == (1, 2, counted + 1)
         first.shutdown(socket.SHUT_WR)
         assert first.recv(1) == b"", "the relay has counted the connection out before it closes it"
         assert made.open_connections == 1
@@ -137,7 +183,7 @@ def test_a_peer_that_reads_nothing_is_sent_nothing_more() -> None:
     try:
         (address,) = lane(made, silent.address)
         with dial(address) as connection:
-            connection.settimeout(1.0)
+            connection.settimeout(0.3)
             sent = 0
             try:
                 while sent < 1 << 30:
