@@ -190,10 +190,10 @@ class StepBatch:
         self._sent_s = -inf  # when the last sent step ended
 
     def is_apart(self, ended_s: float) -> bool:
-        """Return whether the held steps ended so long before this one that their mean time is no measure of it: send
-        them first.
+        """Return whether steps that are held ended so long before this one that their mean time is no measure of it:
+        send them first.
         """
-        return self._steps > 0 and ended_s - self._last_s >= FLUSH_S
+        return ended_s - self._last_s >= FLUSH_S
 
     def add_step(self, step: Stepped, ended_s: float) -> bool:
         """Hold a step; return whether it is time to send."""
@@ -291,8 +291,7 @@ class JobCollectives:
         if self._group is None:
             return [message]
         lengths = self.all_sum([len(message) if r == self.rank else 0 for r in range(self.world_size)])
-        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-        padded[: len(message)] = torch.frombuffer(bytearray(message or b" "), dtype=torch.uint8)[: len(message)]
+        padded = torch.frombuffer(bytearray(message.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
         gathered = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(gathered, padded, group=self._group)
         return [bytes(one[:length].numpy()) for one, length in zip(gathered, lengths, strict=True)]
@@ -305,7 +304,7 @@ class JobCollectives:
         are all on the host, or all on a device that `can_exchange` accepts.
         """
         moved = {tensor.device.type for tensor in (*sends.values(), *receives.values())}
-        group = self._group if moved <= {"cpu"} else dist.group.WORLD
+        group = dist.group.WORLD if moved - {"cpu"} else self._group
         work = [dist.P2POp(dist.irecv, tensor, rank, group=group) for rank, tensor in sorted(receives.items())]
         work += [dist.P2POp(dist.isend, tensor, rank, group=group) for rank, tensor in sorted(sends.items())]
         for one in dist.batch_isend_irecv(work) if work else ():
@@ -340,7 +339,7 @@ class JobCollectives:
         """Number the `included` ranks from 0; return this rank's number (meaningless if not included) and their
         count.
         """
-        present = self.all_sum([int(included and r == self.rank) for r in range(self.world_size)])
+        present = [bool(told) for told in self.all_gather(b"\1" if included else b"")]
         return sum(present[: self.rank]), sum(present)
 
     def close(self) -> None:
@@ -465,9 +464,8 @@ class AgentClient:
         """Send held steps that no further step sends, LATEST_S after they were due; runs in a thread of rank 0."""
         while self._holding.wait() and not self._closed.wait(LATEST_S):
             with self._sending:
-                now = time.monotonic()
                 try:
-                    if self._step_batch.due_s() <= now:
+                    if self._step_batch.due_s() <= time.monotonic():
                         self._send_steps(connection)
                 except DipsError:  # the agent is gone: the script's next message raises this where it can be handled
                     return

@@ -84,7 +84,7 @@ def digest_frozen(parts: Sequence[nn.Module], collectives: JobCollectives) -> st
 def _first_element(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the first element; None if it is not on this rank, or of a type that is not compared."""
     if is_dtensor(parameter):
-        if any(parameter.device_mesh.get_coordinate() or [1]):
+        if sum(parameter.device_mesh.get_coordinate() or [1]):  # another rank of the mesh has it
             return None
         parameter = parameter.to_local()
     if parameter.dtype not in COMPARED or not parameter.numel() or parameter.is_meta:

@@ -426,7 +426,6 @@ class ShardTransfer:
         interval  inner steps after which the next fragment is requested
         """
         self._memory.finish_install()  # a lazy install may still read the host memory
-        self._check_parameters()
         if self._feedback is not None:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
         held = self._feedback.restore_base() if self._feedback is not None and self._takes_updates else None

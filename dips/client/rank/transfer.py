@@ -358,7 +358,6 @@ class TransferLoop(ABC):
         for part in self._parts:
             part.stream.close()
         stage.close()
-        self._results.clear()
         self._context.term()  # after this, libzmq no longer reads the caller's arrays
         self._waker.close()
 

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from dips.client.parallel.devices import Device, map_pages
+from dips.client.parallel import devices
+from dips.client.parallel.devices import Accelerator
 
 ON_DEVICE = torch.device("cpu", 0)  # what torch makes here belongs to the emulated device
 TIMEOUT_S = 20.0
@@ -30,11 +32,12 @@ DONE_LATER = frozenset({"copy_", "add_", "sub_", "mul_", "fill_", "zero_"})  # n
 
 
 class LateStream:
-    """What was enqueued and is not done."""
+    """What was enqueued and is not done; stands in for a `torch.Stream`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: object = None) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
         self.added = self._done = 0
+        _here.streams.append(self)
 
     def add(self, call: Callable[[], object]) -> None:
         self._waiting.append(call)
@@ -48,32 +51,62 @@ class LateStream:
             self._done += 1
             call()
 
-    def wait_for(self, other: LateStream) -> None:
+    synchronize = run
+
+    def wait_stream(self, other: LateStream) -> None:
         """Have what is enqueued from now on run after what `other` has been given so far."""
         upto = other.added
         self.add(lambda: other.run(upto))
 
 
 class LateEvent:
-    """A place in a stream."""
+    """A place in a stream; stands in for a `torch.Event`."""
 
-    def __init__(self, stream: LateStream) -> None:
+    def __init__(self, device: object = None) -> None:
+        self._stream, self._upto = _here.current, 0
+
+    def record(self, stream: LateStream) -> None:
         self._stream, self._upto = stream, stream.added
 
     def synchronize(self) -> None:
         self._stream.run(self._upto)
 
+    def wait(self, stream: LateStream) -> None:
+        stream.add(self.synchronize)
 
-class LateDevice(Device):
-    """One rank's device: two streams, and the memory of what was placed on it. Enter it in the rank's thread."""
 
-    accelerated = True
+_here: Any = threading.local()  # the device of this thread: `streams`, and the `current` one of them
+
+
+def emulate_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `Accelerator` use the streams and events above instead of torch's, of which there are none on the host."""
+
+    def synchronize(where: torch.device) -> None:
+        for stream in _here.streams:
+            stream.run()
+
+    accelerator = SimpleNamespace(
+        current_stream=lambda where: _here.current,
+        set_stream=lambda stream: setattr(_here, "current", stream),
+        synchronize=synchronize,
+    )
+    late = ModuleType("late_torch")
+    others = lambda name: getattr(torch, name)  # noqa: E731
+    late.__dict__.update(Stream=LateStream, Event=LateEvent, accelerator=accelerator, __getattr__=others)
+    monkeypatch.setattr(devices, "torch", late)
+
+
+class LateDevice(Accelerator):
+    """One rank's device: two streams, and the memory of what was placed on it. Make and enter it in the rank's thread,
+    under `emulate_streams`.
+    """
+
     block_items = 40  # several blocks of most tensors
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        _here.streams = []
         super().__init__(ON_DEVICE)
-        self._training, self._copies = LateStream(), LateStream()
-        self.current = self._training
+        _here.current = LateStream()
         self._placed: dict[int, torch.UntypedStorage] = {}
         self._mode = _Late(self)
         for tensor in (*model.parameters(), *model.buffers()) if model is not None else ():
@@ -86,6 +119,10 @@ class LateDevice(Device):
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
 
+    @property
+    def current(self) -> LateStream:
+        return _here.current  # type: ignore[no-any-return]
+
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its memory is the device's from now on."""
         storage = tensor.detach().untyped_storage()
@@ -96,48 +133,8 @@ class LateDevice(Device):
         """Whether a tensor lies on the device."""
         return tensor.untyped_storage().data_ptr() in self._placed
 
-    def finish(self) -> None:
-        """Wait for the whole device, as a test does before it looks at a model."""
-        self._training.run()
-        self._copies.run()
-
-    # ---- what Accelerator does by torch's streams --------------------------------------------------------------------
-
-    def allocate_host(self, numel: int) -> torch.Tensor:
-        return torch.from_numpy(map_pages(numel))
-
     def pin_pages(self, array: np.ndarray[Any, np.dtype[np.float32]]) -> bool:
         return True
-
-    @contextmanager
-    def ordered_copies(self) -> Iterator[None]:
-        try:
-            with self.background_copies():
-                yield
-        finally:
-            self.current.wait_for(self._copies)
-
-    @contextmanager
-    def background_copies(self) -> Iterator[None]:
-        training = self.current
-        self._copies.wait_for(training)
-        self.current = self._copies
-        try:
-            yield
-        finally:
-            self.current = training
-
-    def record_event(self) -> Any:
-        return LateEvent(self._copies)
-
-    def wait_for_event(self, event: Any, *, all_streams: bool) -> None:
-        if all_streams:
-            event.synchronize()
-        else:
-            self.current.add(event.synchronize)
-
-    def synchronize(self) -> None:
-        self._copies.run()
 
 
 class _Late(TorchDispatchMode):

@@ -26,11 +26,16 @@ class CudaRuntime:
 
     def __init__(self, refuses: bool) -> None:
         self._refuses, self._last_error = refuses, 0
+        self.registered = list[int]()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert address and nbytes
         self._last_error = 1 if self._refuses else 0
+        self.registered += [] if self._refuses else [address]
         return self._last_error
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.registered.remove(address)
 
     def launch(self) -> None:
         error, self._last_error = self._last_error, 0
@@ -43,6 +48,28 @@ def test_pages_that_a_driver_refuses_cost_nobody_a_kernel(refuses: bool) -> None
     """torch's pinned memory is used then; the script's next kernel runs."""
     runtime = CudaRuntime(refuses)
     assert register_pages(runtime, map_pages(10), runtime.launch) is not refuses
+    runtime.launch()
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_host_memory_is_pinned_where_a_driver_can(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as it lives; a driver that refuses, and a device of another kind, leave it to torch's own memory.
+    Nothing is registered for nothing.
+    """
+    runtime, pinned = CudaRuntime(refuses), list[int]()
+    made = lambda numel, dtype, pin_memory: pinned.append(numel) or torch.empty(numel, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(devices, "torch", SimpleNamespace(
+        Stream=lambda device: None, cuda=SimpleNamespace(cudart=lambda: runtime), from_numpy=torch.from_numpy,
+        zeros=lambda n, device: runtime.launch(), empty=made, float32=torch.float32,
+    ))  # fmt: skip
+    for kind, by_driver in (("cuda", not refuses), ("xpu", False)):
+        device = devices.Accelerator(torch.device(kind, 0))
+        memory = device.allocate_host(10)
+        assert memory.shape == (10,) and len(runtime.registered) == by_driver and pinned == [10] * (not by_driver)
+        assert device.allocate_host(0).shape == (0,) and len(runtime.registered) == by_driver
+        del memory
+        assert not runtime.registered
+        pinned.clear()
     runtime.launch()
 
 
@@ -135,3 +162,12 @@ def test_a_group_is_used_where_some_rank_has_something_to_exchange(
     assert collectives.can_exchange(CUDA, wanted) is expected
     assert len(used) == expected
     assert not collectives.can_exchange(ON_DEVICE, True), "gloo moves what lies on the host"
+
+
+def test_a_job_of_one_needs_no_group() -> None:
+    """Whether or not the script has initialised torch.distributed: nothing waits for gloo's threads."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert JobCollectives()._group is None
+    finally:
+        dist.destroy_process_group()

@@ -14,7 +14,14 @@ from dips.client.parallel.adapter import HeldParameter, pair_blocks
 from dips.client.parallel.rect import box_rects
 from dips.client.parallel.tensors import TorchAdapter
 from dips.wire.chunks import Piece
-from tests.unit.client.parallel.late_device import ON_DEVICE, LateDevice, Meeting, ThreadRanks, run_ranks
+from tests.unit.client.parallel.late_device import (
+    ON_DEVICE,
+    LateDevice,
+    Meeting,
+    ThreadRanks,
+    emulate_streams,
+    run_ranks,
+)
 
 RANKS, WIDTH = 4, 16
 ON_HOST = torch.device("cpu")
@@ -97,7 +104,7 @@ class LateRank:
 
     def values_of_parameters(self) -> list[float]:
         """The smallest and the largest element of the parameters once the device has done all it was given."""
-        self.device.finish()
+        self.device.finish_work()
         return _extremes([(layer.weight.float() - self._pattern).numpy() for layer in self.model])
 
     @torch.no_grad()
@@ -119,6 +126,7 @@ def _extremes(arrays: list[Any]) -> list[float]:
 def late_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host, the device and the layout of the thread that asks."""
     here = LateRank.of_thread
+    emulate_streams(monkeypatch)
     monkeypatch.setattr(layout.socket, "gethostname", lambda: here.host)
     monkeypatch.setattr(host, "find_device", lambda views: here.device)
     plain = layout.choose_adapter

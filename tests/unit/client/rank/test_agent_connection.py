@@ -16,6 +16,7 @@ import pytest
 from dips.client.agent.agent import Connection
 from dips.client.ipc import messages
 from dips.client.ipc.address import (
+    AGENT_HOME,
     ANSWER,
     GREETING,
     MOST_PATH,
@@ -32,7 +33,7 @@ from dips.client.ipc.address import (
     reach_socket,
 )
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
-from dips.client.rank import agent_client
+from dips.client.rank import agent_client, joining
 from dips.client.rank.agent_client import FLUSH_S, AgentClient, AgentConnection, JobCollectives, _open_socket
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable
@@ -324,13 +325,13 @@ def test_who_answers_and_is_no_agent_is_hung_up_on(
 
 def test_an_agent_may_think_for_as_long_as_a_poll_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than connecting takes; one that needs longer than that hangs."""
-    monkeypatch.setattr(agent_client, "CONNECT_S", 1.0)
+    monkeypatch.setattr(agent_client, "CONNECT_S", 0.5)
     monkeypatch.setattr(agent_client, "GRACE_S", 0.1)
     answered = threading.Event()
 
     def serve(peer: socket.socket) -> None:
         seal, frame = greet(peer), messages.encode_message(Noted())
-        answered.wait(1.5)
+        answered.wait(0.8)
         peer.sendall(frame + seal.tag_frame(frame))
         peer.recv(1)
 
@@ -344,6 +345,21 @@ def test_an_agent_may_think_for_as_long_as_a_poll_lasts(monkeypatch: pytest.Monk
             connection.receive_answer("PushWanted")
         answered.set()
         connection.close()
+
+
+def test_an_agent_that_accepts_nobody_is_waited_for_a_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs: the kernel has no room for another connection, and would wait for it for ever."""
+    monkeypatch.setattr(agent_client, "CONNECT_S", 0.1)
+    path = OnThisHost(tmp_path / "agent.sock", "directory")
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(path.path))
+        agent.listen(0)
+        first = AgentConnection(path, 2.0)
+        with pytest.raises(Unavailable, match=r"no agent answers: tried unix:.*agent\.sock .*unavailable"):
+            AgentConnection(path, 2.0)
+        first.close()
 
 
 def test_an_agent_that_is_not_there_yet_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,3 +415,14 @@ def test_a_silent_connection_ends_with_the_agent_or_when_it_is_closed(
     connections[1].close()
     for thread in threads:
         thread.join()
+
+
+def test_a_rank_of_another_host_ends_with_its_agent(agent: AgentThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection ends, which it did not close itself."""
+    told, ended = list[str](), threading.Event()
+    monkeypatch.delenv(AGENT_HOME, raising=False)
+    monkeypatch.setattr(joining, "_end_process", lambda which: (told.append(which), ended.set()))
+    stop = joining.watch_agent(at(agent.port), 2.0)
+    agent.close()
+    assert ended.wait(10) and told == [f"at tcp://127.0.0.1:{agent.port}"]
+    stop()

@@ -21,7 +21,7 @@ from dips.client.rank.fragments import FragmentGate, cut_fragments
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest, TransferResult
 from dips.client.rank.transfer import TransferIdentity, TransferStats
 from dips.codecs import Codec
-from dips.errors import ConfigError, UnavailableSlave
+from dips.errors import ConfigError, LocalProtocolError, UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 from dips.wire.chunks import Piece, decode_body
@@ -242,6 +242,34 @@ def test_a_nan_before_a_late_fragment_ends_the_push(slaves, fragment):
     assert "is not finite on rank 0" in result.reason
     assert all(np.isfinite(values).all() for values in slaves.pushed.values())
     assert len(slaves.pushed) <= fragment
+
+
+def test_a_parameter_that_is_replaced_before_a_late_fragment_ends_the_job(slaves):
+    """What would be pushed of it is not what is trained."""
+    rank = StaggeredRank(slaves)
+    moving = rank.transfers.begin_push(rank._request(GENESIS, Codec.FP32), True, 1)
+    rank.model[2] = nn.Linear(4, 4)
+    rank.take_step()
+    with pytest.raises(LocalProtocolError, match=r"rank 0: 2\.bias was replaced after OuterLoop was made"):
+        moving.poll()
+    moving.cancel()
+
+
+def test_an_optimizer_that_undoes_one_fragment_is_found(slaves):
+    """Each is looked at after its own merge: the others have other versions then."""
+    rank, steps = StaggeredRank(slaves), [1]
+    rank.transfers._optimizer_steps = lambda: steps[0]
+    for version, slaves.theta in ((V1, 8.0), (V2, 9.0)):
+        assert rank.push(GENESIS, delta=0.0).ok
+        before = [p.detach().clone() for p in rank.model.parameters()]
+        assert rank.pull(version, delta=0.0).ok and rank.transfers.merge_version(version)
+        rank.take_step()
+    with torch.no_grad():
+        for parameter, former in zip(rank.model.parameters(), before, strict=True):
+            parameter.copy_(former)
+    steps[0] += 1
+    with pytest.raises(ConfigError, match="the first optimizer step after a pull wrote back the values from before"):
+        rank.take_step()
 
 
 def test_a_merge_that_would_not_be_finite_installs_the_version_whole(slaves):

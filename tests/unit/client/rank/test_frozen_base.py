@@ -6,7 +6,10 @@ import hashlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.model_checks import UNKNOWN, digest_frozen
@@ -32,6 +35,15 @@ def test_one_base_has_one_digest() -> None:
     assert digest(model) == digest(other) == digest(torch.compile(other, backend="eager")) != UNKNOWN
     other[:2].to(torch.bfloat16)
     assert digest(other) == digest(model)
+
+
+def test_a_base_that_is_sharded_has_the_same() -> None:
+    """The mesh's first rank has the first elements."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert digest(fully_shard(adapted(), mesh=init_device_mesh("cpu", (1,)))) == digest(adapted())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_another_base_has_another() -> None:

@@ -23,8 +23,8 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_without_an_agent_it_trains_alone() -> None:
-    """Every call is legal, the model is what the script makes of it."""
+def test_without_an_agent_it_trains_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every call is legal, the model is what the script makes of it; and no host memory is announced."""
     model = nn.Linear(3, 2)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.warns(UserWarning, match="OuterLoop trains alone.*dips-client --config"):
@@ -44,6 +44,7 @@ def test_without_an_agent_it_trains_alone() -> None:
     with torch.no_grad():
         model.bias.sub_(1.0)
     outer.close()
+    assert capsys.readouterr().err == ""
     assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), before, strict=True))
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dips.client.ipc.address import AGENT_HOME, AGENT_PID, OnThisHost, process_home
 from dips.client.rank import joining
 
 TOLD = "dips: the agent at tcp://head:7 is gone: this rank ends\n"
@@ -67,3 +70,23 @@ def test_a_rank_ends_without_its_agent(
     assert ended == code
     assert (took_s >= grace_s) is (code > 0)
     assert [(tmp_path / name).read_text() for name in ("out", "err")] == [TOLD * (told_on == n) for n in ("out", "err")]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_rank_watches_the_process_of_its_agent(monkeypatch: pytest.MonkeyPatch, gone: bool) -> None:
+    """On the agent's own machine, once however many loops it makes; an agent that is gone already is seen at once."""
+    told, ended = list[str](), threading.Event()
+    monkeypatch.setattr(joining, "_watched", False)
+    monkeypatch.setattr(joining, "_end_process", lambda which: (told.append(which), ended.set()))
+    agent = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setenv(AGENT_HOME, process_home())
+    monkeypatch.setenv(AGENT_PID, str(agent.pid))
+    if gone:
+        agent.kill()
+        agent.wait()
+    for _ in range(2):
+        joining.watch_agent(OnThisHost(Path("/nowhere/agent.sock"), "directory"), 1.0)()
+    assert gone or not ended.wait(0.05)
+    agent.kill()
+    agent.wait()
+    assert ended.wait(10) and told == [f"(process {agent.pid})"]

@@ -212,6 +212,14 @@ def test_a_checkpoint_of_another_layout_or_codec_is_found(indebted: TransferRank
     assert np.array_equal(started_anew.owed(), saved["owed"].numpy())
 
 
+def test_a_checksum_is_of_what_is_trained_now(slaves: FakeSlaves) -> None:
+    """Memory that has moved since the last transfer, as by `model.data = …`, is found anew first."""
+    rank = TransferRank()
+    for parameter in rank.model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+    assert rank.transfers.checksum() == 0
+
+
 def test_what_16_bits_rounded_away_goes_with_a_checkpoint(slaves: FakeSlaves) -> None:
     """A trainer that is started anew pushes what the former one would have."""
     former, anew = (TransferRank(codec=Codec.FP32, dtype=torch.bfloat16) for _ in range(2))

@@ -39,12 +39,12 @@ def test_fast_steps_are_one_message_of_bounded_age() -> None:
 
 def test_a_slow_step_goes_out_at_once_and_alone() -> None:
     """With those before it, its time would be taken for theirs."""
+    assert begun_batch().add_step(Stepped(1, 1, None), FLUSH_S)
     batch = begun_batch()
     assert not batch.add_step(Stepped(1, 2, 2.0), 0.001)
     assert batch.is_apart(0.001 + FLUSH_S)
     assert batch.take_steps(0.001 + FLUSH_S) == Stepped(1, 2, 2.0, ago_s=FLUSH_S)
     for second in (1.0, 2.0, 2.0 + FLUSH_S):
-        assert not batch.is_apart(second)
         assert batch.add_step(Stepped(1, 3, 1.0), second)
         assert batch.take_steps(second) == Stepped(1, 3, 1.0)
 
