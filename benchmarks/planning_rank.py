@@ -10,29 +10,22 @@ is here: what a schedule decided is not decided again.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.line_program import print_answer, read_requests
+from benchmarks.pipeline_rank import join_ranks
 
-TIMEOUT_S = 120
 MOST_MICROBATCHES = 100
 
 
 def main(rank: int, ranks: int, store: str) -> None:
     """Join the others, then play what is asked for."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "w0"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
-    )
-    print_answer("ready")
+    join_ranks(rank, ranks, store)
     for request in read_requests():
         print_answer(play(*request))
     dist.destroy_process_group()

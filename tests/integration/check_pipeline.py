@@ -41,7 +41,7 @@ from dips.errors import DipsError
 from dips.inside.pipeline import EmulatedDevice, Pipeline, PlanReplaced
 from dips.inside.pipeline.orders import lower_order, read_pipeline
 from dips.inside.pipeline.parts import _mix_seed
-from dips.inside.pipeline.pipeline import LOOKS
+from dips.inside.pipeline.replan import LOOKS
 from dips.inside.pipeline.torch_runtime import RankStage
 from dips.inside.planning.adapt import PlanChange, PlanVerdict
 from dips.inside.planning.profile import GB
@@ -511,14 +511,15 @@ def replaced(_: int) -> list[dict[str, Any]]:
 
         def step() -> None:
             pipe.step(case.batch(0))
-            had.append(pipe._pushes is not None)
+            had.append(pipe._replacement is not None and pipe._replacement.is_whole)
 
         try:
             with structlog.testing.capture_logs() as logs:
                 step()
                 if not rank:
                     own.write_text(own.read_text() + "\n# another plan\n")
-                    pipe._planned = PlanChange(PlanVerdict.ADOPTED, 2.0, 1.0, 3, ("s0d0", "s1d0"), 4.0, "p")
+                    assert pipe._replacement is not None
+                    pipe._replacement._found = PlanChange(PlanVerdict.ADOPTED, 2.0, 1.0, 3, ("s0d0", "s1d0"), 4.0, "p")
                 for _ in range(LOOKS + 1):
                     step()
                 dist.barrier()

@@ -81,10 +81,10 @@ from dips.inside.pipeline.orders import (
     settle_seconds,
 )
 from dips.inside.pipeline.parts import Build, LayerShapes, PipelinePart, build_layers, make_part
-from dips.inside.pipeline.replan import PlanReplaced, Replanner, digest_plan
+from dips.inside.pipeline.replan import PlanReplaced, PlanReplacement
 from dips.inside.pipeline.tied import TiedParameters
 from dips.inside.pipeline.torch_runtime import Loss, PartBorders, RankRuntime, RankStage, StepTimes
-from dips.inside.planning.adapt import Adapting, GearAdapter, GearChange, Gears, PlanChange, PlanVerdict
+from dips.inside.planning.adapt import Adapting, GearAdapter, GearChange, Gears, PlanChange
 from dips.inside.planning.profile import GB
 from dips.inside.planning.schedules import Engine, Op
 from dips.inside.planning.simulate import ActionSpan, simulate
@@ -92,7 +92,6 @@ from dips.inside.planning.timeline import MEASURED, PLANNED, chrome_trace
 
 STEP = "step"  # of the seconds of a step, all
 WORK = {Op.F: DeviceWork.FORWARD, Op.I: DeviceWork.BACKWARD, Op.B: DeviceWork.BACKWARD, Op.W: DeviceWork.WEIGHT}
-LOOKS = 10  # steps in which ranks look for the file of a new plan before rank 0 says that some have none
 REPORT_S = 5.0  # between two reports to the run of how a step was played
 IGNORED = -100  # a target that does not count, as torch's cross_entropy has it by default
 LOG = structlog.get_logger()
@@ -205,22 +204,17 @@ class Pipeline:
         self._gears = {n: self._make_gear(n, one) for n, one in plans.items() if n == 1 or adapting is not Adapting.OFF}
         self._gear = self._gears[1]
         self._adapter = GearAdapter(gears) if len(self._gears) > 1 and not self._rank else None
-        self._replanner: Replanner | None = None
-        self._plan_path: Path | None = None
+        self._replacement: PlanReplacement | None = None
         if adapting in (Adapting.ASK, Adapting.AUTO):
-            self._replanner = agree(self._collectives, lambda: _make_replanner(plan, data, gears, adapting, self._rank))
-            self._plan_path = Path(str(plan))
-        looks = len(self._gears) > 1 or (gears and self._plan_path is not None)
+            self._replacement = agree(
+                self._collectives, lambda: PlanReplacement(plan, data, gears, adapting, self._rank)
+            )
+        looks = len(self._gears) > 1 or (gears and self._replacement is not None)
         self._border_bytes = gears[1].border_bytes if looks else ()  # none: transfers are not looked at
         self._decided: GearChange | None = None
-        self._planned: PlanChange | None = None
-        self._pushes: int | None = None  # accepted when all ranks had the new plan's file; None: not all have it
-        self._looked = 0  # steps in which they looked for it
         self._reported_s, self._failed, self._closed = 0.0, "", False
         self.last_change: GearChange | None = None
         """The last change of gear, with its reason; None before the first."""
-        self.new_plan: PlanChange | None = None
-        """The last plan that was found to be better, and why; None before the first. Only with "ask" and "auto"."""
         self.last_seconds: dict[str, float] = {}
         """Seconds of the last step: of the whole `step`, and what they went to, mean of all ranks."""
         self.steps = 0
@@ -234,6 +228,11 @@ class Pipeline:
     def gear(self) -> int:
         """The pieces that each micro-batch of the plan is cut into, now; 1 without `adapt`."""
         return self._gear.pieces
+
+    @property
+    def new_plan(self) -> PlanChange | None:
+        """The last plan that was found to be better, and why; None before the first. Only with "ask" and "auto"."""
+        return None if self._replacement is None else self._replacement.change
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -394,63 +393,40 @@ class Pipeline:
             "spent": (self._times.spent, time.monotonic() - begin_s),
             "peaks": {**self.memory.peaks, "peak": self.memory.peak_bytes},
             "gear": None if self._decided is None else asdict(self._decided),
-            "plan": None if self._planned is None else asdict(self._planned),
         }
         if self._border_bytes:
             told["sent"] = {tag: round(at - begin_s, 5) for tag, at in self._times.sent.items()}
             told["came"] = {tag: [round(at - begin_s, 5) for at in each] for tag, each in self._times.came.items()}
-        if self._awaits_file:
-            assert self._plan_path is not None
-            told["file"] = digest_plan(self._plan_path)
+        if self._replacement is not None:
+            told |= self._replacement.tell()
         ranks = [json.loads(one) for one in self._collectives.all_gather(json.dumps(told).encode())]
         if self._border_bytes and not self._rank:
             self._decide(ranks)
-        if self._awaits_file:
-            self._compare_files([of["file"] for of in ranks])
         seconds = settle_seconds([of["spent"] for of in ranks])
         self.last_seconds = {STEP: max(own_s for _, own_s in (of["spent"] for of in ranks)), **average_seconds(seconds)}
-        self._tell_run(self._follow(ranks[0]), seconds, [of["peaks"] for of in ranks])
+        self._tell_run(self._follow(ranks), seconds, [of["peaks"] for of in ranks])
         return float(sum(told["loss"] for told in ranks))
-
-    @property
-    def _awaits_file(self) -> bool:
-        """Whether a new plan has been taken, and not every rank is known to have its file."""
-        taken = self.new_plan is not None and self.new_plan.verdict is PlanVerdict.ADOPTED
-        return taken and self._pushes is None
-
-    def _compare_files(self, digests: Sequence[str]) -> None:
-        """Begin to wait for a push, if all ranks have the plan that rank 0 has written; say once who has not."""
-        lacking = [rank for rank, digest in enumerate(digests) if digest != digests[0] or not digest]
-        self._looked += 1
-        if not lacking:
-            loop = find_loop(self.parts)
-            self._pushes = 0 if loop is None else loop.accepted_pushes
-        elif self._looked == LOOKS and not self._rank:
-            why = (
-                f"ranks {lacking} do not have rank 0's {self._plan_path}: copy it to their hosts; they go on until then"
-            )
-            LOG.warning("new_plan_not_shared", why=why)
 
     def _decide(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Decide what to change, by the transfers of a step; on rank 0."""
         measured = match_transfers(self._gear.plan, ranks, self._border_bytes, self._gear.pieces)
         self._decided = None if self._adapter is None else self._adapter.take_transfers(measured)
-        if self._replanner is not None:
-            self._planned = self._replanner.take_transfers(measured, time.monotonic())
+        if self._replacement is not None:
+            self._replacement.take_transfers(measured, time.monotonic())
 
-    def _follow(self, first: Mapping[str, Any]) -> dict[str, str]:
+    def _follow(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Change what rank 0 decided after the step before; return why, by what is changed."""
         news = {}
-        if (gear := first["gear"]) is not None:
+        if (gear := ranks[0]["gear"]) is not None:
             self.last_change = GearChange(**{**gear, "way": tuple(gear["way"])})
             self._gear = self._gears[self.last_change.new]
             news["gear"] = str(self.last_change)
             if not self._rank:
                 LOG.info("gear_changed", old=self.last_change.old, new=self.last_change.new, why=news["gear"])
-        if (plan := first["plan"]) is not None:
-            changed = {"verdict": PlanVerdict(plan["verdict"]), "link": tuple(plan["link"])}
-            self.new_plan = PlanChange(**{**plan, **changed})
-            news["plan"] = str(self.new_plan)
+        if self._replacement is not None:
+            loop = find_loop(self.parts)
+            if why := self._replacement.follow(ranks, 0 if loop is None else loop.accepted_pushes):
+                news["plan"] = why
         return news
 
     def _tell_run(
@@ -475,10 +451,10 @@ class Pipeline:
 
     def _leave_for_plan(self) -> None:
         """Raise PlanReplaced on all ranks, if a push was accepted since all had the new plan."""
-        loop = None if self._pushes is None else find_loop(self.parts)
-        if loop is None or self._pushes is None or loop.accepted_pushes <= self._pushes:
+        if self._replacement is None or (loop := find_loop(self.parts)) is None:
             return
-        why = f"a push was accepted, and {self._plan_path} is another plan now: start the ranks anew"
+        if not (why := self._replacement.say_why_over(loop.accepted_pushes)):
+            return
         loop.report_change("plan", why, restarts=True)
         self._collectives.all_gather(b"")  # rank 0 has told the agent before a rank ends
         raise PlanReplaced(why)
@@ -552,8 +528,8 @@ class Pipeline:
         """Give the process groups back, but for the stage's, over which the parameters stay sharded. Idempotent."""
         if not self._closed:
             self._closed = True
-            if self._replanner is not None:
-                self._replanner.close()
+            if self._replacement is not None:
+                self._replacement.close()
             for group in (self._alone, self._between):
                 dist.destroy_process_group(group)
             self._collectives.close()
@@ -712,15 +688,6 @@ def _build(
     for name, first in {} if steps else shapes.ties.items():
         raise ConfigError(f"build: {name} and {first} are one parameter: expected `optimizer`, which steps it once")
     return kept, shapes
-
-
-def _make_replanner(
-    plan: Any, data: Mapping[str, Any], gears: Gears, adapting: Adapting, rank: int
-) -> Replanner | None:
-    """Rank 0's; the others have none. Raises ConfigError for a plan that is no file, or of unknown origin."""
-    if isinstance(plan, Mapping):
-        raise ConfigError(f"plan: expected a file for adapt={adapting}, which writes another beside it, got a mapping")
-    return None if rank else Replanner(Path(plan), data, gears, adapting)
 
 
 def _state_of(part: nn.Module) -> dict[str, Any]:

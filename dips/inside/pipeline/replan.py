@@ -1,10 +1,10 @@
 """A new plan for links that have other rates than planned: its search beside training, and its files.
 
-Rank 0 has a `Replanner`. When `PlanWatch` (dips/inside/planning/adapt.py) wants a new plan, it writes the profile with
-the measured rates aside, and `dips plan cluster` searches in a process of its own, since a thread would hold up the
-steps of all ranks. What is found lies beside plan and profile as plan.new.yaml and profile.new.yaml (`ask`), or takes
-their places (`auto`): whole, and the profile first, so that a plan is never older than its profile. Those of before
-stay as plan.old.yaml and profile.old.yaml.
+A `PlanReplacement` on each rank follows what rank 0 finds. There a `Replanner` searches: when `PlanWatch`
+(dips/inside/planning/adapt.py) wants a new plan, it writes the profile with the measured rates aside, and `dips plan
+cluster` runs in a process of its own, since a thread would hold up the steps of all ranks. What is found lies beside
+plan and profile as plan.new.yaml and profile.new.yaml (`ask`), or takes their places (`auto`): whole, and the profile
+first, so that a plan is never older than its profile. Those of before stay as plan.old.yaml and profile.old.yaml.
 
 Must stay true: one search at a time, which ends after SEARCH_S; no call here waits for it.
 """
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +40,7 @@ from dips.inside.planning.adapt import (
 )
 from dips.inside.planning.profile import set_rates
 
+LOOKS = 10  # steps in which ranks look for the file of a new plan before rank 0 says that some have none
 SEARCH_S = 600.0  # after which a search is given up: one over a hundred devices takes a minute or two
 NICE = 10  # its priority, below that of the ranks
 LOG = structlog.get_logger()
@@ -49,6 +50,81 @@ class PlanReplaced(DipsError):
     """The ranks end, so that the next start of the job plays a new plan. It is no failure: a checkpoint may be saved
     before.
     """
+
+
+class PlanReplacement:
+    """A new plan on one rank of a job: what rank 0 has found goes to all with the losses of the next step, and when all
+    ranks have the file of one that was taken, and a push was accepted since, they end for it.
+    """
+
+    def __init__(
+        self, plan: str | os.PathLike[str] | Mapping[str, Any], data: Mapping[str, Any], gears: Gears,
+        adapting: Adapting, rank: int,
+    ) -> None:  # fmt: skip
+        """Begin with the present plan; the search is rank 0's.
+
+        Errors  ConfigError for a plan that is no file, or of unknown origin
+        """
+        if isinstance(plan, Mapping):
+            raise ConfigError(
+                f"plan: expected a file for adapt={adapting}, which writes another beside it, got a mapping"
+            )
+        self._path, self._rank = Path(plan), rank
+        self._replanner = None if rank else Replanner(self._path, data, gears, adapting)
+        self._found: PlanChange | None = None  # after this step; on rank 0
+        self._pushes: int | None = None  # accepted when all ranks had the new plan's file; None: not all have it
+        self._looked = 0  # steps in which they looked for it
+        self.change: PlanChange | None = None
+        """The last plan that was found to be better, and why; None before the first."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks have the file of a plan that was taken."""
+        return self._pushes is not None
+
+    @property
+    def _awaits_file(self) -> bool:
+        return self.change is not None and self.change.verdict is PlanVerdict.ADOPTED and not self.is_whole
+
+    def take_transfers(self, transfers: Sequence[TimedTransfer], now: float) -> None:
+        """Record the transfers of a step, on rank 0."""
+        if self._replanner is not None:
+            self._found = self._replanner.take_transfers(transfers, now)
+
+    def tell(self) -> dict[str, Any]:
+        """Return what this rank tells the others after a step."""
+        told: dict[str, Any] = {"plan": None if self._found is None else asdict(self._found)}
+        return told | ({"file": digest_plan(self._path)} if self._awaits_file else {})
+
+    def follow(self, ranks: Sequence[Mapping[str, Any]], accepted_pushes: int) -> str:
+        """Follow what all ranks have told; return why there is another plan, or "" if there is none."""
+        if self._awaits_file:
+            self._compare_files([of["file"] for of in ranks], accepted_pushes)
+        if (plan := ranks[0]["plan"]) is None:
+            return ""
+        self.change = PlanChange(**{**plan, "verdict": PlanVerdict(plan["verdict"]), "link": tuple(plan["link"])})
+        return str(self.change)
+
+    def _compare_files(self, digests: Sequence[str], accepted_pushes: int) -> None:
+        """Begin to wait for a push, if all ranks have the plan that rank 0 has written; say once who has not."""
+        lacking = [rank for rank, digest in enumerate(digests) if digest != digests[0] or not digest]
+        self._looked += 1
+        if not lacking:
+            self._pushes = accepted_pushes
+        elif self._looked == LOOKS and not self._rank:
+            why = f"ranks {lacking} do not have rank 0's {self._path}: copy it to their hosts; they go on until then"
+            LOG.warning("new_plan_not_shared", why=why)
+
+    def say_why_over(self, accepted_pushes: int) -> str:
+        """Return why the ranks end now for the new plan; "" while they do not."""
+        if self._pushes is None or accepted_pushes <= self._pushes:
+            return ""
+        return f"a push was accepted, and {self._path} is another plan now: start the ranks anew"
+
+    def close(self) -> None:
+        """End a search that goes on. Idempotent."""
+        if self._replanner is not None:
+            self._replanner.close()
 
 
 class Replanner:

@@ -16,7 +16,7 @@ from dips.cli import cli
 from dips.errors import ConfigError
 from dips.inside.pipeline import replan
 from dips.inside.pipeline.orders import read_gears, read_pipeline
-from dips.inside.pipeline.replan import Replanner, digest_plan
+from dips.inside.pipeline.replan import PlanReplacement, Replanner, digest_plan
 from dips.inside.planning.adapt import WINDOW, Adapting, PlanChange, PlanVerdict, TimedTransfer
 
 LAYER = {"name": "l", "parameters": 1e6, "flops": 1e10, "activation_bytes": 4e6, "border_bytes": 1e6, "repeat": 6}
@@ -180,3 +180,36 @@ def test_a_file_has_a_digest_or_none(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
     (tmp_path / "b").write_text("x")
     assert digest_plan(tmp_path / "a") == digest_plan(tmp_path / "b") != digest_plan(tmp_path / "c") == ""
+
+
+def test_ranks_end_for_a_plan_that_all_have_after_a_push(plan: Path, tmp_path: Path) -> None:
+    """What rank 0 found all know a step later, with one sentence. A rank in another directory lacks the file: rank 0
+    says so once. When it is there, all end after the next push that is accepted, not before.
+    """
+    data, other = yaml.safe_load(plan.read_text()), tmp_path / "other" / "plan.yaml"
+    other.parent.mkdir()
+    for name in ("plan.yaml", "profile.yaml", "model.yaml"):
+        shutil.copy(plan.with_name(name), other.with_name(name))
+    gears = read_gears(data, read_pipeline(data, "plan"), "plan")[1]
+    ranks = [PlanReplacement(path, data, gears, Adapting.AUTO, rank) for rank, path in enumerate((plan, other))]
+
+    def step(pushes: int) -> list[str]:
+        told = [one.tell() for one in ranks]
+        return [one.follow(told, pushes) for one in ranks]
+
+    assert step(0) == ["", ""] and [one.change for one in ranks] == [None, None]
+    plan.write_text(plan.read_text() + "\n# another plan\n")
+    ranks[0]._found = PlanChange(PlanVerdict.ADOPTED, 2.0, 1.0, 3, ("a", "b"), 4.0, "plan.yaml")
+    first, second = step(0)
+    assert first == second == str(ranks[1].change) and first.startswith("new plan taken: ")
+    ranks[0]._found = None
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(replan.LOOKS + 1):
+            assert step(1) == ["", ""] and not ranks[1].is_whole
+    assert [log["why"].split(":")[0] for log in logs] == [f"ranks [1] do not have rank 0's {plan}"]
+    shutil.copy(plan, other)
+    step(1)
+    assert all(one.is_whole and one.say_why_over(1) == "" for one in ranks)
+    assert [one.say_why_over(2).partition(",")[0] for one in ranks] == ["a push was accepted"] * 2
+    for one in ranks:
+        one.close()
