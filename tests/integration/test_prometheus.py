@@ -41,8 +41,9 @@ NEAR = {
     "DipsTrainerRestarts": ("> 3", "> 0.9"),
     "DipsRoundsSkipped": (">= 3", "> 0"),
 }
-# Nothing to see there while all is well: nobody is refused, nobody is asked to.
-EMPTY_WHEN_WELL = {"Refused per minute", "Alerts"}
+# Nothing to see there while all is well: nobody is refused, nobody is asked to; and no cluster is a planned pipeline.
+STAGES = {f"Stages of a planned pipeline: {what}" for what in ("idle, by cause", "most bytes of a device")}
+EMPTY_WHEN_WELL = {"Refused per minute", "Alerts", *STAGES}
 missing = [name for name in ("prometheus",) if shutil.which(name) is None]
 # A master whose journal begins a segment every few seconds: those of a real one last for days.
 SMALL_SEGMENTS = (
