@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,10 +116,10 @@ def _rows(config: Path, last: int) -> list[dict[str, Any]]:
         tunings = ledger.read_tunings()
         extensions = [e for e in ledger.read_extensions() if e.before is not None]
     oldest = rounds[0].round if rounds else 0
-    rows = [(row.round, 0, round_as_data(row)) for row in rounds]
-    rows += [(r.last_round, i, rebalance_as_data(r)) for i, r in enumerate(rebalances, 1) if r.last_round >= oldest]
-    rows += [(e.last_round, i, extension_as_data(e)) for i, e in enumerate(extensions, 1) if e.last_round >= oldest]
-    rows += [(t.last_round, i, tuning_as_data(t)) for i, t in enumerate(tunings, 1) if t.last_round >= oldest]
+    changes = map(rebalance_as_data, rebalances), map(extension_as_data, extensions), map(tuning_as_data, tunings)
+    between = [row for row in chain(*changes) if row["last_round"] >= oldest]
+    rows = [(row.round, 0.0, round_as_data(row)) for row in rounds]
+    rows += [(row["last_round"], row["wall"], row) for row in between]
     return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
 
 

@@ -22,7 +22,7 @@ from dips.store.files import read_parameters
 
 
 def load_tensors(
-    model: Path | None, factory: str | None, seed: int, trainable: Sequence[str], share_buffers: tuple[str, ...]
+    model: Path | None, factory: str | None, seed: int, trainable: Sequence[str] | None, share_buffers: tuple[str, ...]
 ) -> dict[str, Any]:
     """Return fp32 parameters by name, from a file, from MODULE:FUNCTION, or from both. Raises ConfigError for any
     problem.
@@ -138,7 +138,7 @@ def init(
     from dips.master.genesis import make_run
 
     run_file = load_run(config)
-    tensors = load_tensors(model, factory, seed, trainable or (), run_file.shared.share_buffers)
+    tensors = load_tensors(model, factory, seed, trainable, run_file.shared.share_buffers)
     row = make_run(run_file, tensors, force=force, wall=time.time)
     numel = sum(t.size for t in tensors.values())
     print(f"made run {row.run}: {len(tensors)} parameters, {numel / 1e6:.2f} M elements, {4 * numel / 1e6:.1f} MB")

@@ -87,7 +87,7 @@ def _recover_over_lanes(master: Endpoint, model: Path, wait_s: float, agree: Cal
     """
     from dips.client.preflight.peers import describe_run
     from dips.commands.init import load_tensors
-    from dips.commands.seed import SeedBar
+    from dips.commands.seed import show_bar
     from dips.commands.seed_lanes import ModelLanes, SeedTransfer, SeedWatch
     from dips.commands.status import ask_view
     from dips.master import genesis
@@ -99,7 +99,7 @@ def _recover_over_lanes(master: Endpoint, model: Path, wait_s: float, agree: Cal
     described = asyncio.run(describe_run(master))
     shared, manifest = described["shared"], Manifest.from_json(described["manifest"])
     grouping = Grouping(LayerUnit(shared["layers"]), tuple(shared["share_buffers"]))
-    tensors = load_tensors(model, None, 0, (), grouping.share_buffers)
+    tensors = load_tensors(model, None, 0, None, grouping.share_buffers)
     ours = genesis.manifest_of(tensors, grouping)
     if ours.digest != manifest.digest:
         different = "; ".join(manifest.describe_differences(ours))
@@ -108,7 +108,7 @@ def _recover_over_lanes(master: Endpoint, model: Path, wait_s: float, agree: Cal
     if not agree(f"Make a version of {model}?"):
         return None
     digests = tuple(genesis.layer_digest(layer, tensors) for layer in manifest.layers)
-    with SeedBar() as bar:
+    with show_bar() as bar:
         watch = SeedWatch(bar.show_rate, bar.show_wait)
         transfer = SeedTransfer(ModelLanes(master, str(described["run"]), manifest, tensors), watch, wait_s)
         asyncio.run(transfer.bring_model(RecoverAsked(0, "", digests, model.name)))

@@ -80,7 +80,6 @@ async def serve_authority(
     guard = Guard(TlsSource(files, AUTHORITY_NAME, PeerRole.AUTHORITY, authority.run, report))
     server = control.make_server(lambda method, error: log.error("call_failed", method=method, exc_info=error), guard)
     add_AuthorityServiceServicer_to_server(AuthorityPort(authority, life, guard, log), server)
-    await control.serve_health(server, ["dips.v1.AuthorityService"])
     address = f"{listen.rpartition(':')[0]}:{control.bind_server(server, listen, '--listen', guard)}"
     await server.start()
     with daemon.end_signals(stopped.set):
@@ -92,7 +91,6 @@ async def serve_authority(
                     await stopped.wait()
             except TimeoutError:
                 _certify_itself(authority, life)
-    await server.stop(None)
     log.info("stopped")
 
 

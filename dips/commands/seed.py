@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,12 +71,9 @@ def seed(
     if model is None and factory is None and config is not None:
         model = _model_of_init(config)
     check_source(model, factory)  # before waiting for a master
-    with SeedBar() as bar:
-        asyncio.run(
-            _bring_model(
-                peer, lambda shared: load_tensors(model, factory, number, trainable or (), shared), bar, wait_s
-            )
-        )
+    with show_bar() as bar:
+        load = lambda shared: load_tensors(model, factory, number, trainable, shared)  # noqa: E731
+        asyncio.run(_bring_model(peer, load, bar, wait_s))
     print("every slave has the first model on its disk; `dips status` shows the run")
 
 
@@ -112,22 +110,20 @@ async def _describe(peer: Endpoint) -> dict[str, Any]:
     return await describe_run(peer)
 
 
+@contextmanager
+def show_bar() -> Iterator[SeedBar]:
+    """Show a bar on standard error as long as the context lasts."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield SeedBar(progress)
+
+
 class SeedBar:
-    """Shows bytes, rate and the reason for waiting on standard error."""
+    """Shows bytes, rate and the reason for waiting."""
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._progress, self._console = Progress(*columns, console=console, transient=True), console
-        self._task = self._progress.add_task("waits", total=None)
-        self._said = ""
-
-    def __enter__(self) -> SeedBar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._said = progress, ""
+        self._task = progress.add_task("waits", total=None)
 
     def show_rate(self, rate: TransferRate) -> None:
         self._progress.update(self._task, description="moving", total=rate.total, completed=rate.nbytes)
@@ -135,4 +131,4 @@ class SeedBar:
     def show_wait(self, reason: str) -> None:
         if reason != self._said:
             self._said = reason
-            self._console.print(reason, markup=False, highlight=False)
+            self._progress.print(reason, markup=False, highlight=False)

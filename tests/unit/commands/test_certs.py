@@ -11,7 +11,14 @@ from typer.testing import CliRunner
 
 from dips import cli
 from dips.errors import ConfigError, DipsError, treatment_of
-from dips.identity.certificates import identity_of, parse_certificate, parse_revocations, read_pem
+from dips.identity.certificates import (
+    identity_of,
+    parse_certificate,
+    parse_key,
+    parse_revocations,
+    read_key_pem,
+    read_pem,
+)
 from dips.identity.names import PeerRole
 from tests.enrolled import Enrolled
 
@@ -96,7 +103,9 @@ def test_a_certificate_is_renewed_by_the_authority_or_by_a_request(ca: Path, tmp
     request.with_suffix(".crt").rename(certificate)
 
     def serial() -> int:
-        return parse_certificate(read_pem(certificate, "it"), certificate, "it").serial_number
+        read, key = parse_certificate(read_pem(certificate, "it"), certificate, "it"), certificate.with_suffix(".key")
+        assert parse_key(read_key_pem(key, "it"), key, "it").public_key() == read.public_key()
+        return read.serial_number
 
     first = serial()
     assert f"{certificate}: renewed" in type_certs("renew", certificate, "--authority", ca)
@@ -107,6 +116,19 @@ def test_a_certificate_is_renewed_by_the_authority_or_by_a_request(ca: Path, tmp
     type_certs("issue", ca, waiting, "--as", "berlin.cluster")
     assert f"{certificate}: renewed" in type_certs("renew", certificate)
     assert serial() not in (first, second) and not list((tmp_path / "own").glob("*.csr"))
+
+
+def test_a_certificate_is_shown_with_what_is_wrong_with_it(tmp_path: Path) -> None:
+    """Exit code 1 if one cannot be used; one that only ends soon can."""
+    enrolled, soon = Enrolled(tmp_path, RUN), "berlin.cluster.crt: cluster 'berlin'"
+    for life, state, code in ((timedelta(days=90), "valid", 0), (timedelta(seconds=-1), "expired", 1)):
+        files = enrolled.enroll("berlin", PeerRole.CLUSTER, life)
+        said = type_certs("show", files.cert, code=code)
+        assert f"{soon} of run '{RUN}'\n  {state}, until" in said
+    all_well = enrolled.enroll_ending("berlin", PeerRole.CLUSTER).cert, enrolled.enroll("bonn", PeerRole.CLUSTER).cert
+    assert "expires soon" in type_certs("show", *all_well, ask(tmp_path, "oslo.cluster", "oslo.csr"))
+    (row,) = map(json.loads, type_certs("show", "--json", tmp_path / "ca.crt").splitlines())
+    assert row["state"] == "valid", "of no name, but a root has none"
 
 
 @pytest.mark.parametrize(

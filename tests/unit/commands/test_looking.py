@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -16,17 +17,21 @@ import pytest
 import typer
 import yaml
 from cryptography.x509 import load_pem_x509_certificate
+from rich.console import Console
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from dips import cli
 from dips.client.parallel import shard_buffer
+from dips.client.rank.transfer import TransferRate
 from dips.codecs import Codec
 from dips.commands import completing, follow, logs, planning, up
 from dips.commands.config_checks import check_files, read_files
 from dips.commands.init import load_tensors
-from dips.commands.verify import INTACT, Known, _results_table
+from dips.commands.seed import SeedBar
+from dips.commands.verify import INTACT, Known, _results_table, judge_results
 from dips.config import load_run
-from dips.errors import ConfigError
+from dips.errors import ConfigError, DipsError
 from dips.identity.certificates import SOON, utc_now
 from dips.identity.names import PeerRole
 from dips.ids import VersionId
@@ -107,6 +112,7 @@ def test_what_agrees_is_well(files: FilesToCheck) -> None:
         (lambda f: f.cluster["shared"].update(run="june"), "run 'june' and run 'july'"),
         (lambda f: f.cluster["shared"].update(outer={"lr": 0.5}), "the run has 0.7, this file 0.5"),
         (lambda f: f.run.update(clusters=["east"]), "west is not in the run file's list"),
+        (lambda f: f.cluster.update(tls="{name}.{role}.crt"), "one has certificates, the other speaks plain text"),
         (lambda f: f.cluster["shared"].update(heartbeat_s=9.0), "a heartbeat each 9 s, and a lease of 10 s"),
     ],
 )
@@ -149,6 +155,15 @@ def test_certificates_are_looked_at_before_a_daemon_does(files: FilesToCheck) ->
     (unknown,) = (row for row in files.check("nobody.slave") if "is in none of these files" in row.seen)
     labels = ("master.master", "on-version.puller", "operator.operator", "s0.slave", "s1.slave", "west.cluster")
     assert unknown.remedy == f"expected one of {', '.join(labels)}"
+
+
+def test_all_interfaces_are_those_of_each_machine(files: FilesToCheck) -> None:
+    """Slaves of two machines may listen alike; on an address that is one machine's they may not."""
+    files.secure()
+    for host, twice in (("0.0.0.0", False), ("[::]", False), ("10.0.0.1", True)):
+        for slave in files.run["slaves"]:
+            slave["listen"] = f"{host}:7801"
+        assert ("7801 is slaves.s0.listen's, too" in str(verdicts(files.check(), FAIL))) is twice, host
 
 
 def test_half_a_certificate_is_looked_at_and_a_list_of_revoked_ones_missed(files: FilesToCheck) -> None:
@@ -280,6 +295,36 @@ def test_a_follower_writes_where_it_is_told_or_beside_its_command(
             CliRunner().invoke(cli.cli, [*words, *wrong], catch_exceptions=False)
 
 
+# ---- dips seed -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_nobody_names_is_that_of_dips_init(files: FilesToCheck) -> None:
+    """Of the run file, where no other is given; what is missing is said before a master is asked."""
+    files.check()
+    words, initial = ("seed", "--config", str(files.run_file), "--wait-s", "0"), files.directory / "m/initial/v0@r0"
+
+    def refused(*more: str) -> str:
+        done = CliRunner().invoke(cli.cli, [*words, *more])
+        assert isinstance(done.exception, DipsError), done.output
+        return str(done.exception)
+
+    assert f"nothing to bring: give --model FILE or --factory MODULE:FUNCTION; {initial} is not here" in refused()
+    assert "no.such" in refused("--factory", "no.such:model")
+    assert "no.such: expected a safetensors file" in refused("--model", "no.such")
+    initial.mkdir(parents=True)
+    assert "the master at 127.0.0.1:7800" in refused()
+
+
+def test_each_reason_to_wait_is_told_once() -> None:
+    progress = Progress(console=Console(file=io.StringIO(), width=80))
+    bar = SeedBar(progress)
+    for reason in ("no slave", "no slave", "no room", "no slave"):
+        bar.show_wait(reason)
+    bar.show_rate(TransferRate(5, 10, 1.0))
+    assert progress.console.file.getvalue().split("\n")[:-1] == ["no slave", "no room", "no slave"]  # type: ignore[attr-defined]
+    assert [(task.description, task.completed, task.total) for task in progress.tasks] == [("moving", 5, 10)]
+
+
 # ---- dips up ---------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +359,17 @@ def test_a_run_is_watched_until_its_agent_ends(
 
 
 # ---- dips verify -----------------------------------------------------------------------------------------------------
+
+
+def test_the_run_goes_back_to_what_every_slave_has_intact() -> None:
+    """The newest of its versions; without a ledger, of those on the disks."""
+    v1, v2, v3 = (VersionId(n, n) for n in (1, 2, 3))
+    results = {"s0": {v1: INTACT, v2: INTACT, v3: INTACT}, "s1": {v1: INTACT, v2: "torn", v3: "bit rot"}}
+    for known in (Known((v1, v2, v3), v3, {}), Known((), None, {})):
+        verdict, code = judge_results(results, known, all_here=True)
+        assert code and "v3@r3 is not intact (s1: bit rot); the run would be rolled back to v1@r1" in verdict
+    verdict, code = judge_results(results, Known((v1, v2, v3), v1, {}), all_here=False)
+    assert not code and verdict == "the newest durable version v1@r1 is intact on s0, s1"
 
 
 def test_what_is_not_intact_is_red() -> None:
