@@ -173,8 +173,8 @@ class Renewer:
         while True:
             loaded = await asyncio.to_thread(self._tls.read_current)
             left, life = loaded.until - utc_now(), loaded.until - loaded.since
-            if left < timedelta():
-                raise Denied(f"{self._tls.find_expiry()}; `dips certs request` and `issue` make a new one")
+            if ended := self._tls.find_expiry():
+                raise Denied(f"{ended}; `dips certs request` and `issue` make a new one")
             if left < life / 3:
                 try:
                     await self.renew()
