@@ -191,6 +191,24 @@ def test_chrome_reads_it() -> None:
     assert names >= {"master", "slave ps0", "cluster east", "rank 0", "rank 1", "rounds", "orders to ps0", "events"}
     assert "rounds (2)" not in names, "a round's last phase ends with it"
     assert trace["otherData"]["clock_offsets_s"]["slave ps0"] == pytest.approx(5, abs=0.06)
+    told = {e["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert told == {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+
+
+@pytest.mark.parametrize("pulled", [104.4, 104.0])
+def test_an_arrow_leaves_and_arrives_within_its_slices(pulled: float) -> None:
+    """An outcome leaves the push's end at the master, or as soon as its cluster pulls; all arrows of one clock are
+    drawn, those that arrive as they leave, too.
+    """
+    lines = one_round()
+    next(mark for mark in lines if mark["kind"] == "pull_begin")["at"] = pulled
+    trace = make_trace(lines)
+    events = check_chrome(json.dumps(to_chrome(trace)))["traceEvents"]
+    ends = {ph: [e for e in events if e["ph"] == ph] for ph in ("s", "f")}
+    assert {ph: [e["ts"] for e in of if e["name"] == "outcome"] for ph, of in ends.items()} == {
+        "s": [min(104.1, pulled) * 1e6], "f": [pulled * 1e6],
+    }  # fmt: skip
+    assert len(ends["s"]) == len(ends["f"]) == len(trace.flows)
 
 
 def test_an_arrow_that_would_arrive_before_it_leaves_is_left_out() -> None:
