@@ -298,9 +298,9 @@ def write_tokens(
             while block := list(islice(documents, AT_ONCE)):
                 for ids in made.encode([text for text, _ in block]):
                     row = np.append(np.asarray(ids, np.int64), made.eos)
-                    if row.min() < 0 or row.max() >= made.vocabulary:
+                    if len(odd := row[(row < 0) | (row >= made.vocabulary)]):
                         raise ConfigError(
-                            f"{file}: {made.name} made token {row.max()}, expected below {made.vocabulary}"
+                            f"{file}: {made.name} made token {odd[0]}, expected 0 to below {made.vocabulary}"
                         )
                     out.write(row.astype(made.dtype).tobytes())
                     lengths.append(len(row))

@@ -325,9 +325,11 @@ async def test_it_ends_when_only_a_person_can_help(enrolled: Enrolled) -> None:
         with pytest.raises(Denied, match="revoked"):
             await said_by(west, address)[0].keep()
     north = enrolled.enroll_ending("north", PeerRole.CLUSTER, timedelta(seconds=1.5))
+    renewer, said = said_by(north, f"127.0.0.1:{harness.free_port()}")
     with pytest.raises(Denied, match=r"north.cluster.crt expired at .*`dips certs request` and `issue` make a new one"):
         async with asyncio.timeout(20.0):
-            await said_by(north, f"127.0.0.1:{harness.free_port()}")[0].keep()
+            await renewer.keep()
+    assert ["is not renewed" in said[0], "crl.pem may be old" in said[1], len(said)] == [True, True, 2], said
 
 
 async def test_a_command_renews_once_or_until_a_signal(

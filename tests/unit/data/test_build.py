@@ -147,9 +147,22 @@ def test_bad_sources_are_refused(corpus: Path) -> None:
             build_dataset(BuildPlan((parse_source(spec),), corpus / "bad", 2, 0, make_tokenizer("bytes", None)))
     with pytest.raises(ConfigError, match="give --tokenizer"):
         build_dataset(BuildPlan((parse_source(f"x={corpus}/code"),), corpus / "bad", 2, 0))
-    liar = Tokenizer("liar", lambda texts: [[7] for _ in texts], 5, 0)
-    with pytest.raises(ConfigError, match="token 7, expected below 5"):
-        build_dataset(BuildPlan((parse_source(f"x={corpus}/code"),), corpus / "bad", 2, 0, liar))
+
+
+@pytest.mark.parametrize(("most", "kind"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_tokens_are_those_of_the_vocabulary(tmp_path: Path, most: int, kind: str) -> None:
+    """From 0 to the last one, in as few bytes as hold it; who makes others has them named."""
+    (tmp_path / "a.txt").write_text("text")
+    source, made = (parse_source(f"x={tmp_path}/a.txt"),), list[int]()
+    own = Tokenizer("own", lambda texts: [made for _ in texts], most, 1)
+    made[:] = [0, most - 1]
+    build_dataset(BuildPlan(source, tmp_path / "set", 1, 0, own))
+    (tokens,) = (DataSet(tmp_path / "set").tokens(number) for number in range(1))
+    assert tokens.tolist() == [0, most - 1, 1] and str(tokens.dtype) == kind
+    for odd in (-1, most):
+        made[:] = [2, odd]
+        with pytest.raises(ConfigError, match=f"own made token {odd}, expected 0 to below {most}"):
+            build_dataset(BuildPlan(source, tmp_path / "bad", 1, 0, own))
 
 
 def test_what_lies_beside_tokens_is_no_source(tmp_path: Path) -> None:
