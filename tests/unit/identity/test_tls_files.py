@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -219,6 +221,17 @@ class TestAuthority:
         assert len(again.find_live(PeerIdentity("east", PeerRole.CLUSTER, "july"))) == 1
         with pytest.raises(ConfigError, match=r"expected NAME\.ROLE or a serial"):
             again.revoke("west.cluster")
+
+    def test_one_process_at_a_time_changes_its_list(self, enrolled: Enrolled) -> None:
+        """Or a certificate that is renewed while its name is revoked would stay valid."""
+        enrolled.enroll("west", PeerRole.CLUSTER)
+        with (enrolled.directory / "ca" / "issued.jsonl").open() as other, ThreadPoolExecutor(1) as thread:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            revoking = thread.submit(enrolled.authority.revoke, "west.cluster")
+            with pytest.raises(TimeoutError):
+                revoking.result(0.05)
+            fcntl.flock(other, fcntl.LOCK_UN)
+            assert len(revoking.result(10.0)) == 1
 
     def test_a_certificate_is_valid_to_its_last_second_unless_it_is_revoked(self, enrolled: Enrolled) -> None:
         enrolled.enroll("west", PeerRole.CLUSTER)

@@ -165,6 +165,17 @@ def test_what_asks_for_a_look(told: dict[str, Any], concerns: list[str]) -> None
     assert [concern.who for concern in make_run(**told).concerns] == concerns
 
 
+def test_who_asks_for_a_look_says_why() -> None:
+    """A crash is told by what its agent remarks; a version's process with the version that it failed at, if any."""
+    crashing = make_cluster("idle", trainer="dead", remarks={"crash": "1 of 3", "gated": "x"})
+    first, second = (
+        make_run({"west": crashing}, on_version=VersionProcessView(version=version, red=True, reason="exit 1"))
+        for version in (None, "v1@r1")
+    )
+    assert [c.what for c in first.concerns] == ["crashing: 1 of 3; x", "none yet: exit 1"]
+    assert second.concerns[1].what == "v1@r1: exit 1"
+
+
 def test_peers_of_a_run_that_has_ended_ask_for_nothing() -> None:
     gone = {"west": make_cluster("gone", "silent")}, {"ps0": make_slave("lost", "silent")}
     assert [(c.severity, c.who) for c in make_run(*gone).concerns] == [
