@@ -201,9 +201,8 @@ class _Memory:
     def add(self, category: MemoryCategory, nbytes: float) -> None:
         self.now += nbytes
         self.held[category] += nbytes
-        if nbytes > 0:
-            self.peak = max(self.peak, self.now)
-            self.most[category] = max(self.most[category], self.held[category])
+        self.peak = max(self.peak, self.now)
+        self.most[category] = max(self.most[category], self.held[category])
 
 
 # What is free when an action has ended: the category, and the bytes by sizes and whether the stage is sharded.
@@ -360,25 +359,26 @@ class _Play:
         size = desk.device.sizes[v] if desk.device.sizes else PartBytes()
         desk.busy[engine] = False
         desk.reduces = desk.reduces and action.op is not Op.REDUCE
-        self._last_s = max(self._last_s, now)
+        self._last_s = now
         if self._spans is not None and now > begin_s:
             self._spans.append(ActionSpan(desk.device.name, engine, str(action), begin_s, now))
         if action.op in _FREED:
             category, freed = _FREED[action.op]
             desk.memory.add(category, -freed(size, bool(self._pipeline.stages[desk.stage].gather_s)))
         desk.machine.take_done(action)
-        if action.op in (Op.F, Op.I, Op.B) and action.microbatch is not None:
-            self._send(desk, action, v)
+        if action.op in (Op.F, Op.I, Op.B):
+            self._send(desk, action)
         self._wake(desk)
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
-    def _send(self, desk: _Desk, action: ScheduledAction, v: int) -> None:
+    def _send(self, desk: _Desk, action: ScheduledAction) -> None:
         """Send what the next part of the model needs, and tell its machine when it is there."""
         forward = action.op is Op.F
         part, last = action.part + (1 if forward else -1), len(self._pipeline.stages) * self._pipeline.ministages - 1
         m = action.microbatch
-        if part < 0 or part > last or m is None:
+        assert m is not None
+        if not 0 <= part <= last:
             return
         v, s = divmod(part, len(self._pipeline.stages))
         op, border_bytes = Op.F if forward else Op.I, self._pipeline.border_bytes[min(part, action.part)]
@@ -429,7 +429,7 @@ class _Play:
         there = now
         for thing, byte_s in route.uses:
             free = self._free[thing]
-            self._free[thing] = free = (free if free > now else now) + nbytes * byte_s
+            self._free[thing] = free = max(free, now) + nbytes * byte_s
             there = max(there, free)
         return there - now + route.latency_s
 
@@ -549,18 +549,19 @@ def _own_w(device: PipelineDevice) -> float:
 
 
 def _least_transfer(pipeline: SimulatedPipeline, s: int, forward: bool) -> float:
-    """Seconds of the fastest way over the border after stage s."""
-    near, far = pipeline.stages[s].devices, pipeline.stages[s + 1].devices
-    nbytes = pipeline.border_bytes[s]
-    return min(
-        (
-            (route := pipeline.route(*((a.name, b.name) if forward else (b.name, a.name)))).latency_s
-            + nbytes * route.byte_s
-            for a in near[:1]
-            for b in far[:1]
-        ),
-        default=inf,
-    )
+    """Seconds of the fastest way over the border after stage s, from whichever device to whichever."""
+    near, far = (tuple(d.name for d in pipeline.stages[side].devices) for side in (s, s + 1))
+    ways = _list_ways(pipeline.route, near, far) if forward else _list_ways(pipeline.route, far, near)
+    return min(latency_s + pipeline.border_bytes[s] * byte_s for latency_s, byte_s in ways)
+
+
+@lru_cache(maxsize=65536)
+def _list_ways(
+    route: Callable[[str, str], Route], senders: tuple[str, ...], receivers: tuple[str, ...]
+) -> frozenset[tuple[float, float]]:
+    """Return (latency, seconds per byte) of the ways between any two devices of two groups."""
+    ways = (route(a, b) for a in senders for b in receivers)
+    return frozenset((way.latency_s, way.byte_s) for way in ways)
 
 
 # ---- tuning ----------------------------------------------------------------------------------------------------------
