@@ -646,31 +646,38 @@ def dropout(_: int) -> dict[str, Any]:
 
 
 def saved(_: int) -> dict[str, Any]:
-    """A checkpoint of one plan is loaded into another, and into its own; the next step of each."""
+    """A checkpoint of one plan is loaded into another, and into its own; the next step of each. One of the beginning
+    is, too, and the job that saved it stays what one process is.
+    """
     with tempfile.TemporaryDirectory() as directory:
 
-        def save(_: int) -> tuple[float, Named]:
-            pipe = make_pipeline(TIED[0], optimizer=adamw)
+        def save(_: int) -> tuple[float, Named, float]:
+            pipe, alone = make_pipeline(TIED[0], optimizer=adamw), OneProcess(TIED[0])
+            dcp.save(pipe.state_dict(), checkpoint_id=f"{directory}/0")
             for step in range(2):
                 pipe.step(UNEQUAL.batch(step))
-            dcp.save(pipe.state_dict(), checkpoint_id=directory)
-            return pipe.step(UNEQUAL.batch(2)), full_parameters(pipe)
+            dcp.save(pipe.state_dict(), checkpoint_id=f"{directory}/2")
+            loss, optimizer = pipe.step(UNEQUAL.batch(2)), adamw(alone.model)
+            for step in range(3):
+                alone.train(optimizer, UNEQUAL.batch(step), step)
+            return loss, full_parameters(pipe), worst_error(pipe, alone, lambda p: p.detach())
 
-        def load(case: PlannedCase, _: int) -> tuple[float, Named, int]:
+        def load(case: PlannedCase, first: int, _: int) -> tuple[float, Named, int]:
             pipe = make_pipeline(replace(case, tied=True), optimizer=adamw, seed=7)
             state = pipe.state_dict()
-            dcp.load(state, checkpoint_id=directory)
+            dcp.load(state, checkpoint_id=f"{directory}/{first}")
             pipe.load_state_dict(state)
-            return pipe.step(case.batch(2)), full_parameters(pipe), pipe.steps
+            losses = [pipe.step(case.batch(step)) for step in range(first, 3)]
+            return losses[-1], full_parameters(pipe), pipe.steps
 
         before = on_ranks(UNEQUAL.ranks, save)
         assert all(isinstance(of, tuple) for of in before), before
         wanted: Named = {}
-        for _, of in before:
+        for _, of, _ in before:
             wanted |= of
-        worst, losses, steps = [], [before[0][0]], []
-        for case in (UNEQUAL, OTHER, ALONE):
-            after = on_ranks(case.ranks, partial(load, case))
+        worst, losses, steps = [max(of[2] for of in before)], [before[0][0]], []
+        for case, first in ((UNEQUAL, 2), (OTHER, 2), (ALONE, 2), (ALONE, 0)):
+            after = on_ranks(case.ranks, partial(load, case, first))
             worst.append(worst_difference([of[1] for of in after], wanted))
             losses.append(after[0][0])
             steps.append(after[-1][2])

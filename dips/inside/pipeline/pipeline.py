@@ -508,7 +508,7 @@ class Pipeline:
         for number, part in self._by_number.items():
             model |= _state_of(part)
             if number in self._optimizers:
-                optimizer |= get_optimizer_state_dict(part, self._optimizers[number], options=FLAT)
+                optimizer |= _moments_of(part, self._optimizers[number])
         return {"model": model, "optimizer": optimizer, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -693,6 +693,20 @@ def _build(
 def _state_of(part: nn.Module) -> dict[str, Any]:
     """Return what a checkpoint has of a part; torch refuses one of layers that hold nothing."""
     return get_model_state_dict(part) if part.state_dict() else {}
+
+
+def _moments_of(part: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a checkpoint has of an optimizer, by names of parameters; before its first step, what that begins
+    with.
+    """
+    began = bool(optimizer.state)
+    found: dict[str, Any] = get_optimizer_state_dict(part, optimizer, options=FLAT)
+    if not began:  # torch has taken a step without gradients, to have something to return, and has counted it
+        optimizer.state.clear()
+        for name, value in found.items():
+            if name.endswith(".step") and isinstance(value, torch.Tensor):
+                value.zero_()
+    return found
 
 
 def _engine_of(kind: str) -> Engine:
