@@ -654,6 +654,7 @@ def saved(_: int) -> dict[str, Any]:
         def save(_: int) -> tuple[float, Named, float]:
             pipe, alone = make_pipeline(TIED[0], optimizer=adamw), OneProcess(TIED[0])
             dcp.save(pipe.state_dict(), checkpoint_id=f"{directory}/0")
+            assert not any(one.state for one in pipe.optimizers), "they have stepped"
             for step in range(2):
                 pipe.step(UNEQUAL.batch(step))
             dcp.save(pipe.state_dict(), checkpoint_id=f"{directory}/2")
