@@ -135,7 +135,7 @@ class KernelPool:
         self._kernels = kernels
         self._meter = meter or WorkMeter()
         self._threads = threads
-        self._workers = workers if threads is not None else 1
+        self._workers = workers
 
     def measure(self, theta: Arrays, theta_j: Arrays, acc: Arrays | None = None) -> Measures:
         """Measure a push against θ, and beside what is folded so far; None: nothing is."""

@@ -132,8 +132,7 @@ class Pool:
 
 def _carve_layers(layers: Mapping[int, int], padded: Mapping[int, int]) -> dict[int, F32]:
     """Cut one touched allocation into layers; touched, or the machine runs out of memory in the middle of a run."""
-    flat = np.empty(sum(padded.values()), dtype=np.float32)
-    flat.fill(0.0)
+    flat = np.full(sum(padded.values()), 0.0, np.float32)
     arrays, at = {}, 0
     for layer, numel in layers.items():
         arrays[layer] = flat[at : at + numel]

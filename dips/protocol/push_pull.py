@@ -80,9 +80,9 @@ def _free_in_s(run: RunState) -> list[float]:
     """Return, for each open push with known bandwidth, when its slot should be free or when to look again."""
     found = list[float]()
     for push in run.transfers.pushes.values():
-        moving_s = run.moving_s(run.clusters[push.id.cluster])
-        if push.due and moving_s:
+        if push.due:
             late = push.committed or push.due <= run.now
+            moving_s = run.moving_s(run.clusters[push.id.cluster])
             found.append(RETRY_SHARE * moving_s if late else push.due - run.now)
     return found
 
@@ -92,7 +92,7 @@ def _explain_wait(run: RunState, answer: SlotAnswer, slots: int) -> str:
     times = [s for p in run.transfers.pushes.values() if (s := run.moving_s(run.clusters[p.id.cluster]))]
     if not times:
         return text
-    frees = sorted([0.0] * max(0, slots - len(run.transfers.pushes)) + _free_in_s(run))
+    frees = sorted([0.0] * (slots - len(run.transfers.pushes)) + _free_in_s(run))
     about_s = frees[min(answer.ahead % slots, len(frees) - 1)] if frees else 0.0
     return f"{text}, about {max(1.0, about_s + answer.ahead // slots * median(times)):.0f} s"
 
@@ -202,8 +202,9 @@ def _held_base(push: Push) -> VersionId | None:
 def on_push_opened(run: RunState, fanout: Fanout) -> bool:
     """Grant a push: every slave has reserved its slot. Return whether it is still wanted."""
     cluster = run.cluster_of(fanout.subject)
-    if cluster is None or cluster.push is None:
+    if cluster is None:
         return False
+    assert cluster.push is not None
     cluster.push.opened, cluster.push.due = True, _due_at(run, cluster, cluster.push.idle_s)
     run.set_cluster_state(cluster, cluster.state, ClusterCause.PUSHES, "pushing")
     run.emit_note("push_granted", push=cluster.push.id, base=cluster.push.base)
@@ -222,14 +223,18 @@ def _grant_of(run: RunState, push: Push) -> Grant:
 def on_push_staged(run: RunState, event: events.PushStaged) -> None:
     """Record that one slave has all of a push. Idempotent, since every heartbeat repeats it."""
     cluster = _cluster_of_report(run, event)
-    if cluster is not None and cluster.push is not None:
+    if cluster is not None:
+        assert cluster.push is not None
         cluster.push.unstaged.pop(event.slave, None)
 
 
 def on_push_refused(run: RunState, event: events.PushRefused) -> None:
     """Drop a push that a slave gave up: its ranges were wrong or it stalled."""
     cluster = _cluster_of_report(run, event)
-    if cluster is not None and cluster.push is not None and not cluster.push.committed:
+    if cluster is None:
+        return
+    assert cluster.push is not None
+    if not cluster.push.committed:
         drop_push(run, cluster, f"{event.slave}: {event.reason}")
 
 
@@ -420,7 +425,7 @@ def flip_slaves(run: RunState, version: VersionId, pulling: Sequence[Cluster]) -
     opening = tuple(_pull_after_outcome(c) for c in served)
     for cluster, pull in zip(served, opening, strict=True):
         begin_pull(run, cluster, pull, version)
-    keys = tuple(RankKeys(c.keys) for c in served) if any(c.keys for c in served) else ()
+    keys = tuple(RankKeys(c.keys) for c in served) if run.has_encrypted_lanes() else ()
     order = Commit(version, opening, keys)
     run.flipping = run.order_all(FanoutKind.COMMIT, version, order, run.options.timing.order_s)
     assert run.flipping.waiting, f"no slave serves that could flip to {version}"
@@ -450,21 +455,13 @@ def on_slaves_flipped(run: RunState, fanout: Fanout) -> None:
         slave.memory = run.head
         run.set_slave_state(slave, slave.state, SlaveCause.SERVES, f"serves {run.head}")
     for cluster in [run.clusters[name] for name in run.transfers.pulls]:
-        if not _waits_for_flip(cluster, fanout):
-            continue
+        assert cluster.pull is not None
+        if cluster.outcome is None or cluster.pull.id != _pull_after_outcome(cluster):
+            continue  # it asked for its pull
         if complete:
-            assert cluster.pull is not None
             cluster.pull.opened = True
         else:
             transfers.close_pull(run, cluster, ClusterCause.PULL_ENDED, "a slave was lost while it flipped")
-
-
-def _waits_for_flip(cluster: Cluster, fanout: Fanout) -> bool:
-    """Whether the cluster's pull is opened by this flip."""
-    pull = cluster.pull
-    if pull is None or pull.opened or pull.version != fanout.subject or not cluster.outcome:
-        return False
-    return _pull_after_outcome(cluster) == pull.id
 
 
 def _pull_after_outcome(cluster: Cluster) -> PullId:
@@ -544,7 +541,7 @@ def _answer_pull_request(run: RunState, cluster: Cluster, event: events.PullRequ
 def _why_not_kept(run: RunState, version: VersionId) -> str:
     """Return why a version cannot be pulled; empty if it can: slaves serve the head and versions on their disks."""
     row = run.versions.get(version)
-    if version == run.head or (row is not None and not row.retired and (row.durable or version == GENESIS)):
+    if version == run.head or (row is not None and not row.retired and row.durable):
         return ""
     rows = [v for v in reversed(run.versions.values()) if v.version != GENESIS]
     kept = [str(v.version) for v in rows if v.durable and not v.retired]
@@ -564,7 +561,8 @@ def begin_pull(run: RunState, cluster: Cluster, pull: PullId, version: VersionId
 def on_pull_opened(run: RunState, fanout: Fanout) -> None:
     """Mark a pull as open: every slave has pinned its version."""
     cluster = run.cluster_of(fanout.subject)
-    if cluster is not None and cluster.pull is not None:
+    if cluster is not None:
+        assert cluster.pull is not None
         cluster.pull.opened = True
         pinned = ((name, a) for name, a in fanout.answers.items() if isinstance(a, events.Pinned))
         cluster.pull.digests = tuple((name, answer.digests) for name, answer in pinned)

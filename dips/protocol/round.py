@@ -129,10 +129,9 @@ def is_over(run: RunState, r: Round) -> bool:
     return run.next_pushes.first_at() > r.closes and not any(_find_expected(run, r))
 
 
-def window_deadlines(run: RunState) -> Iterator[float]:
+def window_deadlines(run: RunState, r: Round) -> Iterator[float]:
     """Iterate over the end of the window and the times when each awaited push will be late."""
-    r = run.round
-    if r is None or r.state is not RoundState.COLLECTING or r.current is not None:
+    if r.state is not RoundState.COLLECTING or r.current is not None:
         return
     if r.folded and run.durability.late is not None:
         return  # it ends when that version is on the disks, not by time

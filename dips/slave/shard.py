@@ -166,7 +166,7 @@ class OpenTransfers:
         return known
 
     def forget_measures(self) -> None:
-        """Forget which pushes were measured, when θ is about to change or the round is over."""
+        """Forget which pushes were measured: the round is over."""
         for known in self.pushes.values():
             known.measured = None
 
@@ -250,8 +250,7 @@ class OpenTransfers:
         if order.keys and len(order.keys) != len(order.pulls):
             raise RemoteProtocolError(f"Commit: keys of {len(order.keys)} pulls for {len(order.pulls)}")
         for pull, ranks in zip(order.pulls, order.keys or [NO_KEYS] * len(order.pulls), strict=True):
-            known = pull in self.pulls or pull in self.versions.held.pins
-            if not known and not self.closed_pulls.is_closed(pull):
+            if pull not in self.pulls and not self.closed_pulls.is_closed(pull):
                 self.open_pull(OpenPull(pull, order.version, ranks.keys), opened)
 
     def close_pull(self, pull: PullId) -> None:
@@ -369,7 +368,6 @@ class ShardRound:
         self._transfers.move_old_readers()
         with self._poison_on_error(f"Apply of {order.version}"):
             made = self.versions.prepare_version(order.version, order.step)
-        self._transfers.forget_measures()
         return Prepared(order.version, made.layer_sq, made.digest)
 
     def abort(self, order: Abort) -> None:
@@ -423,10 +421,9 @@ class ShardRound:
 
         The former version is served until `end_load`; orders that need one version or the other are Busy meanwhile.
         """
-        if self.versions.prepared is not None and self.versions.prepared == self._snapshots.writing:
-            self.end_round()  # its writer may stop; the load is tried again
+        if self._snapshots.writing in (None, self.versions.prepared):
+            self.end_round()  # the writer of what is prepared may stop; the load is tried again
         self._snapshots.require_idle(f"Load of {version}")
-        self.end_round()
         self._transfers.drop_all()
         self._transfers.move_old_readers()
         theta, momentum = self.versions.begin_load(version)
@@ -488,7 +485,7 @@ class ShardSnapshots:
 
         `writing` names the version meanwhile; the caller sets it to None at the end.
         """
-        self.require_idle(f"Persist of {version}")
+        assert self.writing is None, "orders to the disk come one after another"
         if self._reserved == version:
             self._reserved = None
         self.writing, self._wanted = version, True
@@ -744,8 +741,6 @@ class Shard:
         held = (self.versions.prepared, self.versions.served_version)
         if order.version not in held:
             raise LocalProtocolError(f"Persist of {order.version}: prepared is {held[0]}, served {held[1]}")
-        if order.version == self.versions.prepared and self.rounds.poison is not None:
-            raise LocalProtocolError(f"Persist of {order.version}: {self.rounds.poison}; only Abort is legal")
         return self.versions.theta(order.version), self.versions.momentum(order.version)
 
     # ---- registration --------------------------------------------------------------------------
@@ -892,9 +887,7 @@ class OrderFences:
             raise RemoteProtocolError(f"{whose} bears term {term}; {self._name} expected at most {most}")
         if term > self.term:
             self.term = term
-            self._answers.clear()
-            self._begun.clear()
-            self._forgotten = -1
+            self._answers, self._begun, self._forgotten = OrderedDict(), OrderedDict(), -1
 
     def admit_order(self, order: e.Order) -> Answer | None:
         """Return None for a new order, or the remembered answer; raise if the order is not for this incarnation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import dips.outer
 from dips.outer import kernel_pool as kernel_pool_module
 from dips.outer import kernels, reference
-from dips.outer.kernel_pool import KernelPool, Kernels
+from dips.outer.kernel_pool import KernelPool, Kernels, WorkMeter
 from dips.outer_step import nesterov_numbers, nesterov_step
 
 BOTH = pytest.mark.parametrize("k", [kernels, reference], ids=["compiled", "reference"])
@@ -129,6 +130,22 @@ def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
     for workers in (1, 2, 3, 7):
         with ThreadPoolExecutor(workers) as threads:
             assert run_kernel_pool(KernelPool(kernels, threads, workers), seed=3) == alone
+
+
+def test_two_slices_are_worked_through_side_by_side_and_counted() -> None:
+    """A layer each, on two threads; what lasts minutes is told from what hangs by the bytes."""
+
+    class Parts(ThreadPoolExecutor):
+        def map(self, work: Any, parts: Any) -> Any:  # type: ignore[override]
+            self.parts = list(parts)
+            return super().map(work, self.parts)
+
+    source, target = ({0: np.full(5, value, np.float32), 1: np.full(3, value, np.float32)} for value in (7.0, 0.0))
+    meter = WorkMeter()
+    with Parts(2) as threads:
+        KernelPool(reference, threads, 2, meter).copy_theta(source, target)
+        assert [len(part) for part in threads.parts] == [1, 1]
+    assert meter.nbytes == 8 * 4 and all((target[i] == 7.0).all() for i in source)
 
 
 def test_measure_tells_layers_apart() -> None:

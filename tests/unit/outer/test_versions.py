@@ -231,6 +231,41 @@ def test_a_reader_that_ends_while_it_moves_is_over() -> None:
     assert versions.used_bytes == 2 * 4 * 5
 
 
+def test_a_reader_reads_one_version_until_it_moves() -> None:
+    """A second pin under its name is refused; word of a move that has not begun, or of another's, means nothing."""
+    versions = made(slots=1, pinned=0)
+    versions.held.pin_version(pull(1), GENESIS)
+    for pin in (versions.held.pin_version, versions.held.pin_file):
+        with pytest.raises(LocalProtocolError, match="already reads v0@r0"):
+            pin(pull(1), GENESIS)
+    outer_step(versions, 1, 0.5)
+    versions.held.on_reader_moved(pull(1))
+    assert "older θ v0@r0" in versions.bank_holders()
+    versions.held.move_readers(GENESIS)
+    versions.held.on_reader_moved(pull(9))
+    assert versions.held.pins == {pull(1): GENESIS} and "older θ v0@r0" in versions.bank_holders()
+
+
+def test_the_parameters_of_all_layers_are_counted() -> None:
+    """None before the slave knows its layers."""
+    assert (Versions(KernelPool(reference), 1, 0).numel, made().numel) == (0, 5)
+
+
+def test_a_load_ends_the_round_and_waits_for_readers_beyond_the_pinned() -> None:
+    """What is folded belongs to the version that is left; a reader of the head stays where it is."""
+    versions = made(slots=1, pinned=1)
+    versions.held.pin_version(pull(1), GENESIS)
+    outer_step(versions, 1, 0.5)
+    versions.held.pin_version(pull(2), VersionId(1, 1))
+    fill(versions.open_slot(push(2)), 0.5)
+    versions.fold_push(push(2), 1.0)
+    load_version(versions, VersionId(3, 3), lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
+    assert versions.served_version == VersionId(3, 3) and not versions.folded
+    versions.held.pin_version(pull(3), VersionId(3, 3))
+    with pytest.raises(Busy, match="older versions are still read"):
+        versions.begin_load(VersionId(4, 4))
+
+
 def test_a_failed_load_keeps_what_was_served() -> None:
     """A snapshot that turns out corrupt half-way leaves θ and m of the present version as they are."""
     versions = made()

@@ -6,8 +6,8 @@ from dataclasses import replace
 from math import inf
 
 from dips.protocol.effects import Finished, Persist
-from dips.protocol.events import PushRequested
-from dips.protocol.options import StopOptions
+from dips.protocol.events import PushRequested, RangesRequested
+from dips.protocol.options import DataOptions, StopOptions
 from dips.protocol.records import RunFinished
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 
@@ -46,6 +46,16 @@ def test_the_run_ends_when_its_time_is_over() -> None:
     run.wait(1.0)
     assert run.view.finished == "v0@r0"
     assert run.machine.next_deadline() == inf
+
+
+def test_the_run_ends_when_the_last_of_its_data_is_gated() -> None:
+    """That settles it, too: no round will make another version."""
+    run = ScriptedRun(replace(OPTIONS, data=DataOptions(ranges=1)))
+    run.train("a")
+    run.ask(RangesRequested(0, "a", run.inc("a"), 1, 1))
+    run.finite = False
+    assert run.outcome(run.push("a", ranges=(0,))).kind == "gated"
+    assert run.view.finished == "v0@r0"
 
 
 def test_the_last_version_leaves_nobody_waiting() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from dips.errors import DipsError, RemoteProtocolError, UnresponsiveSlave
 from dips.ids import GENESIS
 from dips.protocol import events as ev
-from dips.protocol.effects import ClosePull, Commit, Fold, Hold, Measure, Ping, RegisterLater
+from dips.protocol.effects import Apply, ClosePull, Commit, Fold, Hold, Measure, Persist, Ping, RegisterLater
 from dips.protocol.options import Clip, OuterOptions, PenaltyOptions, TimingOptions
 from dips.protocol.records import RoundEnded, ScoreHistory
 from dips.protocol.slaves import UNANSWERED_ORDERS
+from tests.transcripts.story import Teller
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
 
@@ -276,3 +278,25 @@ def test_any_answer_to_a_ping_shows_that_orders_arrive() -> None:
         assert isinstance(run.ask(register).order, RegisterLater)
         fail_order(run, error)
     assert isinstance(run.ask(register).order, Hold) and run.view.slaves["s"].state == "ready"
+
+
+@pytest.mark.parametrize("kind", [Measure, Fold, Apply, Persist])
+def test_nothing_is_due_while_slaves_work(kind: type) -> None:
+    """Their answers are waited for: a master whose window is over does not look at its clock again and again."""
+    run = ScriptedRun()
+    run.train("a")
+    run.held.add(kind)
+    run.push("a")
+    run.wait(20.0)
+    assert run.orders and run.machine.next_deadline() == inf
+
+
+def test_a_push_that_one_slave_finds_not_finite_is_gated() -> None:
+    """Whatever the others find of their layers [invariant 8]."""
+    teller = Teller({})
+    teller.ready("all", {})
+    teller.trains("a", {})
+    teller.pushes("a", {"push": "a/1#2"})
+    teller.answers("s0", {"only": "Measure", "norm": "0.1"})
+    (gated, *_) = teller.answers("s1", {"only": "Measure", "norm": "0.1", "nan": "yes"})
+    assert "DropPush a/1#2: gated: not finite" in gated

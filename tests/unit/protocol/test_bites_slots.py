@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from dips.ids import PushId
+from dips.dataclass import replace
+from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol import codec
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Finished, Pending, Refused
+from dips.protocol.effects import Commit, Finished, OpenPush, Pending, Refused
 from dips.protocol.options import Options, PenaltyOptions, StopOptions, TimingOptions
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 
@@ -45,6 +46,40 @@ def test_places_are_told_and_shown() -> None:
     assert run.view.clusters["c"].reason == "waits for a slot: 2nd of 2"
     free_the_slot(run)
     assert [place(run, "c"), place(run, "b"), place(run, "c")] == [(2, 2), None, (1, 1)]
+
+
+def test_the_first_in_the_queue_ask_again_when_a_slot_is_due() -> None:
+    """As many as there are slots; the others as ever. All are told about when their turn comes."""
+    run = ScriptedRun(slots=2)
+    run.train(*"abcde")
+    for cluster, bytes_per_s in (("a", 4000.0), ("b", 4000 / 3)):  # of a model of 4000 bytes
+        run.step(ev.BandwidthMeasured(cluster, 1, bytes_per_s))
+        run.open_push(cluster)
+    answers = [run.ask(ev.PushRequested(0, run.next_push(cluster), run.head, 1)) for cluster in "cde"]
+    assert [(answer.retry_after_s, answer.reason) for answer in answers] == [
+        (1.0, "waits for a slot: 1st of 1, about 1 s"),
+        (1.0, "waits for a slot: 2nd of 2, about 3 s"),
+        (2.0, "waits for a slot: 3rd of 3, about 3 s"),
+    ]
+
+
+def test_differences_are_pushed_to_what_all_slaves_serve() -> None:
+    """To an older base, or while slaves go over to a new head, parameters are pushed, in fp32."""
+    run = ScriptedRun(replace(OPTIONS, codec="int8"))
+    run.train("a", "b", "c")
+    first = run.push("a")
+    run.wait(11.0)
+    run.outcome(first)
+    run.open_push("a")
+    run.open_push("b", base=GENESIS)
+    run.held.add(Commit)
+    run.push("c")
+    run.wait(11.0)
+    run.step(ev.PushAborted(0, PushId("b", 1, 2), "its trainer died"))
+    run.open_push("b")
+    opened = [(order.push.cluster, order.codec, order.base) for order in run.all_of(OpenPush)][1:]
+    v1, v2 = VersionId(1, 1), run.head
+    assert opened == [("a", "int8", v1), ("b", "fp32", None), ("c", "int8", v1), ("b", "fp32", None)] and v2 != v1
 
 
 def test_a_place_is_kept_while_a_slave_drains() -> None:

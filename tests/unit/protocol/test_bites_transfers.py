@@ -6,13 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from dips.errors import RemoteProtocolError, StalePush
+from dips.errors import FailedDisk, RemoteProtocolError, StalePush
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.claims import MOST_TOKENS_PER_S
 from dips.protocol.clusters import MAX_RANGES_ASKED
 from dips.protocol.data import BegunRange
-from dips.protocol.effects import Committed, DropPush, Failed, OpenPull, OpenPush, Pending, Refused
+from dips.protocol.effects import (
+    Commit,
+    Committed,
+    Dropped,
+    DropPush,
+    Failed,
+    Measure,
+    OpenPull,
+    OpenPush,
+    Pending,
+    Persist,
+    Refused,
+)
 from dips.protocol.enums import Role
 from dips.protocol.options import DataOptions, TimingOptions
 from dips.protocol.records import IncarnationGiven
@@ -351,3 +363,85 @@ def test_a_slave_is_drained_when_it_has_answered_everything() -> None:
     run.answer()
     run.step(ev.Ticked())
     assert run.view.slaves["s"].state == "draining"
+
+
+def test_a_push_that_a_slave_gives_up_is_dropped_unless_it_is_committed() -> None:
+    """Its cluster is told why. Word of a former process of the slave means nothing."""
+    run = ScriptedRun()
+    run.train("a")
+    push, sinc = run.open_push("a"), run.view.slaves["s"].sinc
+    assert (run.view.clusters["a"].state, run.view.clusters["a"].reason) == ("pushing", "pushing")
+    run.step(ev.PushRefused("s", sinc - 1, push, "its ranges leave a gap"))
+    assert run.view.clusters["a"].state == "pushing"
+    run.step(ev.PushRefused("s", sinc, push, "its ranges leave a gap"))
+    assert run.view.clusters["a"].state == "training"
+    assert run.ask(ev.PushRequested(0, push, run.head, 1)) == Dropped("s: its ranges leave a gap")
+    run.held.add(Measure)
+    push = run.push("a")
+    run.step(ev.PushRefused("s", sinc, push, "it stalled"))
+    run.held.clear()
+    run.answer()
+    assert run.outcome(push).kind == "accepted"
+
+
+def test_a_committed_push_has_no_deadline() -> None:
+    """However long slaves measure it: its cluster has done all that is asked of it."""
+    run = ScriptedRun()
+    run.train("a")
+    run.held.add(Measure)
+    push = run.push("a")
+    run.wait(2 * OPTIONS.timing.transfer_s)
+    run.held.clear()
+    run.answer()
+    assert run.outcome(push).kind == "accepted"
+
+
+def test_a_push_without_a_step_is_committed() -> None:
+    """It counts for nothing, and is no false claim."""
+    run = make()
+    assert run.commit(run.open_push("a"), tokens=0, steps=0) == Committed()
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_the_outcome_of_a_push_that_is_not_known_is_that_it_was_dropped(pushed: bool) -> None:
+    """Also beside the outcome of the push before: its cluster trains on, and does not take that one's for its own."""
+    run = make()
+    if pushed:
+        run.outcome(run.push("a"))
+    assert isinstance(run.ask(ev.RoundAwaited(0, run.next_push("a"))), Dropped)
+
+
+def test_an_outcome_is_told_when_the_slaves_have_flipped_and_names_its_own_version() -> None:
+    """Not the head, which others may have moved on since."""
+    run = make("abc")
+    run.held.add(Commit)
+    first = run.push("a")
+    run.wait(11.0)
+    waits = run.ask(ev.PullRequested(0, PullId("c", 1, 2), 1))
+    assert isinstance(waits, Refused) and waits.reason == "waits for the slaves to flip"
+    assert run.ask(ev.RoundAwaited(0, first)) == Pending("the slaves are flipping to the new version")
+    run.held.clear()
+    run.answer()
+    assert run.view.slaves["s"].reason == "serves v1@r1"
+    second = run.push("b")
+    run.wait(11.0)
+    assert run.head == VersionId(2, 2) and run.outcome(second).version == run.head
+    assert run.outcome(first).version == VersionId(1, 1)
+
+
+def test_what_is_on_every_disk_and_the_head_can_be_pulled() -> None:
+    """The initial model, too; neither a version whose snapshot failed nor one of another run."""
+    run = ScriptedRun(replace(OPTIONS, durability="async"))
+    run.train("a")
+    run.outcome(run.push("a"))
+    run.held.add(Persist)
+    for _ in range(2):
+        run.outcome(run.push("a"))
+        order = run.orders.popleft()
+        run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    kinds = {}
+    for seq, version in enumerate(
+        (VersionId(0, 0), VersionId(1, 1), VersionId(2, 2), VersionId(3, 3), VersionId(9, 9))
+    ):
+        kinds[version.version] = type(run.ask(ev.PullRequested(0, PullId("a", 1, 9 + seq), 1, version)))
+    assert kinds == {0: Pending, 1: Pending, 2: Failed, 3: Pending, 9: Failed}

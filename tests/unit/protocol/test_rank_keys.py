@@ -126,13 +126,14 @@ def test_a_slave_with_half_a_key_is_refused() -> None:
 
 def test_pulls_that_an_order_has_no_room_for_are_asked_for(run: ScriptedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of many ranks: the flip opens as many pulls as fit, the other clusters hear of no pull, and ask."""
-    monkeypatch.setattr(push_pull, "MOST_FLIP_KEYS", 3)
+    monkeypatch.setattr(push_pull, "MOST_FLIP_KEYS", 2)
     pushes = [open_push(run, name, key(f"{name}0"), key(f"{name}1")) for name in "ab"]
     for pushed in pushes:
         run.commit(pushed)
     run.wait(11.0)
     (commit,) = run.all_of(Commit)
     assert commit.pulls == (PullId("a", 1, 2),) and len(commit.keys) == 1
+    assert (run.view.clusters["b"].state, run.view.clusters["b"].cause) == ("training", "awaits_pull")
     first, second = (run.ask(ev.RoundAwaited(0, p)) for p in pushes)
     assert first.pull is not None and second.pull is None and second.version == run.head
     assert isinstance(run.ask(pull_of("b", 3, key("b0"), key("b1"))), Pending)

@@ -169,6 +169,16 @@ def test_a_rank_with_nothing_ready_waits_for_no_turn():
     assert {peer for peer, _ in story.wants(now=1.0)} == {b"1"}, "rank 0 has lost its turn"
 
 
+def test_a_rank_that_has_brought_all_takes_no_turn_when_it_comes_again():
+    """Its connection broke after its last byte: the other rank is asked at once."""
+    story = ReceiverStory()
+    story.hello(0), story.hello(1)
+    for peer, chunk in story.wants():
+        story.bring(int(peer), chunk)
+    assert kinds(story.hello(1, epoch=2)) == ["WELCOME", "DONE"]
+    assert {peer for peer, _ in story.wants()} == {b"0"}
+
+
 def test_the_rates_of_the_last_clusters_are_kept(monkeypatch: pytest.MonkeyPatch):
     """A cluster that comes again finds its own, and no other is forgotten for it."""
     monkeypatch.setattr("dips.slave.receiver.MOST_LINKS", 2)

@@ -18,6 +18,7 @@ from dips.errors import (
 )
 from dips.ids import GENESIS, PullId, VersionId
 from dips.outer_step import nesterov_step
+from dips.protocol.claims import MOST_TERMS_AHEAD
 from dips.protocol.effects import (
     AdmitProbe,
     Apply,
@@ -164,8 +165,9 @@ def test_answers_are_bounded_and_what_is_older_is_refused(monkeypatch: pytest.Mo
     first = slave.made(OpenPush(P1, 1, 1.0))
     slave.shard.execute_order(first)
     slave.order(DropPush(P1, ""))
-    for _ in range(3):
-        slave.order(Ping())
+    slave.order(Ping())
+    assert slave.shard.execute_order(first) == Done(), "the third last answer is remembered"
+    slave.order(Ping())
     with pytest.raises(Stale, match="older than the last") as raised:
         slave.shard.execute_order(first)
     assert raised.type is Stale, "a later master would be told by StaleTerm, and ours would end"
@@ -191,6 +193,15 @@ def test_an_order_that_is_busy_for_long_is_not_taken_for_an_old_one(monkeypatch:
     for number in range(20, 30):
         assert fences.admit_order(Order("s", 0, 1, number, Ping(), 10.0)) is None
     assert list(fences._begun) == [27, 28, 29], "a master that never asks again fills no memory"
+
+
+def test_a_term_that_is_far_ahead_is_not_believed() -> None:
+    """Whoever names it would lock out the true master for ever; after a restart terms may have gone on."""
+    fences = OrderFences("s")
+    with pytest.raises(RemoteProtocolError, match="expected at most"):
+        fences.see_term(MOST_TERMS_AHEAD + 1, "Registered")
+    fences.see_term(MOST_TERMS_AHEAD, "Registered")
+    assert fences.term == MOST_TERMS_AHEAD
 
 
 def test_orders_of_a_round_that_is_over_are_stale() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from dips.errors import (
     Busy,
+    BusyDisk,
     FailedDisk,
     LocalProtocolError,
     Stale,
@@ -284,6 +285,64 @@ def test_a_round_that_was_aborted_does_not_begin_again() -> None:
         with pytest.raises(Stale, match=f"round {over} is over; the last one at s was 3"):
             slave.order(Measure(over, P1, GENESIS))
     slave.order(Measure(4, P1, GENESIS))
+
+
+def test_what_was_measured_in_a_round_that_is_over_is_staged_again() -> None:
+    """Heartbeats name it, and the next round measures it anew before it is folded."""
+    slave = ShardRig().ready()
+    slave.stage(P1, 0.5)
+    slave.order(Measure(1, P1, GENESIS))
+    assert slave.shard.transfers.staged_pushes() == ()
+    slave.order(Abort(1, "its slave was lost"))
+    assert slave.shard.transfers.staged_pushes() == (P1,)
+    with pytest.raises(LocalProtocolError, match="was not measured in round 2"):
+        slave.order(Fold(2, P1, 1.0))
+    slave.order(Measure(2, P1, GENESIS))
+    slave.order(Fold(2, P1, 1.0))
+    assert P1 not in slave.flow.pushes, "nothing is written any more into what is the sum now"
+
+
+def test_no_version_is_left_while_it_is_written() -> None:
+    """The head's late snapshot begins when the next version is prepared: θ and m stay until it is on the disk."""
+    slave = ShardRig().ready()
+    slave.order(Commit(slave.prepare(P1, persist=False), ()))
+    version = slave.prepare(P2, 2, persist=False)
+    order = slave.made(Persist(V1))
+    write = slave.shard.begin_disk_order(order)
+    assert callable(write)
+    with pytest.raises(BusyDisk, match="Commit of v2@r2 waits"):
+        slave.order(Commit(version, ()))
+    slave.shard.end_disk_order(order, write())
+    assert slave.order(Commit(version, ())) == Done() and slave.shard.versions.served_version == version
+
+
+def test_room_that_is_written_into_is_not_given_back() -> None:
+    """It is the snapshot's; what is reserved and not written goes with the next round."""
+    slave = ShardRig().ready()
+    slave.prepare(P1)
+    assert list(slave.disk.reserved) == [V1]
+    slave.order(Abort(1, "skipped"))
+    assert list(slave.disk.reserved) == [V1], "its writer has used it"
+    slave.prepare(P2, 2, persist=False)
+    slave.order(Abort(2, "skipped"))
+    assert list(slave.disk.reserved) == [V1]
+
+
+def test_a_reader_whose_snapshot_came_late_moves_before_the_next_version() -> None:
+    """At the flip there was no file of it yet; then it leaves its bank to θ′."""
+    slave = ShardRig(slots=1, pinned=0).ready()
+    slave.order(Commit(slave.prepare(P1, persist=False), (PULL,)))
+    slave.prepare(P2, 2, persist=False)
+    slave.order(Commit(VersionId(2, 2), ()))
+    assert slave.flow.moving == []
+    slave.disk.kept[V1] = ({0: bytes(24), 2: bytes(4)},) * 2
+    slave.fold(P3, 0.5, 3)
+    apply = slave.made(Apply(3, VersionId(3, 3), nesterov_step(1.0, 1.0, 0.0)))
+    with pytest.raises(Busy):
+        slave.shard.execute_order(apply)
+    assert slave.flow.moving == [PULL]
+    slave.shard.transfers.on_flow_event(SourceMoved(PULL))
+    assert read_prepared(slave.shard.execute_order(apply)) == VersionId(3, 3)
 
 
 def test_a_slave_in_doubt_enters_no_round() -> None:

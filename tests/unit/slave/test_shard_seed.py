@@ -95,3 +95,12 @@ def test_what_a_dead_master_opened_gives_way() -> None:
         rig.order(SEED)
     with pytest.raises(StalePush):
         rig.order(KeepSeed(SECOND))
+
+
+def test_a_seed_takes_no_slot_of_a_cluster() -> None:
+    """A saved model is brought while a push is still open here: only the same sender's former transfer gives way."""
+    rig = ShardRig().ready()
+    push = PushId("x", 1, 1)
+    for body in (OpenPush(push, 1, 10.0), SEED):
+        assert rig.order(body) == Done()
+    assert rig.shard.versions.open_pushes == (push, FIRST)

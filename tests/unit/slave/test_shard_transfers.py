@@ -7,6 +7,7 @@ import pytest
 from dips.codecs import Codec
 from dips.errors import (
     Busy,
+    LocalProtocolError,
     RemoteProtocolError,
     StalePush,
     StaleVersion,
@@ -21,6 +22,7 @@ from dips.protocol.effects import (
     LoadVersion,
     OpenPull,
     OpenPush,
+    RankKeys,
 )
 from dips.protocol.events import Done, Pinned
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
@@ -148,6 +150,53 @@ def test_a_pin_ends_when_the_flow_says_released() -> None:
     assert slave.shard.versions.held.pins == {}
     with pytest.raises(StalePush):
         slave.order(OpenPull(PULL, GENESIS))
+
+
+def test_a_pull_is_of_one_version_and_opened_once() -> None:
+    """Of another one, or as long as its readers have not ended, its name is refused: nobody would know what is read."""
+    slave = ShardRig().ready()
+    slave.order(OpenPull(PULL, GENESIS))
+    assert slave.order(OpenPull(PULL, GENESIS)) == Done()
+    slave.order(Commit(slave.prepare(P1), ()))
+    with pytest.raises(LocalProtocolError, match="already reads v0@r0"):
+        slave.order(OpenPull(PULL, V1))
+    slave.order(ClosePull(PULL))
+    with pytest.raises(StalePush):
+        slave.order(OpenPull(PULL, GENESIS))
+    assert not slave.flow.pulls
+
+
+def test_a_version_of_the_number_that_is_served_is_not_served_from_a_file() -> None:
+    """Its name is another: it was rolled back, and is on the disk still."""
+    slave = ShardRig().ready()
+    slave.order(Commit(slave.prepare(P1), ()))
+    slave.disk.kept[VersionId(1, 0)] = slave.disk.kept[V1]
+    with pytest.raises(StaleVersion, match="v1@r0 is not held"):
+        slave.order(OpenPull(PULL, VersionId(1, 0)))
+
+
+def test_a_commit_opens_its_pulls_once() -> None:
+    """A repetition by a new master opens neither what is open nor what is over, and needs as many keys as pulls."""
+    slave, other, new = ShardRig().ready(), PullId("y", 1, 1), PullId("z", 1, 1)
+    version = slave.prepare(P1)
+    keys = (RankKeys(("k",)), RankKeys(()))
+    with pytest.raises(RemoteProtocolError, match="keys of 1 pulls for 2"):
+        slave.order(Commit(version, (PULL, other), keys[:1]))
+    assert slave.order(Commit(version, (PULL, other), keys)) == Done()
+    assert list(slave.flow.pulls) == [PULL, other]
+    slave.order(ClosePull(other))
+    slave.shard.transfers.on_flow_event(Released(other, "closed"))
+    assert slave.order(Commit(version, (PULL, other, new))) == Done()
+    assert list(slave.flow.pulls) == [PULL, new]
+
+
+def test_a_pull_that_the_flow_gave_up_is_over() -> None:
+    """It stalled: nothing of it is held, and the master, who sees that its cluster goes on, may open it again."""
+    slave = ShardRig().ready()
+    slave.order(OpenPull(PULL, GENESIS))
+    slave.shard.transfers.on_flow_event(Released(PULL, "nothing moved"))
+    assert slave.shard.transfers.pulls == {} and slave.shard.versions.held.pins == {}
+    assert slave.order(OpenPull(PULL, GENESIS)) == Done()
 
 
 def test_who_only_reads_has_the_file_and_no_bank() -> None:

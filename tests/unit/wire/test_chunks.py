@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.wire.chunks import LayerLayout, describe_uncovered, split_chunks
+from dips.wire.chunks import LayerLayout, Piece, Share, describe_uncovered, split_chunks
 from dips.wire.frame import Range
 
 MANIFEST = Manifest(
@@ -31,6 +32,18 @@ def test_a_range_lies_where_its_parameter_begins():
     """Parameters follow one another in a layer's flat array."""
     assert LAYOUT.place_range(Range(0, 1, 2, 5)) == (32, 37)
     assert LAYOUT.nbytes == 4 * 48
+
+
+def test_a_chunk_is_viewed_in_the_piece_that_holds_it():
+    """From its first element to its last; across two pieces it is in none."""
+    values = np.arange(20, dtype=np.float32)
+    share = Share([Piece(0, 0, 5, 10, values[5:15]), Piece(0, 0, 15, 5, values[15:])])
+    for offset, length in ((5, 10), (5, 1), (14, 1), (15, 5), (19, 1)):
+        found = share.view_chunk(Range(0, 0, offset, length))
+        assert np.frombuffer(found, np.float32).tolist() == values[offset : offset + length].tolist()
+    for offset, length in ((4, 1), (14, 2), (20, 1)):
+        assert share.view_chunk(Range(0, 0, offset, length)) is None
+    assert share.view_chunk(Range(0, 1, 5, 1)) is None and share.nbytes == 60
 
 
 def test_what_is_not_held_is_outside():

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.wire.frame import (
+    CHECKSUMS,
     FRAME_LIMIT,
     HEADER_BYTES,
     MESSAGE_LIMIT,
@@ -18,6 +19,7 @@ from dips.wire.frame import (
     Header,
     Kind,
     check_body,
+    is_greeting,
     make_message,
     pack_header,
     run_id,
@@ -112,6 +114,19 @@ def test_each_field_is_checked(part, why):
     assert reason(part) == why
 
 
+def test_the_last_place_that_can_be_named():
+    """No parameter has so many elements; the arithmetic of places stays within 64 bits."""
+    part = pack_header(GOOD._replace(offset=1 << 62))
+    assert unpack_header(part, RUN, len(BODY), CHUNK_BYTES).offset == 1 << 62
+
+
+def test_a_greeting_is_known_by_its_header():
+    """It is opened before there are keys; nothing else is, nor what is no header."""
+    greeting, _ = make_message(Kind.GREETING, RUN, 7, bytes(32))
+    assert is_greeting(greeting)
+    assert not is_greeting(pack_header(GOOD)) and not is_greeting(greeting[:-1]) and not is_greeting(b"")
+
+
 @pytest.mark.parametrize("nbytes", [0, 3, 6, CHUNK_BYTES + 4])
 def test_a_chunk_is_whole_floats_within_the_limit(nbytes):
     """No empty chunk, no half float, none above chunk_bytes."""
@@ -130,9 +145,11 @@ def test_messages_are_bounded():
 def test_a_body_is_believed_after_its_checksum():
     """One changed byte of a body is seen."""
     check_body(GOOD, BODY)
-    with pytest.raises(BadFrame, match="checksum") as refused:
-        check_body(GOOD, b"\1" + BODY[1:])
-    assert refused.value.reason == "body_checksum"
+    assert CHECKSUMS.open_frame(GOOD, BODY) is BODY
+    for check in (check_body, CHECKSUMS.open_frame):
+        with pytest.raises(BadFrame, match="checksum") as refused:
+            check(GOOD, b"\1" + BODY[1:])
+        assert refused.value.reason == "body_checksum"
 
 
 def test_a_message_carries_the_checksum_of_its_body():
