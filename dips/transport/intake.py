@@ -301,19 +301,12 @@ class Intake:
             self._missing.extend(self._withheld.popleft())
             self._ready += 1
 
-    @property
-    def hungry(self) -> bool:
-        """Whether chunks are missing, and less than half of the credit is in flight."""
-        return (
-            bool(self._missing) and 2 * self._asked_bytes <= self.credit.bytes and 2 * len(self._asked) <= MOST_CHUNKS
-        )
-
     def ask_chunks(self, now: float, allowance: int) -> list[tuple[Range, ...]]:
         """Return the chunks to ask for now, as WANTs of at most UNIT_CHUNKS; none while more than half is in flight.
 
         allowance  bytes of the stream's turn; the last chunk may exceed it
         """
-        if not self.hungry:
+        if 2 * self._asked_bytes > self.credit.bytes or 2 * len(self._asked) > MOST_CHUNKS:
             return []
         self._rate = self._rate or self._link.bytes_per_s
         idle = not self._asked

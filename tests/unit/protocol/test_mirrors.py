@@ -237,9 +237,9 @@ def two_slaves(
 
 def test_who_lacks_a_version_that_all_others_have_is_asked_to_bring_it_back() -> None:
     """b lost its disk, its mirror holds v2; v2 has rotted on a's disk below v7, and lies in its mirror: no operator."""
-    v2, v6, v7 = version(2), version(6), version(7)
+    v2, v6, v7, heard = version(2), version(6), version(7), list[Any]()
     mirrors = {"a": ev.MirrorReport((v2, v6)), "b": ev.MirrorReport((v2,))}
-    register, view = two_slaves(mirrors)
+    register, view = two_slaves(mirrors, heard)
     assert isinstance(register("a", v7, (v6, v7)), Hold)
     assert isinstance(register("b", None, (v2,)), RegisterLater)
     assert view().slaves["a"].state == "restoring", "it is told to register, by its next heartbeat"
@@ -249,6 +249,8 @@ def test_who_lacks_a_version_that_all_others_have_is_asked_to_bring_it_back() ->
     assert register("b", None, (v2,)).look_for == (), "it has it"
     assert register("a", v7, (v2, v6, v7)) == LoadVersion(v2)
     assert view().head == "v2@r2"
+    assert isinstance(register("b", v2, (v2,)), Hold) and isinstance(register("a", v2, (v2,)), Hold)
+    assert len([e for e in heard if isinstance(e, RolledBack)]) == 1, "nobody lacks the head any more"
 
 
 def test_nothing_is_undone_that_a_mirror_brings_back() -> None:
@@ -335,6 +337,9 @@ def test_nobody_is_asked_for_what_no_mirror_holds() -> None:
     assert view().slaves["a"].state == "restoring"
     again = register("a", v7, (v7,))
     assert (again.look_for, again.retry_after_s) == ((), 1.0)
+    assert isinstance(register("a", v7, ()), RegisterLater)
+    assert [view().slaves[name].cause for name in "ab"] == ["awaits", "lacks_head"], "a has it in memory"
+    again = register("a", v7, (v7,))
     assert again.reason.endswith("a: v7@r7; b: v2@r2; restore a snapshot directory")
     assert register("b", None, (v2, v7)) == LoadVersion(v7)
     assert isinstance(register("a", v7, (v7,)), Hold) and not [e for e in heard if isinstance(e, RolledBack)]

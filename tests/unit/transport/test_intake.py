@@ -58,13 +58,20 @@ def test_more_is_asked_when_half_is_here():
     for chunk in chunks[: len(chunks) // 2]:
         assert intake.claim_chunk(header(chunk), 0.0) == chunk
         intake.mark_received(chunk)
-    assert sum(c.nbytes for c in asked(intake)) == FIRST_BYTES // 2
+    assert sum(c.nbytes for unit in intake.ask_chunks(9.0, 1 << 60) for c in unit) == FIRST_BYTES // 2
+    assert intake.last_byte_at == 0.0, "to ask for more is no sign of life while something is owed"
 
 
 def test_small_chunks_are_bounded_by_their_number():
-    """A thousand norms in flight would pass the receive buffer's limit in frames."""
+    """A thousand norms in flight would pass the receive buffer's limit in frames; more are asked when half are here."""
     intake = Intake([Range(0, i, 0, 8) for i in range(1000)], MIB, Transit(256 * MIB), 0.0)
-    assert len(asked(intake)) == MOST_CHUNKS
+    chunks = asked(intake)
+    assert len(chunks) == MOST_CHUNKS
+    for number, chunk in enumerate(chunks[: MOST_CHUNKS // 2]):
+        assert not asked(intake), number
+        intake.claim_chunk(header(chunk), 0.0)
+        intake.mark_received(chunk)
+    assert len(asked(intake)) == MOST_CHUNKS // 2
 
 
 def test_a_turn_bounds_what_is_asked():
@@ -180,6 +187,17 @@ def test_credit_grows_to_twice_bandwidth_times_round_trip():
         measure.on_chunk(nbytes, 1.0)
     assert slow.bytes == LEAST_BYTES
     assert fast.bytes == MOST_BYTES
+
+
+def test_bandwidth_is_measured_over_a_round_trip_at_least():
+    """What had piled up on a long way comes in one burst: that is not how fast the link is."""
+    credit = Credit()
+    credit.on_want(0.0, idle=True)
+    credit.on_chunk(1000, 1.0)
+    credit.on_chunk(1000, 1.05)
+    assert credit.latest_bytes_per_s == 1000.0
+    credit.on_chunk(1000, 2.0)
+    assert credit.latest_bytes_per_s == 2000.0
 
 
 def test_one_pause_does_not_shrink_the_credit():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import pytest
 
 from dips.protocol.heartbeats import LEAST_BYTES_PER_S, Transfer, remaining_s
-from dips.transport.intake import HORIZON_S, Rate
+from dips.transport.intake import HORIZON_S, STEP_S, Rate
 
 
 def test_a_rate_follows_the_last_seconds():
@@ -28,6 +29,19 @@ def test_silence_brings_the_rate_to_nothing():
     for k in range(1, 40):
         rate.record_bytes(1000, 1.0 + k * HORIZON_S / 20)
     assert rate.bytes_per_s == 0
+
+
+def test_a_sample_is_kept_for_a_step_and_counts_for_the_horizon():
+    """To the moment: one that is a step later does not take its place, one that is a horizon old is the first."""
+    rate = Rate(0.0)
+    rate.record_bytes(10, STEP_S / 2)
+    rate.record_bytes(20, STEP_S)
+    rate.record_bytes(30, STEP_S + STEP_S / 4)
+    assert rate._samples == deque([(0.0, 0), (STEP_S / 2, 10), (STEP_S + STEP_S / 4, 30)])
+    rate = Rate(0.0)
+    rate.record_bytes(10, 1.0)
+    rate.record_bytes(20, 1.0 + HORIZON_S)
+    assert rate.bytes_per_s == 10 / HORIZON_S
 
 
 def test_samples_are_few():

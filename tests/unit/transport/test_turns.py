@@ -71,6 +71,24 @@ def test_a_silent_stream_loses_its_turn():
     assert turns.rotate_turns(lambda _: False, lambda key: key == "a") == ("b",)
     turns.leave_line("b")
     assert turns.rotate_turns(drained, prompt) == ("a",)
+    assert turns.bytes_left("a") == 10, "what it has not asked for is not kept for it"
+
+
+def test_bytes_beyond_a_turn_are_taken_from_the_next():
+    """Not from that of a stream which begins anew: its debt went with it."""
+    turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
+    for left in (7, 10):
+        turns.enter_line("a")
+        turns.rotate_turns(drained, prompt)
+        turns.enter_line("b")
+        turns.spend_bytes("a", 13)
+        assert turns.rotate_turns(drained, prompt) == ("b",)
+        if left == 10:
+            turns.leave_line("a")
+            turns.enter_line("a")
+        turns.leave_line("b")
+        assert turns.rotate_turns(drained, prompt) == ("a",) and turns.bytes_left("a") == left
+        turns.leave_line("a")
 
 
 def test_who_leaves_is_gone_from_everywhere():
