@@ -11,8 +11,10 @@ from dips.protocol.effects import (
     Abort,
     Acknowledged,
     Commit,
+    Dropped,
     Failed,
     Fold,
+    Grant,
     Measure,
     Note,
     OpenPull,
@@ -20,6 +22,7 @@ from dips.protocol.effects import (
     Pending,
     Refused,
 )
+from tests.transcripts.story import Teller
 from tests.unit.protocol.scripted_run import ScriptedRun
 
 V1 = VersionId(1, 1)
@@ -75,6 +78,37 @@ def test_a_drain_waits_for_no_answer_about_what_is_over(kind: type) -> None:
     assert isinstance(run.ask(ev.DrainAsked(0, "s")), Acknowledged)
     (order,) = run.orders
     assert run.step(ev.OrderFailed("s", order.sinc, order.number, RemoteProtocolError, "broken")) == []
+
+
+def test_a_pull_ends_with_a_slave_that_has_a_part_of_it() -> None:
+    """Its cluster trains on what it has, and is told so when it asks again."""
+    run = ScriptedRun()
+    run.train("a")
+    question = ev.PullRequested(0, PullId("a", run.inc("a"), 2), 1)
+    run.ask(question)
+    assert isinstance(run.ask(question), Grant) and run.view.clusters["a"].state == "pulling"
+    run.step(ev.SlaveSilent("s", run.view.slaves["s"].sinc, 99.0))
+    assert run.view.clusters["a"].state == "training"
+    assert run.ask(question) == Dropped("s was lost: silent for 99.0 s")
+
+
+def test_mirrors_go_on_without_that_of_a_slave_that_is_lost() -> None:
+    """It had yet to copy the version that the other's has: that one takes the next, although no version is made."""
+    teller = Teller({"window": "0"})
+    teller.ready("all", {})
+    teller.trains("a", {})
+    for name in ("s0", "s1"):
+        teller.step(ev.MirrorReported(name, 1, ev.MirrorReport(())))
+    for number in (1, 2):
+        teller.pushes("a", {"push": f"a/1#{number + 1}", "base": teller.machine.build_view(0.0).head})
+        for _ in range(5):  # Measure, Fold, Apply, Persist, Commit
+            teller.answers("all", {})
+        teller.finishes_pull("a", {"pull": f"a/1^{number + 1}"})
+        teller.answers("all", {})
+        teller.step(ev.MirrorReported("s1", 1, ev.MirrorReport((V1,))))
+    assert teller.machine.mirror_wanted() == (V1,) != (teller.machine.head(),)
+    teller.slave_silent("s0", {})
+    assert teller.machine.mirror_wanted() == (V1, VersionId(2, 2))
 
 
 def test_a_drain_waits_for_whatever_is_open() -> None:

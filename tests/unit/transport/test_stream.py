@@ -33,7 +33,9 @@ STALL_S, WAIT_MS = 10.0, 10_000
 
 
 def test_a_stream_connects_as_soon_as_its_pause_is_over() -> None:
-    """The first time at once, then when the pause that was drawn has passed, not a look later."""
+    """The first time at once, then when the pause that was drawn has passed, not a look later; a WELCOME makes the
+    next pause short again.
+    """
 
     def connected(now: float) -> bool:
         stream.advance_connection(now)
@@ -45,6 +47,13 @@ def test_a_stream_connects_as_soon_as_its_pause_is_over() -> None:
         assert connected(0.0)
         stream.reconnect_later("a test", 5.0)
         over = 5.0 + Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, Random(1)).next_pause_s()
+        assert not connected(over - 1e-6) and connected(over)
+        stream.on_welcome()
+        stream.reconnect_later("a test", 50.0)
+        pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, Random(1))
+        pauses.next_pause_s()
+        pauses.reset()
+        over = 50.0 + pauses.next_pause_s()
         assert not connected(over - 1e-6) and connected(over)
         stream.close()
 
