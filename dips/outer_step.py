@@ -40,11 +40,11 @@ class OuterStep:
         scale = factor_at(self.scales, place)
         if scale == 0.0:
             return OuterStep((0.0,), self.lr, *STAYS)
-        return self if len(self.scales) == 1 else replace(self, scales=(scale,))
+        return replace(self, scales=(scale,))
 
     def of_layers(self, places: Iterable[int]) -> OuterStep:
         """Return the step of these layers."""
-        return self if len(self.scales) == 1 else replace(self, scales=pick_factors(self.scales, places))
+        return replace(self, scales=pick_factors(self.scales, places))
 
 
 NO_STEP = OuterStep((0.0,), 0.0, 0.0, 0.0, 0.0, 0.0)  # of a version that was not made by pushes
@@ -84,4 +84,4 @@ def pick_factors(factors: Factors, places: Iterable[int]) -> Factors:
 
 def join_factors(factors: Factors) -> Factors:
     """Return a single number if all factors are equal."""
-    return factors[:1] if factors and factors.count(factors[0]) == len(factors) else factors
+    return factors if len(set(factors)) > 1 else factors[:1]

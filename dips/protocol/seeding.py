@@ -135,8 +135,8 @@ def _open_seed(run: RunState, event: SeedAsked | RecoverAsked, takers: dict[str,
 
 def on_seed_opened(run: RunState, fanout: Fanout) -> None:
     """Open the transfer: every slave that lacks the model has a slot for it."""
-    if run.seed is not None and run.seed.push == fanout.subject:
-        run.seed.opened = True
+    assert run.seed is not None and run.seed.push == fanout.subject
+    run.seed.opened = True
 
 
 def take_staged(run: RunState, event: PushStaged) -> bool:
@@ -176,8 +176,7 @@ def on_seed_kept(run: RunState, fanout: Fanout) -> None:
     one when it is on all disks, and has its row.
     """
     seed = run.seed
-    if seed is None or seed.push != fanout.subject:
-        return
+    assert seed is not None and seed.push == fanout.subject
     for name, answer in fanout.answers.items():
         del seed.slaves[name]
         _free_slots(run, seed, [name], "it is on the disk")

@@ -445,3 +445,17 @@ def test_what_is_on_every_disk_and_the_head_can_be_pulled() -> None:
     ):
         kinds[version.version] = type(run.ask(ev.PullRequested(0, PullId("a", 1, 9 + seq), 1, version)))
     assert kinds == {0: Pending, 1: Pending, 2: Failed, 3: Pending, 9: Failed}
+
+
+def test_a_link_and_a_trainer_are_those_of_the_present_incarnation() -> None:
+    """What is heard of a former one, or of a cluster that is none, changes nothing; a trainer that goes on trains."""
+    run = make()
+    inc = run.inc("a")
+    for cluster, heard in (("a", inc - 1), ("b", inc), ("a", inc)):
+        run.step(ev.BandwidthMeasured(cluster, heard, 1e6 * heard + 1.0))
+        run.step(ev.TrainerChanged(cluster, heard - 1, False, "it hangs"))
+    state = run.machine.capture_state()
+    assert state.clusters["a"].bytes_per_s == 1e6 * inc + 1.0  # type: ignore[attr-defined]
+    for moving, expected in ((False, "idle"), (True, "training")):
+        run.step(ev.TrainerChanged("a", inc, moving, "so it is"))
+        assert (run.view.clusters["a"].state, run.view.clusters["a"].reason) == (expected, "so it is")

@@ -196,7 +196,7 @@ def test_a_process_that_is_silent_gives_its_place_up() -> None:
     run = Lost()
     run.open()
     assert "another process brings a model" in run.recover(seeder="q").reason
-    run.now += 60.0
+    run.now += Options().timing.lease_s
     run.step(ev.Ticked())
     assert run.recover(seeder="q") == Pending("the slaves are making room for it")
 
@@ -241,3 +241,20 @@ def test_a_slave_that_gives_the_transfer_up_drops_it() -> None:
         run.step(ev.PushRefused("s", sinc, push, "stalled"))
     assert run.recover() == Dropped("s: stalled")
     assert run.recover() == Pending("the slaves are making room for it")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_answer_about_a_transfer_that_is_over_opens_and_makes_nothing(kept: bool) -> None:
+    """One slave gives it up while the other still makes room for it, or writes it down."""
+    run = Lost()
+    if kept:
+        push = run.open()
+        (late,) = run.stage(push, "s")
+    else:
+        run.recover()
+        _, late = orders = run.orders(OpenPush)
+        push = orders[0].body.push
+        run.answer(orders[0])
+    run.step(ev.PushRefused("t", run.orders(OpenPush)[1].sinc, push, "stalled"))
+    run.answer(late, ev.ModelKept("manifest of s", HEAD) if kept else None)
+    assert run.recover() == Dropped("t: stalled") and not run.records(VersionCommitted)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dips.errors import ConfigError
-from dips.outer_step import returned_share
+from dips.outer_step import join_factors, returned_share
 from dips.protocol.enums import MergeRule, StepRule
 from dips.protocol.options import Clip, OuterOptions
 from dips.protocol.rules import STEPS, StepRound, measure_share, rate_of_clusters
@@ -116,3 +116,13 @@ def test_a_relative_clip_is_of_the_norms_before() -> None:
 def test_a_rule_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OuterOptions(**wrong)
+
+
+def test_equal_factors_are_one_number() -> None:
+    """So the common case, one scale for all layers, is as short as that in orders, rows and journals."""
+    assert [join_factors(factors) for factors in ((), (2.0,), (2.0, 2.0), (2.0, 3.0))] == [
+        (),
+        (2.0,),
+        (2.0,),
+        (2.0, 3.0),
+    ]

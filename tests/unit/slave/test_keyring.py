@@ -70,3 +70,12 @@ def test_a_probe_is_admitted_for_a_while() -> None:
     for number in range(MOST_PROBES):
         ring.admit_probe(f"c{number}", K2, 2.0)
     assert not ring.admits(K1, 2.0) and ring.admits(K2, 2.0)
+
+
+def test_a_cluster_that_probes_again_takes_nobody_s_place() -> None:
+    """Its new key is admitted instead of its old one, also when as many clusters probe as are known."""
+    ring = Keyring()
+    for number in range(MOST_PROBES):
+        ring.admit_probe(f"c{number}", K0 if number == 0 else K1, 0.0)
+    ring.admit_probe("c1", K2, 0.0)
+    assert ring.admits(K0, 0.0) and ring.admits(K2, 0.0)

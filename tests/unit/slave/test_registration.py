@@ -192,6 +192,18 @@ def test_wait_is_obeyed_to_the_second_and_a_failed_order_waits_the_longest_pause
     assert slave.registration.next_deadline() == 10.0
 
 
+def test_what_a_slave_waits_for_is_logged_when_it_changes() -> None:
+    """It asks again each second, perhaps for hours."""
+    registration, logged = RegistrationRig().registration, []
+    for now, why in enumerate("aabba"):
+        registration.tick(now)
+        registration.on_described(SAID, now)
+        registration.on_registered(registered(RegisterLater(1.0, why)), now)
+        registration.on_welcomed(None, now)
+        logged += [a.fields["why"] for a in registration.on_followed(Followed.WAITS, now) if isinstance(a, WriteLog)]
+    assert logged == ["a", "b", "a"]
+
+
 @pytest.mark.parametrize("error", [UnavailableMaster("away"), Busy("full"), StaleTerm("old ledger"), OSError("disk")])
 def test_what_may_pass_is_tried_again_with_backoff(error: Exception) -> None:
     """Pauses double from 0.2 s to 5 s, and begin anew after an answer."""
