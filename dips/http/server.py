@@ -212,7 +212,6 @@ class HttpServer:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.set_exception_handler(lambda loop, context: None)  # failed handshakes, which any client can cause
         self._config.load()
         tasks = [asyncio.create_task(self._accept_all()), asyncio.create_task(self._keep_date())]
         self._started.set()

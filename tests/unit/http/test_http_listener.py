@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import os
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dips.http.daemon import WAKE_S, LoopWatch, call_on_loop
-from dips.http.server import HttpServer, bind_socket
+from dips.http.server import HttpConnection, HttpServer, bind_socket, make_context
+from dips.identity.names import PeerRole
+from dips.identity.tls_files import load_tls
+from tests.enrolled import Enrolled
 
 
 def test_a_daemon_that_starts_again_has_its_port_at_once() -> None:
@@ -90,3 +95,41 @@ def test_a_port_that_cannot_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="ended as it began"):
         server.start()
     server.close()
+
+
+def test_a_request_has_its_time_and_a_pause_between_two_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the connection's beginning, and then from each request's first byte, to the end of its answer."""
+    made = list[Any]()
+
+    class Seen(HttpConnection):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    def until_timed(timed: bool) -> None:
+        end = time.monotonic() + 10
+        while not made or (made[0]._request_timer is not None) is not timed:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    monkeypatch.setattr("dips.http.server.HttpConnection", Seen)
+    server = HttpServer(_answer_shortly, bind_socket("127.0.0.1", 0), None)
+    server.start()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+        until_timed(True)
+        for _ in range(2):
+            client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 204")
+            until_timed(False)
+        client.sendall(b"G")
+        until_timed(True)
+    server.close()
+
+
+def test_a_new_certificate_leaves_no_file_open(tmp_path: Path) -> None:
+    """A day's certificate is renewed for years."""
+    enrolled = Enrolled(tmp_path)
+    loaded = load_tls(enrolled.enroll("s0", PeerRole.SLAVE))
+    before = os.listdir("/proc/self/fd")
+    make_context(loaded)
+    assert os.listdir("/proc/self/fd") == before
