@@ -213,15 +213,12 @@ class HttpServer:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._config.load()
-        tasks = [asyncio.create_task(self._accept_all()), asyncio.create_task(self._keep_date())]
+        # `asyncio.run` cancels them.
+        self._tasks = [asyncio.create_task(self._accept_all()), asyncio.create_task(self._keep_date())]
         self._started.set()
         await self._stop.wait()
-        for task in tasks:
-            task.cancel()
         for end in list(self._open.values()):
             end()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # let the ended connections close
 
     async def _keep_date(self) -> None:
         while True:

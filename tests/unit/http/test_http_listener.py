@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import os
 import socket
+import ssl
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from dips.http.daemon import WAKE_S, LoopWatch, call_on_loop
 from dips.http.server import HttpConnection, HttpServer, bind_socket, make_context
 from dips.identity.names import PeerRole
 from dips.identity.tls_files import load_tls
+from dips.telemetry.refusals import refusals_by_reason
+from dips.transport.tls import TlsSource
 from tests.enrolled import Enrolled
 
 
@@ -123,6 +126,34 @@ def test_a_request_has_its_time_and_a_pause_between_two_has_not(monkeypatch: pyt
             until_timed(False)
         client.sendall(b"G")
         until_timed(True)
+    server.close()
+
+
+def test_who_is_connected_when_the_port_ends_hears_of_it() -> None:
+    server = HttpServer(_answer_shortly, bind_socket("127.0.0.1", 0), None)
+    server.start()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 204")
+        server.close()
+        assert client.recv(1000) == b"" and not server.connections
+
+
+def test_a_certificate_that_cannot_be_used_costs_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes is closed and counted, and the port goes on when it can."""
+    source = TlsSource(Enrolled(tmp_path).enroll("s0", PeerRole.SLAVE), "s0", PeerRole.SLAVE, "july", pytest.fail)
+    server = HttpServer(_answer_shortly, bind_socket("127.0.0.1", 0), source)
+    assert server._contexts is not None
+
+    def fail() -> ssl.SSLContext:
+        raise ssl.SSLError("key values mismatch")
+
+    monkeypatch.setattr(server._contexts, "current_context", fail)
+    before = refusals_by_reason().get("http_handshake", 0)
+    server.start()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+        assert client.recv(1) == b"" and not server.connections
+    assert refusals_by_reason()["http_handshake"] == before + 1
     server.close()
 
 

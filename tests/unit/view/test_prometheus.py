@@ -23,8 +23,9 @@ def test_clusters_are_counted_by_what_they_can_and_did() -> None:
         "b": make_cluster("idle", "stalled", trainer="dead"),
         "c": make_cluster(quarantined=True),
         "d": make_cluster("gone", "left"),
+        "e": make_cluster("idle", "stalled", trainer="starting"),
     }
-    assert count_standings(make_run(clusters)) == {"live": 3, "participating": 1, "contributing": 0}
+    assert count_standings(make_run(clusters)) == {"live": 4, "participating": 1, "contributing": 0}
     assert count_standings(make_run(clusters, newest=NewestView(clusters=2)))["contributing"] == 2
 
 
