@@ -199,10 +199,11 @@ class RunFile(HttpTokenKey, TlsKey):
 def load_run(path: Path) -> RunFile:
     """Read a run file. Raises ConfigError naming file and key."""
     config = load_file(path, RunFile)
-    check_names(path, [(config.shared.run, "run"), *((s.name, "slave") for s in config.slaves)])
+    names = [s.name for s in config.slaves]
+    kinds = (("slave", names), ("cluster", config.clusters or ()))
+    check_names(path, [(config.shared.run, "run"), *((name, kind) for kind, of in kinds for name in of)])
     if config.http_token is not None and not any(section.http for section in (config.master, *config.slaves)):
         raise ConfigError(f"{path}: http_token: nothing is served without `http: HOST:PORT`")
-    names = [s.name for s in config.slaves]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: slaves: the name {name!r} stands {names.count(name)} times, expected once")
@@ -212,11 +213,9 @@ def load_run(path: Path) -> RunFile:
         control += [
             (f"slaves.{s.name}.{key}", address) for key, address in (("master", s.master), ("listen", s.listen))
         ]
-        named = s.lanes if isinstance(s.lanes, tuple) else ()
-        lanes = [("lanes", lane) for lane in named] or [("listen", s.listen)]
+        lanes = [("lanes", lane) for lane in (s.lanes if isinstance(s.lanes, tuple) else ())]
         lanes += [("advertise", address) for address in s.reached_at(["x:0"])] if s.advertise else []
         control += [(f"slaves.{s.name}.{key}", address) for key, address in lanes]
         control += [(f"slaves.{s.name}.http", s.http)] if s.http else []
-    check_names(path, [(name, "cluster") for name in config.clusters or ()])
     check_transport(path, bool(config.tls), control)
     return config

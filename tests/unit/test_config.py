@@ -171,6 +171,8 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
         ("shared.stop.tokens", -1, "stop.tokens: expected 0 or more"),
         ("shared.codec", "fp16", "shared.codec"),
         ("shared.run", "Not A Name", "run name 'Not A Name' is not usable"),
+        ("slaves.0.name", "Not A Name", "slave name 'Not A Name' is not usable"),
+        ("clusters", ["a", "Not A Name"], "cluster name 'Not A Name' is not usable"),
         ("slaves", [], "slaves"),
         ("slaves.0.slots", 0, "slaves.0.slots"),
         ("master.timing.window_s", -1.0, "timing.window_s"),
@@ -273,6 +275,13 @@ def test_the_pull_codec_is_agreed_on_and_needs_momentum(tmp_path: Path) -> None:
         else:
             with pytest.raises(ConfigError, match=rf"shared\.pull_codec.*fp32, bf16, int8: {codec} is for pushes only"):
                 load_run(named)
+
+
+@pytest.mark.parametrize(("key", "what"), [("cluster", "cluster"), ("shared.run", "run")])
+def test_names_of_a_cluster_file_are_usable(tmp_path: Path, key: str, what: str) -> None:
+    """They stand in certificates, directories and names of metrics."""
+    with pytest.raises(ConfigError, match=f"cluster.yaml: .*{what} name 'Not A Name' is not usable"):
+        load_cluster(write(tmp_path / "cluster.yaml", changed(CLUSTER, key, "Not A Name")))
 
 
 @pytest.mark.parametrize("served", ["master.http", "slaves.0.http"])
