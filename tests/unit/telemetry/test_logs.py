@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import logging
 
 import pytest
@@ -18,6 +19,7 @@ def test_a_log_ends_with_the_test_that_configured_it(nth: str) -> None:
     """tests/conftest.py puts it back: the stream is closed by then, and a level would silence the tests that follow."""
     assert not structlog.is_configured() and logs._LevelledLogger.level == logging.INFO, nth
     logs.configure_log("slave", "s0", "error")
+    assert logs._LevelledLogger.level == logging.ERROR
 
 
 def test_a_level_holds_from_the_next_line_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,3 +70,22 @@ def test_lines_that_cannot_be_written_end_nothing_and_are_counted() -> None:
     assert disk.getvalue() == "2 lines of this log could not be written\nthree\nfour\n"
     disk.close()
     stream.write("five\n")
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_line_is_one_line_but_for_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """In the format that the environment names; a peer's text begins no line of its own."""
+    monkeypatch.setenv(logs.FORMAT, form)
+    log = logs.configure_log("slave", "s0")
+    try:
+        raise KeyError("x")
+    except KeyError as error:
+        log.error("call failed", said="a\nb", exc_info=error)
+    (line, *more) = capsys.readouterr().err.splitlines()
+    assert "\\nb" in line and line.startswith("{") is (form == "json")
+    if form == "json":
+        assert not more and json.loads(line)["exception"].splitlines()[-1] == "KeyError: 'x'"
+    else:
+        assert more[-1].endswith("KeyError: 'x'")

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 
+import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -109,8 +110,9 @@ def test_disks_are_looked_at_beside_a_scrape() -> None:
     looks.close()
 
 
-def test_disks_are_measured_when_somebody_asks_and_only_then() -> None:
-    """Each reading is one look at the disks: the thread does not go on looking by itself."""
+def test_disks_are_measured_when_somebody_asks_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading is one look at the disks, and ends with it: the thread does not go on looking by itself."""
+    monkeypatch.setattr(metrics, "LOOK_S", 1000.0)
     looks = list[int]()
 
     def look() -> dict[str, int]:

@@ -54,7 +54,12 @@ def test_each_line_names_its_writer(tmp_path: Path) -> None:
     """`dips trace` tells a slave from a cluster of the same name by its lines."""
     timeline = Timeline(tmp_path, "r", "slave", "east")
     timeline.record_mark("x")
+    end = time.monotonic() + 10
+    while not (tmp_path / FILE).read_text():  # without waiting for the end of the process
+        assert time.monotonic() < end
+        time.sleep(0.005)
     timeline.close()
+    assert not timeline._thread.is_alive()
     (line,) = read_marks(tmp_path / FILE)
     assert (line["run"], line["role"], line["who"], line["kind"]) == ("r", "slave", "east", "x")
 
