@@ -38,7 +38,7 @@ from dips.protocol.records import (
 
 ROW = RunRow("r", "d1" * 16, "{}", (("s0", (0, 2)), ("s1", (1,))), ("aa", "bb", "cc"), (1.0, 2.5, 0.0))
 VERSIONS = 12
-FLIPS = 400
+FLIPS = 200
 
 
 def committed(n: int) -> VersionCommitted:
