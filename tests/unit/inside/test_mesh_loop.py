@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
 from dips.config import Shared
-from dips.errors import ConfigError, LocalProtocolError
+from dips.errors import ConfigError, LocalProtocolError, Unavailable
 from dips.inside.mesh import MeshLoop
 from dips.inside.mesh.loop import SyncReport
 from dips.outer_step import OuterStep
@@ -238,6 +238,41 @@ def test_a_sum_that_is_not_finite_leaves_the_layer(mesh: DeviceMesh) -> None:
     with torch.no_grad():
         shard.write_step(torch.full((1,), float("nan")), OuterStep((0.0,), 0.5, 0.0, 1.0, 1.0, 0.0))
     assert of.model.scale.full_tensor().item() == 1.0
+
+
+def test_a_sync_that_fails_leaves_what_the_last_one_made(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank that is left, and nothing of it is carried on; each later call says why, and the loop is closed."""
+    of = MeshTrained(mesh, steps=1)
+    of.step()
+    of.loop.sync()
+
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("connection closed by peer\nat some address")
+
+    of.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "all_reduce", fail)
+        with pytest.raises(Unavailable, match="a sync did not end: a rank is gone"):
+            of.loop.step()
+    assert of.moved() == 0.5 and not of.loop._sync.pending
+    forward(of.model)
+    for call in (of.loop.step, of.loop.sync, of.loop.is_synced):
+        with pytest.raises(Unavailable, match="a sync did not end"):
+            call()
+    of.loop.close()
+
+
+def test_a_rank_that_is_gone_before_a_sync_begins_is_named(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = MeshTrained(mesh, steps=1)
+    of.train()
+
+    def fail(mine: bytes) -> list[bytes]:
+        raise RuntimeError("connection closed by peer\nat some address")
+
+    monkeypatch.setattr(of.loop._collectives, "all_gather", fail)
+    with pytest.raises(Unavailable, match=r"^MeshLoop\.step: a rank is gone: connection closed by peer$"):
+        of.loop.step()
+    of.loop.close()
 
 
 def test_what_is_closed_holds_nothing(mesh: DeviceMesh) -> None:
