@@ -105,6 +105,11 @@ class PlannedCase:
         """How many each device of the first stage has."""
         return list(self.plan["pipeline"]["stages"][0]["microbatches"])
 
+    @property
+    def gears(self) -> list[int]:
+        """Pieces of a micro-batch that are played in turn."""
+        return [gear["pieces"] for gear in self.plan["pipeline"].get("gears", [{"pieces": 1}])]
+
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of a global batch; samples have unequally many tokens."""
         count = sum(self.microbatches)
@@ -186,7 +191,7 @@ def _draw_seconds(draw: random.Random, speed: float) -> PassSeconds:
 
 def draw_case(seed: int) -> PlannedCase:
     """Draw up to 3 stages of 1 to 3 ranks, every schedule, 1 to 4 ministages, unequal layers and shares; with and
-    without recompute, offload, dropout, shared parameters, a limit of the norm, and a checkpoint.
+    without recompute, offload, dropout, shared parameters, a limit of the norm, a checkpoint, and gears.
     """
     draw = random.Random(seed)
     schedule = draw.choice([*ScheduleName, ScheduleName.BREADTH_FIRST])
@@ -202,6 +207,8 @@ def draw_case(seed: int) -> PlannedCase:
         "offload": schedule is ScheduleName.BREADTH_FIRST and draw.random() < 0.5,
         "norm": draw.choice([None, 0.05]), "saved": draw.random() < 0.5,
     }  # fmt: skip
+    if not rest["offload"] and not rest["dropout"] and draw.random() < 0.5:  # gears draw other random numbers
+        rest["pieces"] = (1, 2)
     try:
         return make_case(schedule, sizes, ministages, **rest)
     except StalledPipeline:  # unequal shares: only what takes micro-batches as they arrive gets to its end
@@ -367,13 +374,16 @@ def compare_case(case: PlannedCase, directory: str | None, _: int) -> dict[str, 
     """Gradients of a step, and what three steps of AdamW make of the parameters; one rank's part of it."""
     steps_itself = case.tied or case.plan["pipeline"]["offload"]
     held = {"optimizer": lambda part: KeptGradients(part.parameters())} if steps_itself else {}
-    pipe, alone = make_pipeline(case, **held), OneProcess(case)
+    adapt = "gears" if len(case.gears) > 1 else "off"
+    pipe, alone = make_pipeline(case, adapt=adapt, **held), OneProcess(case)
+    pipe._gear = pipe._gears[case.gears[-1]]
     losses = abs(pipe.step(case.batch(0)) - alone.backward(case.batch(0)))
     gradient = worst_error(pipe, alone, lambda p: p.grad)
     pipe.close()
-    pipe, alone = make_pipeline(case, optimizer=adamw, max_grad_norm=case.norm), OneProcess(case)
+    pipe, alone = make_pipeline(case, optimizer=adamw, max_grad_norm=case.norm, adapt=adapt), OneProcess(case)
     optimizer = adamw(alone.model)
     for step in range(STEPS):
+        pipe._gear = pipe._gears[case.gears[step % len(case.gears)]]
         losses = max(losses, abs(pipe.step(case.batch(step)) - alone.train(optimizer, case.batch(step), step)))
         if case.norm is not None:
             losses = max(losses, abs(alone.grad_norm - (pipe.grad_norm or 0.0)))

@@ -258,7 +258,7 @@ def check_told(found: list[Any], but: int) -> None:
 @pytest.mark.timeout(1300)
 def test_sixty_random_plans_have_the_gradients_of_one_process(tmp_path: Path) -> None:
     """Up to 3 stages of 1 to 3 ranks, 1 to 4 ministages, every schedule; offload, shared parameters, dropout, the whole
-    model's norm, evaluations, and checkpoints that go on by another plan.
+    model's norm, evaluations, gears, and checkpoints that go on by another plan.
     """
     assert run(tmp_path, "drawn=60", within_s=1200)["drawn"] == 60
 
