@@ -128,8 +128,7 @@ class OrderBook:
         """Iterate over the numbers of the open orders to one slave, of these kinds or of any."""
         for kind in kinds or tuple(self.fanouts):
             for fanout in self.fanouts.get(kind, {}).values():
-                number = fanout.waiting.get(slave)
-                if number is not None and number in self.orders:
+                if (number := fanout.waiting.get(slave, 0)) in self.orders:  # numbers begin with 1
                     yield number
 
 

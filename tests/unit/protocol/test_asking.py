@@ -39,6 +39,18 @@ def test_clusters_that_pull_at_once_begin_at_different_slaves() -> None:
     assert granted(teller, ev.PullRequested(9, PullId("b", 1, 1), 1)) == grants[1]
 
 
+def test_a_run_has_as_many_slots_as_its_slave_with_the_fewest() -> None:
+    """A push needs one on each."""
+    teller = Teller({"slots": "2"})
+    teller.registers("s0", {"holds": "v0@r0"})
+    teller.slots = 1
+    teller.registers("s1", {"holds": "v0@r0"})
+    for cluster in "ab":
+        teller.trains(cluster, {})
+    assert "← Pending" in teller.asks_push("a", {"push": "a/1#2"})[-1]
+    assert teller.asks_push("b", {"push": "b/1#2"}) == ["b ← Refused for 2 s: waits for a slot: 1st of 1"]
+
+
 def reorders(teller: Teller) -> dict[tuple[str, PushId], tuple[int, ...]]:
     return {(o.slave, o.body.push): o.body.places for o in teller.orders if isinstance(o.body, Reorder)}
 
