@@ -13,7 +13,19 @@ import pytest
 
 from dips.protocol.enums import Difference, GateName
 from dips.protocol.gates import GATES
-from dips.protocol.gates.direction import LEARNED_COSINES, LEAST_COSINE, LEAST_USUAL, LEAST_WITNESSES, LIKE
+from dips.protocol.gates.direction import (
+    LEARNED_COSINES,
+    LEAST_COSINE,
+    LEAST_LEARNING,
+    LEAST_USUAL,
+    LEAST_WITNESSES,
+    LIKE,
+    SUSPECT,
+    is_against,
+    is_suspect,
+    is_unlike,
+    least_cosine,
+)
 from dips.protocol.gates.losses import LEARNED, LEAST_LOSS, MARGIN, excess_loss
 from dips.protocol.gates.norms import judge_norm_literally, spread_factor
 from dips.protocol.gates.replays import DIGESTS_KEPT
@@ -216,6 +228,22 @@ def test_a_zero_vector_has_no_direction(seen: dict[str, float]) -> None:
 
 def against(cluster: str, others: int = 1, **seen: object) -> dict[str, object]:
     return {"dot": -0.3, "acc_sq": 1.0, "others": others, "usual": 0.5} | seen
+
+
+def test_what_is_at_a_limit_of_the_gate_is_not_beyond_it() -> None:
+    """A cosine at the least one passes, others with the least usual one judge, a suspicion of SUSPECT is one."""
+    alike = PushEvidence("a", (1.0,), 1, dot=LEAST_LEARNING, acc_sq=1.0, others=3, usual=0.6)
+    assert alike.cosine == least_cosine(alike, suspect=False) == LEAST_LEARNING
+    assert not is_against(alike)
+    story = GateStory(GateName.DIRECTION)
+    assert not story.judge("a", own=None, dot=LEAST_LEARNING, acc_sq=1.0, others=3, usual=0.6).flags
+    assert not story.judge("a", own=0.5, dot=-0.9, acc_sq=1.0, others=3, usual=LEAST_USUAL).accepted
+    assert not is_unlike(replace(alike, own=LIKE, usual=1.0)) and is_unlike(replace(alike, own=0.99 * LIKE, usual=1.0))
+    assert is_suspect(replace(story.penalty.penalty_row("a"), suspicion=SUSPECT))
+    (said,) = story.judge("a", own=0.5, dot=-0.9, acc_sq=1.0, others=1, usual=0.6).flags
+    assert "of another base" not in said
+    (said,) = story.judge("a", own=0.5, dot=-0.9, acc_sq=1.0, others=1, strangers=1, usual=0.6).flags
+    assert "1 of another base" in said
 
 
 def test_a_sum_at_odds_with_itself_gates_nobody() -> None:
