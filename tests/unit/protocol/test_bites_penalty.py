@@ -8,8 +8,8 @@ import pytest
 
 from dips.protocol.gates.norms import spread_factor, student_quantile
 from dips.protocol.options import PenaltyOptions
-from dips.protocol.penalty import Penalty
-from dips.protocol.records import PenaltyRow, ScoreHistory
+from dips.protocol.penalty import Penalty, move_layer
+from dips.protocol.records import LayerStatistics, PenaltyRow, ScoreHistory
 from dips.protocol.verdicts import PushEvidence, Settled, Verdict
 
 OPTIONS = PenaltyOptions()
@@ -175,3 +175,10 @@ def test_a_push_without_tokens_makes_no_norm_of_0_usual() -> None:
     nothing = Verdict(False, 0.0, 0.0, "it brings no tokens", PushEvidence("a", (0.0,), 0))
     moved, _ = after(Penalty(OPTIONS, [young]), nothing)
     assert (moved.accepted, moved.gated_in_a_row, moved.quarantined) == (0, 0, False)
+
+
+def test_a_layer_that_did_not_move_is_not_measured() -> None:
+    """A norm of 0 would make its mean and σ small, and every later norm large; it ends a row of left-out ones."""
+    known = LayerStatistics(4, 1.0, 0.1, 2)
+    assert move_layer(known, 0.0, False, OPTIONS) == LayerStatistics(4, 1.0, 0.1)
+    assert move_layer(known, 1.0, False, OPTIONS).n == 5

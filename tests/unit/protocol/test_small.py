@@ -99,6 +99,23 @@ def test_every_range_has_exactly_one_fate(script: list[tuple[str, str, int]], re
         assert book.free + book.leased + len(settled) + len(undone) == 12
 
 
+def test_a_question_that_was_answered_waits_for_nobody() -> None:
+    """Its answer was lost: it is given again, although what is left is leased by another."""
+    book = RangeBook(DataOptions(ranges=2))
+    assert book.lease_ranges("b", 1, 1, 1) == ((0,), True) and book.lease_ranges("a", 1, 1, 1) == ((1,), True)
+    book.settle_ranges("b", 1, (0,))
+    assert book.why_wait("b", 1, 1) == "" and book.lease_ranges("b", 1, 1, 1) == ((0,), False)
+    assert "leased by a" in book.why_wait("b", 1, 2)
+
+
+@pytest.mark.parametrize(("begin", "intervals"), [(4, 2), (7, 3)])
+def test_an_epoch_begins_where_the_one_before_ends(begin: int, intervals: int) -> None:
+    """Whether its last range is free or not."""
+    numbers = Intervals.of([0, 3])
+    numbers.append_numbers(begin, begin + 2)
+    assert list(numbers) == [0, 3, begin, begin + 1] and len(numbers.begins) == intervals and numbers.count == 4
+
+
 def test_a_restored_book_repeats_its_last_answer() -> None:
     """After a restart of the master a repeated question gets the same ranges, and no range is leased twice."""
     book = RangeBook(
