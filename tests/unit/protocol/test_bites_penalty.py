@@ -8,7 +8,7 @@ import pytest
 
 from dips.protocol.gates.norms import spread_factor, student_quantile
 from dips.protocol.options import PenaltyOptions
-from dips.protocol.penalty import Penalty, move_layer
+from dips.protocol.penalty import Penalty, believe_world, move_layer
 from dips.protocol.records import LayerStatistics, PenaltyRow, ScoreHistory
 from dips.protocol.verdicts import PushEvidence, Settled, Verdict
 
@@ -182,3 +182,29 @@ def test_a_layer_that_did_not_move_is_not_measured() -> None:
     known = LayerStatistics(4, 1.0, 0.1, 2)
     assert move_layer(known, 0.0, False, OPTIONS) == LayerStatistics(4, 1.0, 0.1)
     assert move_layer(known, 1.0, False, OPTIONS).n == 5
+
+
+@pytest.mark.parametrize(("scored", "tracked"), [(False, True), (True, False), (True, True)])
+def test_only_scores_that_are_tracked_set_the_threshold(scored: bool, tracked: bool) -> None:
+    """That of a layer, as of another gate, is no score of a norm; an orphan has none."""
+    verdict = Verdict(True, 1.0, 1.5, "", PushEvidence("a", (1.0,), 1), scored=scored, tracked=tracked)
+    _, history = after(Penalty(OPTIONS, [row("a")]), verdict)
+    assert history.scores == ((1.5,) if scored and tracked else (0.0,))
+
+
+@pytest.mark.parametrize(("steps", "said"), [(1, "after 1 inner step:"), (2, "after 2 inner steps:")])
+def test_a_model_that_did_not_move_is_told_with_its_steps(steps: int, said: str) -> None:
+    assert said in judged(Penalty(OPTIONS), 0.0, steps=steps).reason
+
+
+def test_a_world_of_larger_norms_is_believed_beside_what_was_known() -> None:
+    """Neither the last norm nor the reference becomes smaller by it."""
+    for norm, last in ((5.0, 5.0), (0.5, 1.0)):
+        believed = believe_world(row("a", reference=1.0), norm, OPTIONS)
+        assert (believed.last_norm, believed.reference) == (last, last)
+
+
+def test_a_push_that_passes_has_a_score_and_nothing_against_it() -> None:
+    """The gate `replay`, beside which it is scored, has no score of its own."""
+    verdict = judged(Penalty(OPTIONS, [row("a")]), 1.0)
+    assert OPTIONS.gates == ("dips", "replay") and (verdict.scored, verdict.flags) == (True, ())
