@@ -84,11 +84,9 @@ def profile(
         own = {"node": name or socket.gethostname(), "site": site, **describe_device(device)}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
-        known: list[Any] = [None]
+        known: list[Any] = [None] * dist.get_world_size()  # the first one's is all ranks'
         if changed:
-            if dist.get_rank() == 0:
-                known = [_take_devices(output, everyone)]
-            dist.broadcast_object_list(known)
+            dist.all_gather_object(known, _take_devices(output, everyone) if dist.get_rank() == 0 else None)
             if known[0] is None:
                 return
         made = make_module(factory, device=str(device))
@@ -216,15 +214,13 @@ def measure_pairs(places: Sequence[dict[str, Any]], device: torch.device) -> dic
     """Return latency in seconds and bytes a second of each pair that `deal_pairs` names; called by all ranks."""
     import torch.distributed as dist
 
-    rank, found = dist.get_rank(), {}
+    rank, found = dist.get_rank(), dict[Pair, tuple[float, float]]()
     for made in deal_pairs(places):
-        for pair in made:
-            if rank in pair:
-                found[pair] = _measure_pair(pair, rank, device)
-        dist.barrier()
-    everyone: list[Any] = [None] * len(places)
-    dist.all_gather_object(everyone, found)
-    return {pair: figures for rank, own in enumerate(everyone) for pair, figures in own.items() if rank == pair[0]}
+        own = {pair: _measure_pair(pair, rank, device) for pair in made if rank in pair}
+        everyone: list[Any] = [None] * len(places)
+        dist.all_gather_object(everyone, own)  # pairs of the next round share links with those of this one
+        found |= {pair: figures for i, of in enumerate(everyone) for pair, figures in of.items() if i == pair[0]}
+    return found
 
 
 def _measure_pair(pair: Pair, rank: int, device: torch.device) -> tuple[float, float]:

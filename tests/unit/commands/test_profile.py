@@ -236,7 +236,7 @@ def test_a_link_is_measured_by_both_ends(tmp_path: Path) -> None:
     first, second = (ast.literal_eval((tmp_path / f"found.{rank}").read_text()) for rank in range(2))
     assert first == second and list(first) == [(0, 1)]
     latency, rate = first[0, 1]
-    assert 0 < latency < 1 and rate > 10 * 5 * 4 / latency
+    assert 0 < latency < 1 and 10 * 5 * 4 / latency < rate < 1e13
 
 
 def profile_alone(*words: str) -> Any:

@@ -198,6 +198,18 @@ async def test_a_failure_is_a_row_with_its_reason(make_place: MakePlace, keys: d
     assert place.ledger.find_unprocessed(2) is None
 
 
+async def test_one_that_prints_nothing_has_no_numbers(make_place: MakePlace) -> None:
+    """The log ends with those of another process, which are not its own."""
+    place = make_place(command=["true"])
+    place.commit()
+    place.commit()
+    log = place.config.master.directory / "on_version" / "output.log"
+    log.parent.mkdir()
+    log.write_text('{"loss": 1}\n')
+    result = await place.run_one()
+    assert (result.ok, result.numbers) == (True, ())
+
+
 async def test_one_that_takes_too_long_is_killed(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "LONGEST_S", 0.05)
     place = make_place(command=call("hang"))
