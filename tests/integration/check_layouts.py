@@ -62,6 +62,7 @@ def pull(layout: ModelLayout, memory: HostMemory, theta: dict[str, np.ndarray]) 
     dist.barrier()  # as every transfer begins: ranks of one host may still install from memory that they share
     for piece in memory.pieces:
         piece.array[:] = at(layout, piece, theta)
+    assert memory.find_replaced_parameter() == ""
     memory.scatter_pieces()
     memory.install_shard()
 

@@ -57,6 +57,7 @@ class Side:
         self.begin_transfer()
         for piece in self.memory.pieces:
             piece.array[:] = at(self.layout, piece, theta)
+        assert self.memory.find_replaced_parameter() == ""
         self.memory.scatter_pieces()
         self.memory.merge_shard() if merge else self.memory.install_shard()
 

@@ -238,7 +238,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield name, object and present local memory of every parameter on this rank, frozen ones too."""
+        """Yield name, object and present local memory of every parameter on this rank, frozen ones too.
+
+        Parameters that the framework has gathered are dropped: the next forward gathers the shards as they are then.
+        """
 
     def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield name, object and present local memory of the optimizer's known masters, by parameter name."""
@@ -251,18 +254,10 @@ class Adapter(ABC):
         """
         raise ConfigError(f"install: lazy is not supported for a {self.kind} model: {INSTEAD}")
 
-    def reshard(self) -> None:
-        """Make the framework drop gathered parameters: the next forward gathers the shards as they are then."""
-
     @property
     def loses_bits(self) -> str:
         """The first 16-bit parameter whose optimizer is unknown; "" if there is none."""
         return ""
-
-    @property
-    def remakes_masters(self) -> bool:
-        """Whether `reload_masters` remakes the masters of all parameters, also of those that were not written."""
-        return False
 
     @property
     def hides_masters(self) -> bool:
@@ -298,9 +293,9 @@ def check_made(name: str, parameter: torch.Tensor) -> None:
 
 def check_in_memory(held: Iterable[HeldParameter]) -> None:
     """Raise ConfigError for a model on torch's meta device, which can be described but not trained."""
-    for parameter in held:
-        if any(block.view.is_meta for block in parameter.writes):
-            raise ConfigError(f"{parameter.name}: {NO_MEMORY}")
+    for name, block in ((parameter.name, block) for parameter in held for block in parameter.writes):
+        if block.view.is_meta:
+            raise ConfigError(f"{name}: {NO_MEMORY}")
 
 
 def check_plain(name: str, memory: torch.Tensor) -> None:

@@ -16,9 +16,7 @@ def split_together(items: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.T
     """Cut tensors of one shape, [rows, cols] or flat, into the same views of at most `items` elements each."""
     if not tensors[0].numel():
         return
-    if tensors[0].numel() <= items:
-        yield tensors
-    elif all(tensor.is_contiguous() for tensor in tensors):
+    if all(tensor.is_contiguous() for tensor in tensors):
         yield from zip(*(tensor.view(-1).split(items) for tensor in tensors), strict=True)
     else:
         yield from split_rows(items, *tensors)

@@ -41,11 +41,15 @@ class ShardBlocks:
     held: Sequence[LayerHeld]
     buffer: ShardBuffer
 
-    def host_block(self, layer: int, param: int, index: int) -> tuple[TensorBlock, torch.Tensor]:
-        """Return a written block and its host memory, of the same shape."""
+    def parameter(self, layer: int, param: int) -> HeldParameter:
+        """Return a parameter of which this rank holds a part."""
         held = self.held[layer][param]
         assert held is not None
-        block = held.writes[index]
+        return held
+
+    def host_block(self, layer: int, param: int, index: int) -> tuple[TensorBlock, torch.Tensor]:
+        """Return a written block and its host memory, of the same shape."""
+        block = self.parameter(layer, param).writes[index]
         memory = self.buffer.block_memory((layer, param, index), block.rect.numel)
         return block, memory.view(block.rect.rows, block.rect.cols)
 
@@ -53,10 +57,8 @@ class ShardBlocks:
         """Return the copies to the parameters of each layer, in a fixed order."""
         found: list[list[ShardCopy]] = [[] for _ in self.held]
         for l, k, b in self.buffer.blocks:
-            held = self.held[l][k]
-            if held is not None:
-                block, host = self.host_block(l, k, b)
-                found[l].append(ShardCopy(held.name, block.view, host, rounds=_rounds(held, block), key=(l, k, b)))
+            held, (block, host) = self.parameter(l, k), self.host_block(l, k, b)
+            found[l].append(ShardCopy(held.name, block.view, host, rounds=_rounds(held, block), key=(l, k, b)))
         return found
 
     def master_copies(self, layer: int) -> Iterator[ShardCopy]:
@@ -66,8 +68,7 @@ class ShardBlocks:
                 yield from self._copies_of_master(layer, k, master)
 
     def _copies_of_master(self, layer: int, param: int, master: TensorBlock) -> Iterator[ShardCopy]:
-        held = self.held[layer][param]
-        assert held is not None
+        held = self.parameter(layer, param)
         for b in range(len(held.writes)):
             block, host = self.host_block(layer, param, b)
             for part in block.rect.cut_between(master.rect.first, master.rect.end):
@@ -156,8 +157,7 @@ class KeptShard:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._memory: dict[ShardCopy, torch.Tensor] = {}
-        self._kept: set[ShardCopy] = set()  # whose memory holds the kept copy
-        self._differences: set[ShardCopy] = set()  # whose memory holds the difference
+        self._subtracted: dict[ShardCopy, bool] = {}  # of those kept: whether the memory holds the difference by now
 
     @property
     def allocated_numel(self) -> int:
@@ -171,8 +171,7 @@ class KeptShard:
         with self._device.ordered_copies():
             for copy in copies:
                 read_tensor(self._device, copy.view, self._memory[copy])
-                self._kept.add(copy)
-                self._differences.discard(copy)
+                self._subtracted[copy] = False
             self._device.synchronize()
 
     def move_copies(self, copies: Iterable[ShardCopy]) -> None:
@@ -181,35 +180,33 @@ class KeptShard:
         """
         moved = list(copies)
         if len(moved) != len(self._memory):
-            self._memory, self._kept, self._differences = {}, set(), set()
+            self._memory, self._subtracted = {}, {}
             return
         new = dict(zip(self._memory, moved, strict=True))
         self._memory = {new[copy]: memory for copy, memory in self._memory.items()}
-        self._kept, self._differences = ({new[copy] for copy in some} for some in (self._kept, self._differences))
+        self._subtracted = {new[copy]: subtracted for copy, subtracted in self._subtracted.items()}
 
     def holds(self, copies: Iterable[ShardCopy]) -> bool:
         """Return whether all of these copies were kept, and none of them was merged since."""
-        return all(copy in self._kept or copy in self._differences for copy in copies)
+        return all(copy in self._subtracted for copy in copies)
 
     def subtract_kept(self, copies: Iterable[ShardCopy]) -> None:
         """Turn each kept copy once into pulled − kept; may be called in any thread."""
         for copy in copies:
-            if copy in self._kept:
+            if not self._subtracted.get(copy, True):
                 memory = self._memory[copy].numpy()
                 np.subtract(copy.host.numpy(), memory, out=memory)  # not torch, which would start threads
-                self._kept.discard(copy)
-                self._differences.add(copy)
+                self._subtracted[copy] = True
 
     def difference(self, copy: ShardCopy) -> torch.Tensor:
         """Return pulled − kept of a copy, in host memory."""
-        assert copy in self._differences, copy.name
+        assert self._subtracted[copy], copy.name
         return self._memory[copy]
 
     def drop_copies(self, copies: Iterable[ShardCopy]) -> None:
         """Forget copies that were merged: another merge needs another push."""
         for copy in copies:
-            self._kept.discard(copy)
-            self._differences.discard(copy)
+            del self._subtracted[copy]
 
 
 def _allocate_copies(device: Device, copies: list[ShardCopy]) -> dict[ShardCopy, torch.Tensor]:
@@ -326,7 +323,7 @@ class HostMemory:
         shards, me = self._buffer.shards, exchange.rank
         self._spread = [shards.filter_spread(me, layer, moves) for layer, moves in enumerate(plan.spread)]
         self._complete = [shards.is_complete(me, layer, moves) for layer, moves in enumerate(plan.spread)]
-        wanted = any(moves.sends or moves.receives for moves in (*plan.gather, *self._spread))
+        wanted = any({**moves.sends, **moves.receives} for moves in (*plan.gather, *self._spread))
         self._ranks, self._exchange = exchange, PartExchange(exchange, self._device, wanted)
         self._bind_copies()
 
@@ -365,8 +362,8 @@ class HostMemory:
         """Return the first parameter that was replaced by another object, or whose parts here have changed; "" if there
         is none.
 
-        Parameters whose memory has moved, and masters that an optimizer has made since, are looked up again. Call it
-        before any method that reads or writes the model.
+        Parameters whose memory has moved, and masters that an optimizer has made since, are looked up again; what the
+        framework has gathered is dropped. Call it before any method that reads or writes the model.
         """
         replaced, moved = self._model_memory.compare_memory()
         if not moved:
@@ -507,7 +504,6 @@ class HostMemory:
     def install_shard(self, layers: Layers = None) -> None:
         """Copy the shard into the model's own memory and into the optimizer's masters."""
         chosen = self._chosen(layers)
-        self._adapter.reshard()
         self._write_pulled(chain(*(self._params[layer] for layer in chosen)))
         self._adapter.reload_masters()
         self._write_pulled(chain(*(self._masters[layer] for layer in chosen)))
@@ -524,7 +520,6 @@ class HostMemory:
         copies = self._copies_of_layers(chosen)
         if not self._kept.holds(copies):
             return False
-        self._adapter.reshard()
         self._kept.subtract_kept(copies)
         check = FiniteCheck(self._device)
         with self._device.ordered_copies():
@@ -560,14 +555,11 @@ class HostMemory:
     # ---- blocks and pieces in memory ---------------------------------------------------------------------------------
 
     def _read_rect(self, layer: int, rect: LocalRect) -> torch.Tensor:
-        held = self._held[layer][rect.param]
-        assert held is not None
-        block = held.reads[rect.index]
+        block = self._blocks.parameter(layer, rect.param).reads[rect.index]
         return part_of(block.view, block.rect, rect.rect)
 
     def _read_block(self, layer: int, param: int, block: int) -> tuple[str, torch.Tensor]:
-        held = self._held[layer][param]
-        assert held is not None
+        held = self._blocks.parameter(layer, param)
         return held.name, held.reads[block].view
 
     def _shard_tensor(self, layer: int, rect: LocalRect) -> torch.Tensor:

@@ -53,7 +53,7 @@ class LazyMemory(HostMemory):
         read_groups = adapter.read_groups()
         super().__init__(adapter, held, plan, exchange)
         self._groups = read_groups
-        self._group_by_state = {group.state: group for group in read_groups if group.state is not None}
+        self._group_by_state = {group.state: group for group in read_groups}
         self._parameters = {name: p for group in read_groups for name, p in group.reads.items()}
         self._pending: dict[str, torch.Event | None] = {}  # not yet installed; event of enqueued copies, or None
         self._write_copy: Callable[[ShardCopy], None] = self._write_pulled_copy
@@ -137,7 +137,6 @@ class LazyMemory(HostMemory):
     @torch.no_grad()
     def _begin_install(self, write: Callable[[ShardCopy], None], copies: Sequence[ShardCopy]) -> None:
         assert not self._handles, "an install ends before the next transfer"
-        self._adapter.reshard()
         self._write_copy, self._forward_seen = write, False
         names = {copy.name for copy in copies}
         self._pending = dict.fromkeys(name for name in self._parameters if name in names)

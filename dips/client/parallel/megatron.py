@@ -142,12 +142,8 @@ class MegatronAdapter(Adapter):
             if isinstance(master := getattr(parameter, "main_param", None), torch.Tensor):
                 yield name, master, master.detach()
 
-    @property
-    def remakes_masters(self) -> bool:
-        return hasattr(self._optimizer, "reload_model_params")
-
     def reload_masters(self) -> None:
-        if self._optimizer is not None and self.remakes_masters:
+        if hasattr(self._optimizer, "reload_model_params"):
             self._optimizer.reload_model_params()
 
     def _held_parameters(self) -> Iterator[HeldParameter]:

@@ -160,8 +160,6 @@ class TransferRanks:
 
 def choose_transfer_ranks(hosts: Sequence[str], most: int) -> dict[int, None]:
     """Choose at most `most` ranks, evenly from each host, in rank order; all ranks if there are no more."""
-    if len(hosts) <= most:
-        return dict.fromkeys(range(len(hosts)))
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
@@ -231,8 +229,8 @@ class Arrangement:
         length = slab.end - slab.begin
         count = min(len(candidates), -(-length // self._spread_items))
         step = -(-length // count)
-        if step > CUT_ITEMS:
-            step = -(-step // CUT_ITEMS) * CUT_ITEMS
+        unit = min(step, CUT_ITEMS)
+        step = -(-step // unit) * unit
         mine = self._me in holders or self._me in candidates
         mine = mine or any(rect.cut_between(slab.begin, slab.end) for _, _, rect in self._own_writes)
         return SlabCut(slab, candidates, count, step, mine)
@@ -501,8 +499,8 @@ def _find_cuts(arrangements: Iterable[Arrangement]) -> dict[Arrangement, list[Sl
     The loads of a slab's candidates decide which of them moves it; these depend on other slabs of theirs, and so on.
     """
     distinct = list(dict.fromkeys(arrangements))
-    shared = {cut.candidates: cut.concerns_me for one in distinct for cut in one.cuts if len(cut.candidates) > 1}
-    shared |= {c.candidates: True for one in distinct for c in one.cuts if len(c.candidates) > 1 and c.concerns_me}
+    shared = {cut.candidates: cut.concerns_me for one in distinct for cut in one.cuts}
+    shared |= {cut.candidates: True for one in distinct for cut in one.cuts if cut.concerns_me}
     counted = {rank for candidates, mine in shared.items() if mine for rank in candidates}
     grown = True
     while grown:

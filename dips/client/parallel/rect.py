@@ -115,11 +115,8 @@ def cut_flat(parts: Sequence[Rect], begin: int, end: int) -> Iterator[tuple[int,
     """
     at = 0
     for index, part in enumerate(parts):
-        low, high = max(begin - at, 0), min(end - at, part.numel)
+        (top, left), (bottom, right) = divmod(begin - at, part.cols), divmod(end - at, part.cols)
         at += part.numel
-        if low >= high:
-            continue
-        (top, left), (bottom, right) = divmod(low, part.cols), divmod(high, part.cols)
         lowest = part.first + top * part.width + left
         highest = part.first + (bottom * part.width + right if right else (bottom - 1) * part.width + part.cols)
         for piece in part.cut_between(lowest, highest):

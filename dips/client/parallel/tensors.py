@@ -179,7 +179,7 @@ class TorchAdapter(Adapter):
         self._optimizer, self._share_buffers = OptimizerMasters(optimizer), share_buffers
 
     def held_parameters(self) -> list[HeldParameter]:
-        self.reshard()  # otherwise parameters of a module that was only evaluated are still gathered
+        self._reshard()  # otherwise parameters of a module that was only evaluated are still gathered
         named = list(self._trainable_parameters())
         masters = self._optimizer.find_masters([parameter for _, parameter in named])
         places: Places = {}
@@ -193,7 +193,7 @@ class TorchAdapter(Adapter):
         return held
 
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        self.reshard()
+        self._reshard()
         for part in self._parts:
             for name, parameter in _name_parameters(part):
                 yield name, parameter, _local_tensor(parameter)
@@ -202,7 +202,7 @@ class TorchAdapter(Adapter):
     def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         if not self._optimizer.has_optimizer:
             return
-        self.reshard()
+        self._reshard()
         named = list(self._trainable_parameters())
         masters = self._optimizer.find_masters([parameter for _, parameter in named])
         yield from ((name, masters[p], _local_tensor(masters[p])) for name, p in named if p in masters)
@@ -220,7 +220,7 @@ class TorchAdapter(Adapter):
         coarse = (name for name, p in self._trainable_parameters() if p.dtype is not torch.float32)
         return "" if self._optimizer.known else next(coarse, "")
 
-    def reshard(self) -> None:
+    def _reshard(self) -> None:
         """Reshard FSDP2's modules: after a forward without a backward the root keeps gathered parameters and would
         reuse them.
         """

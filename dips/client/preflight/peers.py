@@ -84,8 +84,7 @@ def ask_peers(
 
 async def describe_run(master: Endpoint) -> dict[str, Any]:
     """Ask the master to describe the run. Raises UnavailableMaster if it does not answer in time."""
-    channel = control.open_channel(master)
-    try:
+    async with control.open_channel(master) as channel:
         reply = await control.call_method(
             StatusServiceStub(channel).Describe,
             DescribeRequest(),
@@ -94,8 +93,6 @@ async def describe_run(master: Endpoint) -> dict[str, Any]:
             unavailable=UnavailableMaster,
             explain=True,
         )
-    finally:
-        await channel.close()
     described: dict[str, Any] = json.loads(reply.json)
     return described
 
@@ -103,18 +100,19 @@ async def describe_run(master: Endpoint) -> dict[str, Any]:
 async def admit_probe(master: Endpoint, cluster: str) -> KeyPair:
     """Have the slaves admit a new key and return it. Raises UnavailableMaster if that takes too long."""
     keys, why = new_keys(), "it does not answer"
-    channel, asked = control.open_channel(master), to_proto(ProbeAsked(0, cluster, keys.public))
-    method = ClusterServiceStub(channel).AdmitProbe
+    asked = to_proto(ProbeAsked(0, cluster, keys.public))
     try:
-        async with asyncio.timeout(MASTER_S):
+        async with control.open_channel(master) as channel, asyncio.timeout(MASTER_S):
             while True:
                 reply = await control.call_method(
-                    method, asked, deadline_s=MASTER_S, peer=master, unavailable=UnavailableMaster
+                    ClusterServiceStub(channel).AdmitProbe,
+                    asked,
+                    deadline_s=MASTER_S,
+                    peer=master,
+                    unavailable=UnavailableMaster,
                 )
                 if not isinstance(answer := unwrap_oneof(reply), Pending):
                     return keys
                 why = answer.reason
     except TimeoutError:
         raise UnavailableMaster(f"the slaves did not hear of this check within {MASTER_S:g} s: {why}") from None
-    finally:
-        await channel.close()

@@ -152,8 +152,8 @@ class InnerOptimizers:
 
 def _clear_state(optimizer: Optimizer) -> None:
     known = type(optimizer).__module__.startswith("torch.optim.")  # others' state may hold masters, too
-    if known and any(group.get("capturable") for group in optimizer.param_groups):
-        for group in optimizer.param_groups:  # a CUDA graph with the step keeps using this memory
+    if known and optimizer.param_groups[0].get("capturable"):  # in a CUDA graph all groups are
+        for group in optimizer.param_groups:  # a graph with the step keeps using this memory
             for parameter in group["params"]:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     value.fill_(float(group["lr"]) if key in FIRST_RATES else FIRST_VALUES.get(key, 0.0))
@@ -298,7 +298,7 @@ def _pair_copies(optimizer: Optimizer, ours: dict[torch.Tensor, str], known: set
     copies = [p for p in stepped if p not in ours and id(p) not in known and p.dtype is torch.float32]
     own = set(stepped)
     for parameter, name in ours.items() if copies else ():
-        if parameter not in own and parameter.dtype is not torch.float32 and parameter.requires_grad:
+        if parameter not in own and parameter.requires_grad:
             alike = (copy for copy in copies if copy.shape == parameter.shape)
             yield from ((name, parameter, c) for c in alike if _is_rounded(_sample(parameter), _sample(c)))
 
@@ -329,7 +329,7 @@ def _compare_weights(kept: Sequence[Kept]) -> float:
         p, t = _sample(parameter).double(), _sample(tensor).double()
         own, other, both = own + float(p @ p), other + float(t @ t), both + float(p @ t)
         elements += p.numel()
-    of_one_scale = own < SCALE**2 * other and other < SCALE**2 * own
+    of_one_scale = own / SCALE**2 < other < own * SCALE**2
     return both / sqrt(own * other) if of_one_scale and elements >= LEAST_ELEMENTS else 0.0
 
 

@@ -115,7 +115,7 @@ def test_both_sides_of_a_connection_are_kept_alive(target: Target, monkeypatch: 
 
     def keep(connection: socket.socket) -> None:
         keep_alive(connection)
-        kept.append(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        kept.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE))
 
     monkeypatch.setattr(relays, "keep_alive", keep)
     made = relay()
@@ -123,7 +123,7 @@ def test_both_sides_of_a_connection_are_kept_alive(target: Target, monkeypatch: 
         (address,) = lane(made, target.address)
         with dial(address) as connection:
             connection.sendall(b"x")
-            assert receive(connection, 1) == b"x" and kept == [1, 1]
+            assert receive(connection, 1) == b"x" and kept == [10, 10]
     finally:
         made.close()
 

@@ -99,6 +99,9 @@ def test_length_is_bounded_both_ways() -> None:
         messages.body_length(messages.LENGTH.pack(messages.MOST_BYTES + 1))
     with pytest.raises(LocalProtocolError, match="ManifestSent takes"):
         messages.encode_message(ManifestSent("9", bytes(messages.MOST_BYTES)))
+    beside = len(messages.encode_message(ManifestSent("9", bytes(1 << 17)))) - (1 << 17)
+    largest = messages.encode_message(ManifestSent("9", bytes(messages.MOST_BYTES + messages.LENGTH.size - beside)))
+    assert messages.body_length(largest[: messages.LENGTH.size]) == messages.MOST_BYTES
 
 
 def test_every_message_is_in_the_table() -> None:

@@ -104,7 +104,7 @@ class LateDevice(Accelerator):
     block_items = 40  # several blocks of most tensors
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        _here.streams = []
+        _here.streams, self.pinned = [], list[int]()
         super().__init__(ON_DEVICE)
         _here.current = LateStream()
         self._placed: dict[int, torch.UntypedStorage] = {}
@@ -134,6 +134,7 @@ class LateDevice(Accelerator):
         return tensor.untyped_storage().data_ptr() in self._placed
 
     def pin_pages(self, array: np.ndarray[Any, np.dtype[np.float32]]) -> bool:
+        self.pinned.append(array.ctypes.data)
         return True
 
 

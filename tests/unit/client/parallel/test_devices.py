@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dips.client.parallel import devices
 from dips.client.parallel.devices import DeferredScalar, Device, map_pages, register_pages
-from dips.client.parallel.host import write_pulled
+from dips.client.parallel.host import read_tensor, write_pulled
 from dips.client.rank import agent_client as collectives_module
 from dips.client.rank.agent_client import JobCollectives
 from tests.unit.client.parallel.late_device import ON_DEVICE
@@ -82,6 +82,9 @@ def test_what_is_cast_on_its_way_goes_by_blocks(dtype: torch.dtype, by_blocks: b
     write_pulled(device, copy)
     assert torch.equal(copy.view.float(), copy.host)
     assert (device._scratch is not None) is by_blocks
+    device._scratch, frozen = None, torch.zeros(10)
+    read_tensor(device, copy.view, frozen)
+    assert torch.equal(frozen, copy.host) and (device._scratch is not None) is by_blocks
 
 
 def test_a_process_that_is_forked_has_none_of_the_pages() -> None:

@@ -30,3 +30,11 @@ def test_blocks_of_all_peers_together_stay_below_the_bound(ranks: int, most: int
     peers = dict.fromkeys(range(1, ranks), rects)
     numel = exchange.most_numel([Redistribution(peers, peers, [])])
     assert most // 4 <= numel <= most
+
+
+def test_memory_of_a_block_is_used_again() -> None:
+    """By the next of its direction and peer that is not larger."""
+    exchange = PartExchange(LargeJob(2), Device(), True)  # type: ignore[arg-type]
+    first = exchange._room("out", 1, 8)
+    assert exchange._room("out", 1, 8).data_ptr() == exchange._room("out", 1, 3).data_ptr() == first.data_ptr()
+    assert exchange._room("in", 1, 8).data_ptr() != first.data_ptr()

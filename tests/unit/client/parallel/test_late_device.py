@@ -192,6 +192,35 @@ def test_what_16_bits_rounded_away_goes_with_what_is_sent(group: torch.device) -
     assert run_ranks(RANKS, life) == [[pulled]] * RANKS
 
 
+def test_a_merge_that_is_replaced_writes_no_more() -> None:
+    """Its copies were enqueued: what they round away must not come over that of the install instead."""
+    pulled = 9.0 + 2.0**-9
+
+    def life(number: int, meeting: Meeting) -> list[float]:
+        rank = LateRank(number, meeting, "one host", "lazy", torch.bfloat16, ON_DEVICE)
+        with rank.device, torch.no_grad():
+            rank.freeze()
+            rank.train(0.046875)
+            rank.pull(pulled, merge=True)
+            rank.memory.install_shard()
+            rank.values()
+            return rank.freeze()
+
+    assert run_ranks(RANKS, life) == [[pulled]] * RANKS
+
+
+@pytest.mark.parametrize(("layout_kind", "pinned"), [("one host", True), ("columns", False)])
+def test_memory_that_ranks_share_is_pinned(layout_kind: str, pinned: bool) -> None:
+    """It is allocated by none of them: copies that go through pages that may be swapped out would block."""
+
+    def life(number: int, meeting: Meeting) -> bool:
+        rank = LateRank(number, meeting, layout_kind, "whole", torch.float32, ON_DEVICE)
+        shared = rank.memory._buffer.block_memory((0, 0, 0), 1).data_ptr()
+        return shared in rank.device.pinned and rank.memory._buffer._shared_numel > 0
+
+    assert run_ranks(RANKS, life) == [pinned] * RANKS
+
+
 def test_host_memory_that_a_lazy_install_still_reads_is_not_free() -> None:
     """Forwards wait for their copies on the device alone: who writes into the host memory next waits for them, too."""
 

@@ -12,8 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from dips.client.parallel import LazyMemory, lay_out, lazy
-from dips.client.parallel.adapter import find_read_groups, fsdp_param_groups
+from dips.client.parallel import LazyMemory, adapter, lay_out, lazy
+from dips.client.parallel.adapter import (
+    ReadGroup,
+    check_sharded,
+    find_read_groups,
+    fsdp_param_groups,
+    groups_gathered_with,
+)
 from dips.client.parallel.layout import choose_adapter
 from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError, LocalProtocolError
@@ -377,3 +383,61 @@ def test_what_fsdp_gathers_together_is_listed_by_any_torch() -> None:
         (SimpleNamespace(), []),
     ):
         assert fsdp_param_groups(state) == groups
+
+
+class FsdpState:
+    """What fully_shard keeps of a module, as far as it is read."""
+
+    def __init__(self, **group: Any) -> None:
+        self._fsdp_param_groups = [SimpleNamespace(**{"_all_gather_result": None, "is_sharded": True, **group})]
+        self._states_to_forward_prefetch: list[FsdpState] = []
+
+
+@pytest.mark.parametrize(
+    ("state", "read"),
+    [
+        (None, True),
+        (FsdpState(), True),
+        (FsdpState(_all_gather_result=object()), False),
+        (FsdpState(is_sharded=False), False),
+    ],
+)
+def test_what_is_gathered_before_its_install_is_noticed(state: Any, read: bool) -> None:
+    """A prefetch of the script's, or `unshard`: the forward would compute with the version before."""
+    group = ReadGroup(reads={"w": nn.Parameter(torch.ones(1))}, state=state)
+    with nullcontext() if read else pytest.raises(LocalProtocolError, match="w: gathered by FSDP before the forward"):
+        check_sharded(group)
+
+
+def test_a_forward_after_an_unshard_is_refused() -> None:
+    """It would read what FSDP gathered of the version before."""
+    model = LazyModel()
+    memory = laid(model)
+    land(memory, 3.0)
+    memory._groups[0].state = FsdpState(is_sharded=False)
+    with pytest.raises(LocalProtocolError, match="gathered by FSDP before the forward of its module"):
+        model(TOKENS)
+
+
+def test_a_group_is_installed_with_those_that_it_prefetches() -> None:
+    """`set_modules_to_forward_prefetch`: their shards are gathered in its own pre-forward."""
+    first, second = (ReadGroup(state=FsdpState()) for _ in range(2))
+    first.state._states_to_forward_prefetch = [second.state, FsdpState()]
+    among = {group.state: group for group in (first, second)}
+    assert list(groups_gathered_with(first, among)) == [first, second]
+    assert list(groups_gathered_with(plain := ReadGroup(), among)) == [plain]
+
+
+@pytest.mark.parametrize("lacks", ["_states_to_forward_prefetch", "_all_gather_result", "is_sharded"])
+def test_an_fsdp_without_what_is_read_here_is_refused(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of torch: named at the start, and not in the first install."""
+    model, state = nn.Sequential(nn.Linear(2, 2)), FsdpState()
+    monkeypatch.setattr(adapter, "is_fsdp", lambda module: isinstance(module, nn.Linear))
+    monkeypatch.setattr(adapter, "_fsdp_state", lambda module: state)
+    names = {p: name for name, p in model.named_parameters()}
+    (group,) = find_read_groups(model, names)
+    assert group.state is state and set(group.reads) == {"0.weight", "0.bias"}
+    for holder in (state, *state._fsdp_param_groups):
+        holder.__dict__.pop(lacks, None)
+    with pytest.raises(ConfigError, match="install: lazy does not support the Linear of torch"):
+        find_read_groups(model, names)

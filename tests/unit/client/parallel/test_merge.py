@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dips.client.parallel import HostMemory, LazyMemory, lay_out
+from dips.client.parallel import HostMemory, LazyMemory, blocks, lay_out
 from dips.client.parallel.blocks import FiniteCheck, find_not_finite, split_rows, split_together
 from dips.client.parallel.devices import Device, find_device
 from dips.client.rank.agent_client import JobCollectives
@@ -55,6 +58,7 @@ def test_a_merge_is_the_sum(kind: type[HostMemory], dtype: torch.dtype, beside: 
         thread = threading.Thread(target=memory.subtract_in_place)
         thread.start()
         thread.join()
+    assert set(memory._kept._subtracted.values()) == {beside}
     assert memory.merge_shard()
     memory.finish_install()
     for p, exact in zip(model.parameters(), expected, strict=True):
@@ -62,6 +66,17 @@ def test_a_merge_is_the_sum(kind: type[HostMemory], dtype: torch.dtype, beside: 
     memory.gather_pieces()
     arrays = sorted(torch.from_numpy(piece.array).norm().item() for piece in memory.pieces)
     assert arrays == pytest.approx(sorted(exact.norm().item() for exact in expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [HostMemory, LazyMemory])
+def test_a_merge_finds_memory_that_has_moved(kind: type[HostMemory]) -> None:
+    """`model.data = …` beside a push: what was kept is of the same parameters."""
+    model, memory, expected = trained(kind)
+    for p in model.parameters():
+        p.data = p.data.clone()
+    assert memory.find_replaced_parameter() == "" and memory.merge_shard()
+    memory.finish_install()
+    assert all(torch.equal(p, exact) for p, exact in zip(model.parameters(), expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", [HostMemory, LazyMemory])
@@ -104,9 +119,9 @@ def test_blocks_cover_a_tensor_once(items: int) -> None:
         (split_together, (plain, strided)),
         (split_rows, (plain,)),
     ):
-        for blocks in cut(items, *tensors):
-            assert len({block.shape for block in blocks}) == 1 and blocks[0].numel() <= items
-            for block in blocks:
+        for found in cut(items, *tensors):
+            assert len({block.shape for block in found}) == 1 and found[0].numel() <= items
+            for block in found:
                 block.add_(1)
         assert all(bool((tensor == 1).all()) for tensor in tensors)
         for tensor in tensors:
@@ -127,6 +142,23 @@ def test_what_is_not_finite_is_named(value: float, dtype: torch.dtype) -> None:
     check = FiniteCheck(device)
     check.add_tensor(largest)
     assert check.is_finite
+
+
+@pytest.mark.parametrize(("found", "finite"), [((0.0, 0.0), True), ((0.0, math.nan), False), ((math.nan, 0.0), False)])
+def test_blocks_on_a_device_are_waited_for_once(
+    found: tuple[float, ...], finite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their extremes are added up there: 0, or NaN from the first that is not finite on."""
+    probe = blocks._probe_extremes
+    there = lambda block: torch.tensor(block.extremes) if isinstance(block, SimpleNamespace) else probe(block)  # noqa: E731
+    monkeypatch.setattr(blocks, "_probe_extremes", there)
+    check = FiniteCheck(Device())
+    for extremes in found:
+        block: Any = SimpleNamespace(device=torch.device("cuda", 0), extremes=extremes)
+        check.add_block(block)
+    assert check.is_finite is finite
+    check.add_block(torch.full((2,), math.inf))
+    assert not check.is_finite
 
 
 def test_host_memory_is_exactly_what_was_asked_for() -> None:

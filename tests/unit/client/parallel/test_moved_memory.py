@@ -164,11 +164,43 @@ def test_masters_that_are_made_after_the_first_pull_lose_nothing() -> None:
         assert found == pytest.approx(value - 1e-3, abs=1e-7)
 
 
+def merge(memory: HostMemory, value: float) -> None:
+    """Push, and merge a version of this value with nothing trained meanwhile."""
+    assert memory.find_replaced_parameter() == ""
+    memory.gather_pieces()
+    memory.keep_pushed_shard()
+    for piece in memory.pieces:
+        piece.array[:] = value
+    memory.scatter_pieces()
+    assert memory.merge_shard()
+
+
+def test_masters_that_are_made_before_a_merge_are_exact() -> None:
+    """What the pull before them rounded away is in no master, and none of the next push."""
+    model = nn.Linear(3, 2, dtype=BF16)
+    optimizer = MasterAdam(model.parameters(), "master_param")
+    memory = memory_of(model, optimizer)
+    pull(memory, 0.123456789)
+    optimizer.step()
+    merge(memory, 0.345678912)
+    (found,) = pushed(memory)
+    assert found == pytest.approx(0.345678912, abs=1e-7)
+
+
 def test_a_function_makes_masters_after_every_install() -> None:
-    """For an optimizer of any other kind."""
+    """For an optimizer of any other kind; after a merge as well. Masters that are known are merged, and not made."""
     model, called = nn.Linear(3, 2, dtype=BF16), []
-    pull(memory_of(model, lambda: called.append(float(model.bias.detach()[0]))), 2.0)
-    assert called == [2.0]
+    memory = memory_of(model, lambda: called.append(float(model.bias.detach()[0])))
+    pull(memory, 2.0)
+    merge(memory, 3.0)
+    assert called == [2.0, 3.0]
+    mixed: Any = nn.Sequential(nn.Linear(3, 2, dtype=BF16), nn.Linear(2, 2))
+    optimizer = MasterAdam(mixed[0].parameters(), "master_param")
+    optimizer.step()
+    known = memory_of(mixed, optimizer)
+    known._adapter.reload_masters = lambda: called.append(0.0)  # type: ignore[method-assign]
+    merge(known, 3.0)
+    assert called == [2.0, 3.0]
 
 
 def test_an_optimizer_of_other_tensors_is_refused() -> None:
@@ -214,12 +246,7 @@ def test_a_merge_keeps_the_remainder() -> None:
     memory = memory_of(model)
     first, second = (float(torch.tensor(x)) for x in (0.123456789, 0.345678912))
     pull(memory, first)
-    memory.gather_pieces()
-    memory.keep_pushed_shard()
-    for piece in memory.pieces:
-        piece.array[:] = second
-    memory.scatter_pieces()
-    memory.merge_shard()
+    merge(memory, second)
     (pushed_now,) = pushed(memory)
     assert pushed_now == pytest.approx(second, abs=1e-7)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import msgspec
@@ -64,9 +65,11 @@ def test_what_is_written_in_one_mapping_is_seen_in_the_other() -> None:
 def test_what_is_not_that_memory_is_not_mapped() -> None:
     """Another token, a descriptor that is something else, a process that is gone, no offer."""
     pages, pid, descriptor, token = shard_buffer._make_pages(64)
+    before = os.listdir("/proc/self/fd")
     for offer in ((pid, descriptor, bytes(16)), (pid, 0, token), (pid, 9999, token), (1 << 30, descriptor, token)):
         assert shard_buffer._open_pages(msgspec.msgpack.encode(offer), 64) is None
     assert shard_buffer._open_pages(b"", 64) is None and len(pages) == 64
+    assert os.listdir("/proc/self/fd") == before
 
 
 class SharingRanks:

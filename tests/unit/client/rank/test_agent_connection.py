@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -97,6 +98,17 @@ def test_a_socket_may_have_a_long_path(tmp_path: Path, length: int) -> None:
             rank.sendall(b"step")
             assert path.is_socket() and accepted.recv(4) == b"step"
             accepted.close()
+
+
+@pytest.mark.parametrize(("length", "by_itself"), [(MOST_PATH, True), (MOST_PATH + 1, False)])
+def test_a_path_that_the_kernel_takes_is_given_to_it(tmp_path: Path, length: int, by_itself: bool) -> None:
+    """A directory is held open only where it is needed, and while it is."""
+    path = tmp_path / ("d" * (length - len(f"{tmp_path}//s"))) / "s"
+    path.parent.mkdir()
+    before = os.listdir("/proc/self/fd")
+    with reach_socket(path) as near:
+        assert len(str(path)) == length and (near == str(path)) is by_itself
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_the_token_may_be_a_file(tmp_path: Path) -> None:

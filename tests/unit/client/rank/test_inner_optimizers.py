@@ -97,6 +97,9 @@ def test_a_step_that_is_captured_is_not_followed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(optimizers, "is_captured", lambda tensors: True)
     step(model, optimizer)
     assert watched.steps == 0
+    other = torch.optim.AdamW(model.parameters(), 0.1)
+    step(model, other)
+    assert watched.drop_state() == "" and not other.state, "its moments would make the next replay diverge as well"
     watched.follow_steps(optimizer, lambda: None)
     with pytest.raises(LocalProtocolError, match=r"AdamW is captured in a CUDA graph.*call outer\.step after each"):
         step(model, optimizer)
@@ -111,6 +114,10 @@ def test_what_a_reset_does_not_mend_is_named() -> None:
     anothers = torch.optim.SGD(other.parameters(), 0.1)
     step(other, anothers)
     assert "OuterLoop(model, optimizer=optimizer)" in watched.drop_state() and watched.steps == 1
+    watched.close()
+    watched, both = InnerOptimizers([model]), torch.optim.SGD([*other.parameters(), *model.parameters()], 0.1)
+    step(other, both)
+    assert watched.drop_state() == "", "it trains others' parameters, too"
     watched.close()
     wrapped = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), 0.1))
     watched = InnerOptimizers([model], wrapped)
@@ -148,6 +155,20 @@ class Accelerated(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         return self.optimizer.step(closure)
+
+
+def test_the_steps_are_those_of_the_optimizer_that_has_taken_most() -> None:
+    """Parameters may be divided among several, and one may be made late."""
+    model, seen = nn.Linear(3, 2), list[int]()
+    watched, optimizers = InnerOptimizers([model]), [torch.optim.SGD(model.parameters(), 0.1) for _ in range(3)]
+    for optimizer, times in zip(optimizers, (3, 1, 1), strict=True):
+        for _ in range(times):
+            step(model, optimizer)
+            seen.append(watched.steps)
+    watched.close()
+    step(model, optimizers[0])
+    seen.append(watched.steps)
+    assert seen == [1, 2, 3, 3, 3, 3]
 
 
 def test_a_wrapper_that_is_an_optimizer_itself_is_followed() -> None:

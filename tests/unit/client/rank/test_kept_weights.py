@@ -215,6 +215,48 @@ def test_moments_are_no_weights(make: Any, coarse: bool) -> None:
     assert trained.look() == ""
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_twin_in_fp32_is_no_copy(frozen: bool) -> None:
+    """A teacher that begins as the model does and is trained with it, or instead of it: no step writes it back."""
+    twin = TrainedLayers(lambda params: torch.optim.SGD(params, 0.0)).model
+
+    def make(params: Parameters) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*([] if frozen else params), *twin.parameters()], 0.0)
+
+    trained = TrainedLayers(make, coarse=True)
+    for p in trained.model.parameters():
+        p.requires_grad_(not frozen or p.ndim == 1)
+    for p in (*trained.model.parameters(), *twin.parameters()):
+        p.grad = torch.zeros_like(p)
+    trained.optimizer.step()
+    assert trained.look() == ""
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_what_has_another_scale_is_no_weight(factor: float) -> None:
+    """A mean of gradients may point where the weights do."""
+    trained = TrainedLayers(lambda params: torch.optim.SGD(params, 0.0))
+    trained.train(1)
+    for p in trained.model.parameters():
+        trained.optimizer.state[p]["mean"] = factor * p.detach()
+    assert trained.look() == ""
+
+
+@pytest.mark.parametrize(("elements", "told"), [(31, False), (32, True)])
+def test_few_numbers_are_no_evidence(elements: int, told: bool) -> None:
+    """They agree by chance."""
+    model, heard = nn.Module(), list[str]()
+    model.weight = nn.Parameter(torch.randn(elements))
+    optimizers, optimizer = InnerOptimizers([model]), torch.optim.SGD(model.parameters(), 0.0)
+    model.weight.grad = torch.zeros(elements)
+    optimizer.step()
+    optimizer.state[model.weight]["ema"] = model.weight.detach().clone()
+    adapter = lay_out(model, JobCollectives()).adapter
+    KeptWeights([model], adapter, optimizers, JobCollectives(), heard.append).check_optimizers()
+    optimizers.close()
+    assert bool(heard) is told
+
+
 class Quantized(torch.Tensor):
     """As torchao's states of 8 bits: few operations are defined, and none that samples it."""
 
@@ -234,14 +276,15 @@ def test_moments_that_are_quantized_are_left_alone() -> None:
     assert trained.look() == ""
 
 
-def test_ones_beside_ones_are_no_master() -> None:
-    """A norm's weights in bf16, and a scale in fp32 that nobody has changed yet."""
+@pytest.mark.parametrize(("values", "told"), [(1, False), (3, False), (4, True)])
+def test_ones_beside_ones_are_no_master(values: int, told: bool) -> None:
+    """A norm's weights in bf16, and a scale in fp32 that nobody has changed yet: few numbers equal many tensors."""
     trained = TrainedLayers(lambda params: torch.optim.SGD(params, 0.0))
-    norm = trained.model[0][0]
-    norm.weight.data = norm.weight.data.bfloat16()
+    norm, held = trained.model[0][0], torch.arange(12.0) % values
+    norm.weight.data = held.bfloat16()
     trained.train(1)
-    trained.optimizer.state[norm.weight]["scale"] = torch.ones(12)
-    assert trained.look() == ""
+    trained.optimizer.state[norm.weight]["scale"] = held
+    assert trained.look().startswith("ConfigError: 0.0.weight: SGD keeps an fp32 master of it") is told
 
 
 def test_a_counter_beside_a_scalar_is_no_weight() -> None:
