@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,26 @@ def test_a_crash_is_told_once_and_as_what_it_was(monkeypatch: pytest.MonkeyPatch
 def test_the_log_says_at_its_usual_level_what_is_not_routine(kind: str, fields: dict[str, Any], level: str) -> None:
     """Each outer step's marks are there with `log_level: debug`, and those of a step that failed always."""
     assert mark_level(kind, fields) == level
+
+
+def test_what_a_launch_leaves_is_killed_and_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parents first; one that was no child of ours is no error."""
+    read, write = os.pipe()
+    words = ["sh", "-c", "sleep 60 & echo $!; wait"]
+    parent = os.posix_spawnp("sh", words, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 1)])
+    os.close(write)
+    with open(read) as said:
+        child = int(said.readline())
+    listed = trainer.list_descendants
+    assert listed(parent) == [child]
+    alive = lambda pid: Path(f"/proc/{pid}").exists()  # noqa: E731
+    monkeypatch.setattr(trainer, "list_descendants", lambda root: [p for p in (parent, *listed(parent)) if alive(p)])
+    assert trainer.kill_leftovers() == [parent, child]
+    assert not alive(parent), "reaped"
+    until = time.monotonic() + 10
+    with suppress(FileNotFoundError):  # init has reaped it
+        while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < until
 
 
 class Simulated:

@@ -36,7 +36,7 @@ class LateStream:
 
     def __init__(self, device: object = None) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
-        self.added = self._done = 0
+        self.added = self.done = 0
         _here.streams.append(self)
 
     def add(self, call: Callable[[], object]) -> None:
@@ -46,9 +46,9 @@ class LateStream:
     def run(self, upto: int | None = None) -> None:
         """Do it, as far as that had been enqueued when `added` was `upto`."""
         end = self.added if upto is None else upto
-        while self._done < end:
+        while self.done < end:
             call = self._waiting.popleft()
-            self._done += 1
+            self.done += 1
             call()
 
     synchronize = run
@@ -67,6 +67,9 @@ class LateEvent:
 
     def record(self, stream: LateStream) -> None:
         self._stream, self._upto = stream, stream.added
+
+    def query(self) -> bool:
+        return self._stream.done >= self._upto
 
     def synchronize(self) -> None:
         self._stream.run(self._upto)
@@ -92,7 +95,8 @@ def emulate_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     late = ModuleType("late_torch")
     others = lambda name: getattr(torch, name)  # noqa: E731
-    late.__dict__.update(Stream=LateStream, Event=LateEvent, accelerator=accelerator, __getattr__=others)
+    empty = lambda *shape, pin_memory=False, **options: torch.empty(*shape, **options)  # noqa: E731
+    late.__dict__.update(Stream=LateStream, Event=LateEvent, accelerator=accelerator, empty=empty, __getattr__=others)
     monkeypatch.setattr(devices, "torch", late)
 
 

@@ -131,6 +131,14 @@ def test_a_loss_of_16_bits_is_converted_on_its_device(monkeypatch: pytest.Monkey
     assert loss.read() == 2.5 and copied == [[torch.float32, torch.float32]]
 
 
+def test_one_number_on_a_device_is_not_read_at_once() -> None:
+    """A loss or a count; what is on the host, several numbers, and what is no plain tensor is read as it is."""
+    there = torch.empty((), device="meta")
+    assert devices.is_deferred(there) and devices.is_deferred(there.reshape(1))
+    others = (torch.tensor(2.0), 2.0, None, torch.empty(2, device="meta"), torch.nn.Parameter(there))
+    assert not any(map(devices.is_deferred, others))
+
+
 def test_a_graph_that_records_is_asked_of_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch built for CPUs raises when it is asked."""
     assert not devices.is_captured([]) and not devices.is_captured([torch.ones(1)])

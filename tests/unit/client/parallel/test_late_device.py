@@ -11,6 +11,7 @@ from torch import nn
 
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, host, lay_out, layout
 from dips.client.parallel.adapter import HeldParameter, pair_blocks
+from dips.client.parallel.devices import DeferredScalar
 from dips.client.parallel.rect import box_rects
 from dips.client.parallel.tensors import TorchAdapter
 from dips.wire.chunks import Piece
@@ -248,3 +249,28 @@ def test_a_device_group_is_used_where_parts_travel(layout_kind: str, used: bool)
         return LateRank(number, meeting, layout_kind, "whole", torch.float32, ON_DEVICE).memory._exchange._on_device
 
     assert run_ranks(RANKS, life) == [used] * RANKS
+
+
+def test_a_loss_is_read_as_it_was_and_not_waited_for() -> None:
+    """A script that overwrites it in the next step, while the first one is still being computed."""
+    with LateDevice() as device, torch.no_grad():
+        loss = device.place(torch.tensor(1.0))
+        loss.add_(1.0)
+        told = DeferredScalar(loss)
+        loss.add_(5.0)
+        assert not told.ready
+        assert told.read() == 2.0 and told.ready
+
+
+@pytest.mark.parametrize("all_streams", [True, False])
+def test_training_waits_for_copies_on_its_stream_or_on_all(all_streams: bool) -> None:
+    """FSDP gathers on streams of its own: then the host waits, and else the stream that computes."""
+    with LateDevice() as device:
+        there = device.place(torch.zeros(1))
+        with device.background_copies():
+            there.copy_(torch.ones(1), non_blocking=True)
+        event: Any = device.record_event()
+        device.wait_for_event(event, all_streams=all_streams)
+        assert event.query() is all_streams
+        device.current.run()
+        assert event.query()

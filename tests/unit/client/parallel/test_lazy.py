@@ -437,7 +437,17 @@ def test_an_fsdp_without_what_is_read_here_is_refused(lacks: str, monkeypatch: p
     names = {p: name for name, p in model.named_parameters()}
     (group,) = find_read_groups(model, names)
     assert group.state is state and set(group.reads) == {"0.weight", "0.bias"}
-    for holder in (state, *state._fsdp_param_groups):
+    state._fsdp_param_groups += FsdpState()._fsdp_param_groups
+    for holder in (state, state._fsdp_param_groups[0]):
         holder.__dict__.pop(lacks, None)
     with pytest.raises(ConfigError, match="install: lazy does not support the Linear of torch"):
         find_read_groups(model, names)
+
+
+def test_an_entry_of_a_list_is_one_group_with_all_in_it() -> None:
+    """Also with the lists inside: a layer reads what it likes of its own."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    groups = find_read_groups(model, {p: name for name, p in model.named_parameters()})
+    assert [sorted(group.reads) for group in groups] == [
+        ["0.0.bias", "0.0.weight", "0.1.bias", "0.1.weight"], ["1.bias", "1.weight"],
+    ]  # fmt: skip

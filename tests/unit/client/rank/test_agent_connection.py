@@ -7,12 +7,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dips.client.agent.agent import Connection
 from dips.client.ipc import messages
@@ -37,7 +40,7 @@ from dips.client.ipc.messages import Noted, Stepped, TransferProgress
 from dips.client.rank import agent_client, joining
 from dips.client.rank.agent_client import FLUSH_S, AgentClient, AgentConnection, JobCollectives, _open_socket
 from dips.config import ClusterFile, Shared
-from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable
+from dips.errors import ConfigError, Denied, LocalProtocolError, RemoteProtocolError, Unavailable
 
 TOKEN = b"0123456789abcdef"
 
@@ -438,3 +441,43 @@ def test_a_rank_of_another_host_ends_with_its_agent(agent: AgentThread, monkeypa
     agent.close()
     assert ended.wait(10) and told == [f"at tcp://127.0.0.1:{agent.port}"]
     stop()
+
+
+class SecondOfTwo(JobCollectives):
+    """The second rank of a job of two, whose first one contributes what the test says."""
+
+    def __init__(self, others: bytes) -> None:
+        super().__init__(7.0)
+        self.rank, self.world_size, self._others = 1, 2, others
+        self._group = object()  # type: ignore[assignment]
+
+    def all_sum(self, numbers: Sequence[int]) -> list[int]:
+        return [sum(pair) for pair in zip(numbers, (len(self._others), 0), strict=True)]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(b"abc", b"hello"), (b"hello", b"abc"), (b"", b"x"), (b"", b"")])
+def test_messages_of_any_length_are_gathered(theirs: bytes, ours: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each padded to the longest, and cut again."""
+
+    def gather(gathered: list[torch.Tensor], padded: torch.Tensor, group: object) -> None:
+        gathered[0][: len(theirs)] = torch.tensor(list(theirs), dtype=torch.uint8)
+        gathered[1].copy_(padded)
+
+    monkeypatch.setattr(dist, "all_gather", gather)
+    assert SecondOfTwo(theirs).all_gather(ours) == [theirs, ours]
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the call, and after the time that the cluster file gives."""
+    heard: list[dict[str, Any]] = []
+
+    def meet(group: object, **options: Any) -> None:
+        heard.append(options)
+        raise RuntimeError("Ranks 0 failed to pass monitoredBarrier\nC++ frames")
+
+    monkeypatch.setattr(dist, "monitored_barrier", meet)
+    with pytest.raises(
+        LocalProtocolError, match=r"not all 2 ranks reached OuterLoop\.step within 7 s: .* Ranks 0 failed"
+    ):
+        SecondOfTwo(b"").barrier("OuterLoop.step")
+    assert heard == [{"timeout": timedelta(seconds=7), "wait_all_ranks": True}]
