@@ -274,3 +274,18 @@ def test_training_waits_for_copies_on_its_stream_or_on_all(all_streams: bool) ->
         assert event.query() is all_streams
         device.current.run()
         assert event.query()
+
+
+def test_training_goes_on_after_copies_in_order() -> None:
+    """What it enqueues behind them finds them done, though nobody has waited on the host."""
+    with LateDevice() as device:
+        there, training = device.place(torch.zeros(1)), device.current
+        there.add_(3.0)
+        with device.ordered_copies():
+            there.mul_(2.0)
+        assert device.current is training
+        there.add_(1.0)
+        assert float(there) == 7.0
+        there.add_(1.0)
+        device.finish_work()
+        assert training.done == training.added
