@@ -525,11 +525,10 @@ class HostMemory:
         with self._device.ordered_copies():
             for copy in copies:
                 self._merge_copy(copy, check)
-            self._device.synchronize()
         if not any(self._masters):  # known masters were merged exactly; others are made from the parameters
             self._adapter.reload_masters()
         self._kept.drop_copies(copies)
-        return check.is_finite
+        return check.is_finite  # waits for the device, so that the host memory is free
 
     def _merge_copy(self, copy: ShardCopy, check: FiniteCheck) -> None:
         remainder = self._remainders.room_for(copy)

@@ -222,15 +222,17 @@ def test_memory_that_ranks_share_is_pinned(layout_kind: str, pinned: bool) -> No
     assert run_ranks(RANKS, life) == [pinned] * RANKS
 
 
-def test_host_memory_that_a_lazy_install_still_reads_is_not_free() -> None:
+@pytest.mark.parametrize(("kind", "merge"), [("lazy", False), ("whole", False), ("whole", True)])
+def test_host_memory_that_an_install_still_reads_is_not_free(kind: str, merge: bool) -> None:
     """Forwards wait for their copies on the device alone: who writes into the host memory next waits for them, too."""
 
     def life(number: int, meeting: Meeting) -> list[float]:
-        rank = LateRank(number, meeting, "one host", "lazy", torch.float32, ON_DEVICE)
+        rank = LateRank(number, meeting, "one host", kind, torch.float32, ON_DEVICE)
         for layer in rank.model:
             layer.forward = lambda x: x  # nothing is computed on the device, so nothing has waited for it yet
         with rank.device, torch.no_grad():
-            rank.pull(9.0)
+            rank.freeze()
+            rank.pull(9.0, merge)
             rank.model(torch.zeros(1))
             assert not rank.memory.pending
             rank._end_install()
