@@ -106,7 +106,7 @@ class Past:
 
 def has_score(row: PenaltyRow) -> bool:
     """Whether the cluster's norms are compared with their mean: not in a warm-up."""
-    return row.warm_left == 0 and row.n > 0
+    return row.warm_left == 0
 
 
 def is_joiner(row: PenaltyRow, options: PenaltyOptions) -> bool:

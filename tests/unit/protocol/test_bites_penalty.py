@@ -6,7 +6,8 @@ from math import sqrt
 
 import pytest
 
-from dips.protocol.gates.norms import spread_factor, student_quantile
+from dips.protocol.enums import GateName
+from dips.protocol.gates.norms import LastNorms, is_joiner, spread_factor, student_quantile
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.penalty import Penalty, believe_world, move_layer
 from dips.protocol.records import LayerStatistics, PenaltyRow, ScoreHistory
@@ -208,3 +209,37 @@ def test_a_push_that_passes_has_a_score_and_nothing_against_it() -> None:
     """The gate `replay`, beside which it is scored, has no score of its own."""
     verdict = judged(Penalty(OPTIONS, [row("a")]), 1.0)
     assert OPTIONS.gates == ("dips", "replay") and (verdict.scored, verdict.flags) == (True, ())
+
+
+@pytest.mark.parametrize(
+    ("accepted", "warm_left", "joins"), [(0, 10, True), (9, 1, True), (10, 3, False), (5, 0, False), (40, 10, False)]
+)
+def test_who_joins_is_in_its_first_warm_up(accepted: int, warm_left: int, joins: bool) -> None:
+    """Neither in a later one, nor out of it while `dips set` has made warm-ups longer."""
+    assert is_joiner(row("a", n=accepted, warm_left=warm_left), OPTIONS) is joins
+
+
+def test_norms_of_a_warm_up_are_left_out_where_it_is_said() -> None:
+    """A joiner is compared with those that have warmed up, others with all that have pushed."""
+    rows = [row("a", mu=1.0), row("b", mu=2.0, warm_left=3), row("c", n=0, mu=3.0), row("d", mu=0.0)]
+    assert (LastNorms(rows).ordered, LastNorms(rows, warm_only=True).ordered) == ([1.0, 2.0], [1.0])
+
+
+def test_a_norm_at_the_hard_cap_or_a_score_at_the_limit_passes() -> None:
+    """μ 50 and the floor of σ make a norm of 53 a score of 3, the limit of a quiet history."""
+    assert judged(Penalty(OPTIONS, [row("a", warm_left=3, reference=1.0)]), 10.0).accepted
+    assert not judged(Penalty(OPTIONS, [row("a", warm_left=3, reference=1.0)]), 10.01).accepted
+    passed = judged(Penalty(OPTIONS, [row("a", mu=50.0, sigma=0.0)]), 53.0)
+    assert passed.accepted and passed.reason.startswith("score 3, at most 3;")
+
+
+def test_a_layer_is_scored_from_its_second_norm_on_and_left_out_beyond_beta() -> None:
+    """Not at it; the largest score of all layers is told."""
+    layers = (LayerStatistics(40, 50.0, 0.0), LayerStatistics(2, 50.0, 0.0), LayerStatistics(1, 50.0, 0.0))
+    penalty = Penalty(PenaltyOptions(gates=(GateName.EDIT,)), [row("a", layers=layers)])  # type: ignore[arg-type]
+    for norms, left_out, said in (
+        ((53.0, 50.0, 99.0), set(), "largest score of a layer 3, at most 3"),
+        ((50.0, 54.0, 99.0), {1}, "1 of 3 layers above 3 σ of their norms, the largest 4: left out"),
+    ):
+        verdict = penalty.judge_push(PushEvidence("a", tuple(norm**2 for norm in norms), 1))
+        assert (verdict.accepted, verdict.flagged, verdict.reason) == (True, left_out, said)
