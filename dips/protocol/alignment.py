@@ -98,7 +98,7 @@ class Alignment:
 
     def skip_gap(self, gap_s: float) -> None:
         """Shift the grid by whole periods after the master did not run for `gap_s`, since the clusters kept working."""
-        if self._anchor is not None and self.period_s > 0:
+        if self._anchor is not None:
             self._anchor += self.period_s * (gap_s // self.period_s)
 
     def push_in_s(self, cluster: str, timing: WindowTiming, now: float) -> float:
@@ -144,7 +144,7 @@ class Alignment:
 
     def _follow_windows(self, timing: WindowTiming, now: float) -> None:
         """Move the grid to the last window, and the period a little towards what the members want."""
-        opened = timing.opened_at is not None and timing.opened_at != self._opened_at
+        opened = timing.opened_at != self._opened_at
         if self._anchor is not None and not opened:
             return  # called at every heartbeat of every member; only a window changes the grid
         wanted = median(m.period_s for m in self._members.values())

@@ -605,8 +605,9 @@ def test_losses_that_fall_fast_make_nobody_usually_better() -> None:
 
 def test_one_other_is_too_few_to_say() -> None:
     """Two clusters cannot outvote each other: flagged, never gated."""
-    said = warm_losses("ab").judge("a", loss=9.0)
+    said = warm_losses("ab", loss_rises=True).judge("a", loss=9.0)
     assert said.accepted and "too few" in said.flags[0]
+    assert not warm_losses("abc", loss_rises=True).judge("a", loss=9.0).accepted
     assert "no others' losses" in warm_losses("a").judge("a", loss=9.0).reason
 
 

@@ -192,3 +192,13 @@ def test_how_long_nobody_was_heard_of_is_a_lease_at_most() -> None:
         assert [heard_s("a", now) for now in (8.0, 15.0, 99.0)] == [3.0, 10.0, 10.0]
     judge.forget_cluster("a")
     assert (judge.heard_s("a", 5.0), judge.slave_heard_s("a", 5.0)) == (10.0, 0.0), "it left: its name is free"
+
+
+def test_a_join_that_is_repeated_renews_no_lease() -> None:
+    """Only heartbeats do, and only an incarnation that is newer begins anew."""
+    judge = Judge(TIMING)
+    for now in (0.0, 5.0):
+        judge.welcome_cluster("a", 1, now)
+    assert judge.heard_s("a", 6.0) == 6.0
+    judge.welcome_cluster("a", 2, 6.0)
+    assert judge.heard_s("a", 6.0) == 0.0
