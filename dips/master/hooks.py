@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from math import isfinite
 from pathlib import Path
 
 from dips.config import OnVersionSection, TrackSection
@@ -151,18 +150,18 @@ class VersionProcesses:
         self._last: VersionResult | None = None
         self._failed = ""
         self._child: Child | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, fail: Fail) -> None:
         """Begin to process versions; `fail` is called with exceptions of this task."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._task = start_task(self._run_forever(), fail, "on_version")
+        self._tasks = [start_task(self._run_forever(), fail, "on_version")]
 
     async def stop(self) -> None:
         """Kill the running process, whose version stays due, and return when it has ended."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._child is not None:
             await self._child.wait(KILLED_S)
 
@@ -200,8 +199,10 @@ class VersionProcesses:
         result = VersionResult(version, ok, reason, numbers, self._clock() - begun)
         await self._write([result])
         self._last = result
-        say = self._log.info if ok else self._log.warning
-        say("on_version ended", version=str(version), ok=ok, reason=reason, **dict(numbers))
+        if ok:
+            self._log.info("on_version ended", version=str(version), ok=True, **dict(numbers))
+        else:
+            self._log.warning("on_version ended", version=str(version), ok=False, reason=reason)
 
     async def _run_process(self, version: VersionId) -> tuple[bool, str, tuple[tuple[str, float], ...]]:
         """Return (whether it succeeded, why not, its numbers)."""
@@ -246,4 +247,4 @@ def read_numbers(line: str) -> tuple[tuple[str, float], ...]:
     if not isinstance(told, dict):
         return ()
     named = [(k[:NAME_CHARS], v) for k, v in told.items() if isinstance(v, int | float) and not isinstance(v, bool)]
-    return tuple((name, float(v)) for name, v in named if abs(v) < 1e300 and isfinite(v))[:MOST_NUMBERS]
+    return tuple((name, float(v)) for name, v in named if abs(v) < 1e300)[:MOST_NUMBERS]

@@ -201,8 +201,13 @@ def test_what_ended_the_master_is_in_its_journal(copy: Path, monkeypatch: pytest
         raise KeyError("x")
 
     monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, Ticked, broken)
-    path.write_text("\n".join([path.read_text().splitlines()[0], json.dumps(line), ""]))
-    (one,) = replay_journal(path)
+    head = json.loads(path.read_text().splitlines()[0])
+    journal = Journal(copy / "again", "simulated", 9, SEGMENTS, structlog.get_logger())
+    (copy / "again").mkdir()
+    with pytest.raises(KeyError):
+        journal.step_journaled(Coordinator.from_state(codec.decode_value(head["state"])), Ticked(), 1e6)
+    journal.close()
+    (one,) = replay_journal(copy / "again")
     assert "raises KeyError('x')" in one.raised and not one.differs
 
 
@@ -311,6 +316,19 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     lines = list_segments(tmp_path)[0].read_text().splitlines()[1:]
     assert [json.loads(line)[0] for line in lines] == [float(at) for at in range(len(lines))]
     assert 90 <= len(lines) < 500
+
+
+def test_a_state_that_cannot_be_spelled_stops_the_journal_and_not_the_master(tmp_path: Path) -> None:
+    """That is a bug of ours, which is said; nothing is queued for a segment that never begins."""
+    journal = bare(tmp_path)
+    wait_for_writer(journal)
+    with capture_logs() as logs:
+        journal._log = structlog.get_logger()
+        journal.begin_segment(object())
+        journal.record_step(Ticked(), 1.0, [])
+    assert [line["event"] for line in logs] == ["journal stopped; the run goes on without it"]
+    assert not journal.read_status().writing and journal.read_status().waiting == 0
+    journal.close()
 
 
 def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:

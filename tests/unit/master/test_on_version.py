@@ -198,8 +198,8 @@ async def test_a_failure_is_a_row_with_its_reason(make_place: MakePlace, keys: d
     assert place.ledger.find_unprocessed(2) is None
 
 
-async def test_one_that_prints_nothing_has_no_numbers(make_place: MakePlace) -> None:
-    """The log ends with those of another process, which are not its own."""
+async def test_one_that_prints_nothing_has_no_numbers(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log ends with those of another process, which are not its own; one that is full begins anew."""
     place = make_place(command=["true"])
     place.commit()
     place.commit()
@@ -207,7 +207,16 @@ async def test_one_that_prints_nothing_has_no_numbers(make_place: MakePlace) -> 
     log.parent.mkdir()
     log.write_text('{"loss": 1}\n')
     result = await place.run_one()
-    assert (result.ok, result.numbers) == (True, ())
+    assert (result.ok, result.numbers) == (True, ()) and log.stat().st_size
+    monkeypatch.setattr(hooks, "LOG_BYTES", 5)
+    place.commit()
+    place.commit()
+    place.written.clear()
+    processes = place.begin()
+    async with asyncio.timeout(RESULT_S):
+        await place.written.wait()
+    await processes.stop()
+    assert log.stat().st_size == 0 and log.with_name("output.log.1").exists()
 
 
 async def test_one_that_takes_too_long_is_killed(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +243,8 @@ async def test_a_tracker_that_prints_on_and_on_fills_no_disk(tmp_path: Path, mon
     monkeypatch.setattr(hooks, "TRACKER_LOOKS_S", 0.01)
     monkeypatch.setattr(hooks, "TRACKER_LOG_BYTES", 100)
     monkeypatch.setattr(hooks, "TRACKER_PROGRAM", "chatty")
-    (tmp_path / "chatty.py").write_text(f"import os; os.execlp('sh', 'sh', '-c', {CHATTY!r}.format(log='/dev/fd/1'))")
+    script = CHATTY.format(log=tmp_path / "track" / "wandb.log")
+    (tmp_path / "chatty.py").write_text(f"import os; os.execlp('sh', 'sh', '-c', {script!r})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     track = TrackProcesses(tmp_path / "f", TrackSection(wandb="w"), tmp_path, logs.configure_log("master", "r"))
     track.start(pytest.fail)
@@ -320,6 +330,7 @@ def test_versions_are_due_in_their_order(make_place: MakePlace) -> None:
     [
         ('{"a": 1, "b": 2.5}', (("a", 1.0), ("b", 2.5))),
         ('{"a": Infinity, "b": true, "c": "x", "d": null, "e": 1e999}', ()),
+        ('{"a": 1e300, "b": NaN}', ()),
         ("[1, 2]", ()),
         ("done.", ()),
         ("", ()),
