@@ -141,7 +141,7 @@ class ReplicaMerges:
     def _is_flagged(self, score: float, known: LayerStatistics) -> bool:
         if GateName.EDIT not in self._options.gates or self.syncs < self._options.warmup_rounds:
             return False
-        return score > 0.0 and score_layer(score, known, self._options) > self._options.beta
+        return score_layer(score, known, self._options) > self._options.beta
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
