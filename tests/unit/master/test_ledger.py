@@ -19,6 +19,7 @@ from dips.ids import GENESIS, PushId, VersionId
 from dips.master import ledger_history, ledger_rows, schema
 from dips.master.ledger import MEMORY, Ledger
 from dips.master.ledger_chain import ChainedRows
+from dips.master.ledger_history import removed_slaves
 from dips.master.ledger_rows import RowReader, _insert
 from dips.master.restore import MirroredLedger, MirroredTransaction, build_file
 from dips.outer_step import OuterStep, nesterov_step
@@ -26,6 +27,7 @@ from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
 from dips.protocol.records import (
     ClusterEnded,
+    ClusterQuarantined,
     FoldRow,
     IncarnationGiven,
     OutcomeRow,
@@ -33,6 +35,7 @@ from dips.protocol.records import (
     PenaltyRow,
     ProtocolRaised,
     RangesLeased,
+    Rebalanced,
     RolledBack,
     RoundEnded,
     RoundReserved,
@@ -92,6 +95,25 @@ def test_terms_rise(ledger: Ledger) -> None:
     """Every start of a master gets a term above all earlier ones."""
     assert [ledger.start_term() for _ in range(3)] == [1, 2, 3]
     assert ledger.read_state().term == 3
+
+
+def test_whom_an_operator_keeps_out_and_lets_in_again(ledger: Ledger) -> None:
+    """The newest row of a cluster counts, and stands where it was written."""
+    for cluster, reason in (("a", "noise"), ("b", "old data"), ("c", "x"), ("a", "more noise"), ("b", "")):
+        ledger.write_records([ClusterQuarantined(cluster, reason, 1.0)])
+    assert ledger.read_state().quarantined == (("c", "x"), ("a", "more noise"))
+
+
+def test_slaves_that_a_rebalance_took_the_layers_from(ledger: Ledger) -> None:
+    """Each with the version from which on it has none; one that gets some again is no such slave."""
+    ledger.write_records([RoundReserved(1, 1.0), committed(V1, GENESIS, A1)])
+    ledger.write_records([Rebalanced(V1, (("s1", (0, 1, 2)),), (("s1", "e1"),))], 5.0)
+    ledger.write_records([RoundReserved(3, 2.0), committed(V2, V1, A2)])
+    ledger.write_records([Rebalanced(V2, (("s0", (0, 1)), ("s2", (2,))), (("s0", "f0"), ("s2", "f2")))], 6.0)
+    first, second = ledger.read_rebalances()
+    assert (first.version, first.before, first.placement, first.wall) == (V1, ROW.placement, (("s1", (0, 1, 2)),), 5.0)
+    assert (second.version, second.before, second.last_round) == (V2, first.placement, 3)
+    assert removed_slaves([first]) == (("s0", V1),) and removed_slaves([first, second]) == (("s1", V2),)
 
 
 def test_the_story_of_two_versions(ledger: Ledger) -> None:
