@@ -236,7 +236,8 @@ def test_what_is_at_a_limit_of_the_gate_is_not_beyond_it() -> None:
     assert alike.cosine == least_cosine(alike, suspect=False) == LEAST_LEARNING
     assert not is_against(alike)
     story = GateStory(GateName.DIRECTION)
-    assert not story.judge("a", own=None, dot=LEAST_LEARNING, acc_sq=1.0, others=3, usual=0.6).flags
+    passed = story.judge("a", own=None, dot=LEAST_LEARNING, acc_sq=1.0, others=3, usual=0.6)
+    assert passed.accepted and not passed.flags
     assert not story.judge("a", own=0.5, dot=-0.9, acc_sq=1.0, others=3, usual=LEAST_USUAL).accepted
     assert not is_unlike(replace(alike, own=LIKE, usual=1.0)) and is_unlike(replace(alike, own=0.99 * LIKE, usual=1.0))
     assert is_suspect(replace(story.penalty.penalty_row("a"), suspicion=SUSPECT))

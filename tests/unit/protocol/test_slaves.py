@@ -155,6 +155,15 @@ def test_a_slave_that_is_lost_drains_no_more() -> None:
     assert run.view.slaves["s"].state == "draining"
 
 
+def test_all_that_serve_are_drained_beside_one_that_is_lost() -> None:
+    """Nothing is open on that one."""
+    teller = Teller({})
+    teller.ready("all", {})
+    teller.slave_silent("s1", {})
+    assert teller.drain("all", {})[-1] == "operator ← Acknowledged"
+    assert [slave.state for slave in teller.machine.build_view(0.0).slaves.values()] == ["draining", "lost"]
+
+
 def test_heartbeats_are_answered_with_one_list_of_transfers_until_it_changes() -> None:
     """All slaves' answers share it; a push that opens or ends makes another."""
     run = ScriptedRun()
