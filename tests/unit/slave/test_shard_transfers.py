@@ -271,6 +271,7 @@ def test_momentum_is_served_from_the_snapshot_with_digests() -> None:
     prepared = slave.prepare()
     slave.order(Commit(prepared, ()))
     answer = slave.order(OpenPull(reader, prepared, momentum=True))
+    assert slave.shard.versions.held.pins == {reader: prepared}
     theta, momentum = slave.shard.versions.theta(prepared), slave.shard.versions.momentum(prepared)
     assert answer == Pinned(tuple(digest_of(part[i]) for i in theta for part in (theta, momentum)))
     assert {i: a.tobytes() for i, a in slave.flow.pulls[reader].items()} == {
