@@ -194,7 +194,7 @@ def draw_case(seed: int) -> PlannedCase:
     without recompute, offload, dropout, shared parameters, a limit of the norm, a checkpoint, and gears.
     """
     draw = random.Random(seed)
-    schedule = draw.choice([*ScheduleName, ScheduleName.BREADTH_FIRST])
+    schedule = draw.choice([*ScheduleName, *[ScheduleName.BREADTH_FIRST] * 3])  # which has ministages and offload
     sizes = tuple(draw.randint(1, 3) for _ in range(draw.randint(1, 3)))
     if schedule in (ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_H1):
         sizes = (sizes[0],) * len(sizes)
@@ -204,7 +204,7 @@ def draw_case(seed: int) -> PlannedCase:
         "microbatches": draw.randint(max(2, *sizes), 7), "layers": layers, "seed": seed,
         "recompute": draw.random() < 0.5, "dtype": draw.choice([torch.float32, torch.float64]),
         "tied": layers > 4 and draw.random() < 0.5, "dropout": draw.choice([0.0, 0.2]),
-        "offload": schedule is ScheduleName.BREADTH_FIRST and draw.random() < 0.5,
+        "offload": schedule is ScheduleName.BREADTH_FIRST and draw.random() < 0.6,
         "norm": draw.choice([None, 0.05]), "saved": draw.random() < 0.5,
     }  # fmt: skip
     if not rest["offload"] and not rest["dropout"] and draw.random() < 0.5:  # gears draw other random numbers
