@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from dips.errors import DifferentModel, UnavailableMaster
-from dips.ids import PullId, PushId, VersionId
+from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.master.page import recall_rounds
 from dips.outer_step import nesterov_step
 from dips.protocol.effects import Failed, Note, Reply
 from dips.protocol.enums import OutcomeKind, RoundResult, Severity
@@ -14,6 +16,7 @@ from dips.protocol.records import FoldRow, OutcomeRow, RolledBack, RoundEnded, S
 from dips.view.page import curves, memory
 from dips.view.page.curves import CurvePoint
 from dips.view.page.memory import RUN_LANE, PageMemory, SpanBook, SpanKind, describe_note
+from tests.unit.view.test_points import applied
 
 WEST = PushId("west", 1, 3)
 
@@ -87,6 +90,19 @@ def test_a_rollback_takes_points_from_the_curve() -> None:
     assert [p.tokens for p in seen.curves.run.list_points()] == [100] and seen.curves.revision > before
     see(seen, 5.0, version(4, loss=1.0, after=1))
     assert [p.tokens for p in seen.curves.run.list_points()] == [100, 200]
+
+
+def test_a_master_that_starts_again_goes_on_with_the_curve() -> None:
+    """With its ledger's newest rounds, behind the tokens of all before them; one that was skipped made no version."""
+    v3, v4, v5 = (VersionId(n, n) for n in (3, 4, 5))
+    seen, skipped = PageMemory(), replace(applied(v5, v4, None), version=None, parent=None, kind="skipped", folds=())
+    recall_rounds(seen, [applied(v3, VersionId(2, 2), None), applied(v4, v3, None), skipped], v4, 1000)
+    assert [p.tokens for p in seen.curves.run.list_points()] == [900, 1000]
+    see(seen, 5.0, version(6, after=4))
+    assert [p.tokens for p in seen.curves.run.list_points()] == [900, 1000, 1100]
+    new = PageMemory()
+    recall_rounds(new, [applied(VersionId(1, 1), GENESIS, None)], VersionId(1, 1), 100)
+    assert [p.tokens for p in new.curves.run.list_points()] == [100]
 
 
 def test_who_may_not_join_is_kept_once_and_counted() -> None:
