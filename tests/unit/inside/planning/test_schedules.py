@@ -199,6 +199,9 @@ def test_fewer_microbatches_than_devices_are_refused() -> None:
     """A device without a micro-batch would never come to its stage's collectives."""
     with pytest.raises(ConfigError, match="stage 1: expected a micro-batch for each device"):
         SCHEDULES[ScheduleName.GPIPE](Seat(1, 2, ()))
+    for limits in ({"depth": 0}, {"most_held": 0}):
+        with pytest.raises(ConfigError, match="stage 1: expected limits of at least 1"):
+            SCHEDULES[ScheduleName.COMPACT_ZB](Seat(1, 2, (0,), **limits))
 
 
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:
