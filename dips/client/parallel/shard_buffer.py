@@ -366,8 +366,7 @@ def share_memory(
 def _make_pages(nbytes: int) -> tuple[mmap.mmap, int, int, bytes]:
     """Create shared memory; return the mapping, this process's id, the descriptor and the token."""
     descriptor, token = os.memfd_create(NAME), secrets.token_bytes(TOKEN_BYTES)
-    os.ftruncate(descriptor, nbytes + TOKEN_BYTES)
-    os.pwrite(descriptor, token, nbytes)
+    os.pwrite(descriptor, token, nbytes)  # at its end: so the file has its size
     return mmap.mmap(descriptor, nbytes), os.getpid(), descriptor, token
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
+from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, host, lay_out
 from dips.client.parallel.adapter import HeldParameter, TensorBlock, check_devices, is_dtensor
 from dips.client.parallel.rect import Rect
 from dips.client.rank.agent_client import JobCollectives
@@ -238,6 +238,18 @@ def test_a_model_of_16_bits_that_trains_nothing_pushes_what_it_pulled(kind: type
     assert not memory.remainders.restore_state(rounded[1:])
     assert memory.remainders.restore_state(rounded) and memory.remainders.restore_state(None)
     assert pushed(memory) == coarse, "an older checkpoint has none"
+
+
+def test_each_block_that_is_itself_pushed_rounds() -> None:
+    """A gated matrix lies in two blocks on each rank; one whose masters are pushed loses nothing."""
+    coarse, exact = (
+        tuple(TensorBlock(Rect.flat_run(3 * at, 3), torch.zeros(1, 3, dtype=dtype)) for at in range(2))
+        for dtype in (BF16, torch.float32)
+    )
+    for reads, rounds in ((coarse, True), (exact, False)):
+        held = HeldParameter("w", (2, 3), reads, coarse)
+        assert [host._rounds(held, block) for block in coarse] == [rounds] * 2
+    assert not host._rounds(HeldParameter("w", (2, 3), exact, exact), exact[0])
 
 
 def test_a_merge_keeps_the_remainder() -> None:

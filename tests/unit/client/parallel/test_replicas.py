@@ -92,3 +92,21 @@ def test_a_group_shares_if_all_of_it_can(mapped: bytes, sharing: set[int]) -> No
     node = shard_buffer.share_memory(ranks, [(0, 1), (0, 1), (2,)], [], lambda _: 64)  # type: ignore[arg-type]
     assert set(node.shards.group_of) == sharing and node.pages is None
     assert [node.shards.shares(0, (0, k)) for k in range(4)] == [bool(sharing), False, False, bool(sharing)]
+
+
+def test_memory_that_is_mapped_needs_no_descriptor() -> None:
+    """The rank that makes it keeps it open until all have answered, and no longer."""
+
+    class First(SharingRanks):
+        rank, world_size = 0, 2
+
+        def all_gather(self, message: bytes) -> list[bytes]:
+            return [message, *self._said.pop(0)]
+
+    before = os.listdir("/proc/self/fd")
+    node = shard_buffer.share_memory(
+        First([msgspec.msgpack.encode([])], [b""], [b"\1"]), [(0, 1)] * 2, [], lambda _: 64
+    )  # type: ignore[arg-type]
+    assert node.pages is not None and len(node.pages) == 64
+    node.pages.close()
+    assert os.listdir("/proc/self/fd") == before
