@@ -217,8 +217,9 @@ def _map_layer(found: MemoryMap, layer: int, blocks: LayerBlocks, pieces: Mappin
         if key[1] not in shared:
             found.block_at[key], at = at, at + numel
     for number, piece in pieces.items():
-        block = find_block(blocks[piece.param], piece)
-        if piece.param not in shared and block is not None:
+        if piece.param not in shared:
+            block = find_block(blocks[piece.param], piece)
+            assert block is not None
             found.piece_at[number] = found.block_at[layer, piece.param, block[0]] + block[1]
             found.in_block.add(number)
     pieces_end = blocks_end = at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dips.client.parallel.devices import Device
 from dips.client.parallel.plan import LocalRect, Redistribution
@@ -38,3 +39,10 @@ def test_memory_of_a_block_is_used_again() -> None:
     first = exchange._room("out", 1, 8)
     assert exchange._room("out", 1, 8).data_ptr() == exchange._room("out", 1, 3).data_ptr() == first.data_ptr()
     assert exchange._room("in", 1, 8).data_ptr() != first.data_ptr()
+
+
+def test_a_batch_is_as_large_as_a_block_may_be() -> None:
+    """Each message costs a round trip: parts that fill one exactly are one."""
+    exchange = PartExchange(LargeJob(2), Device(), True, transit_items=16, least_block_items=4)  # type: ignore[arg-type]
+    batches = exchange._batches([(torch.zeros(1, 4),)] * 3)
+    assert [sum(view.numel() for (view,) in batch) for batch in batches] == [8, 4]
