@@ -311,7 +311,7 @@ class BreadthFirst(ScheduleMachine):
             if self._count[Op.B][v] < self._total:
                 # In the fixed order where activations are fetched, so that the two that are fetched are the two next.
                 m = self.first_ready(Op.I, v)
-                if m is not None and self.seat.offload and m != self.seat.microbatches[self._count[Op.B][v]]:
+                if self.seat.offload and m != self.seat.microbatches[self._count[Op.B][v]]:
                     m = None
                 return None if m is None else (Op.B, v, m)
         return None

@@ -157,6 +157,16 @@ def test_a_memory_limit_is_kept(held: int) -> None:
     assert max(simulate(chain).peak_bytes.values()) <= held
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_depth_bounds_the_micro_batches_between_forward_and_backward(depth: int) -> None:
+    chain = make_chain(ScheduleName.COMPACT_ZB, [ONE, ONE], [4], 6)
+    between = most = 0
+    for action in simulate(with_depths(chain, [depth, depth])).orders["g0"]:
+        between += (action.op is Op.F) - (action.op is Op.I)
+        most = max(most, between)
+    assert most == depth
+
+
 def test_tuned_depths_are_never_slower_than_the_papers_letter() -> None:
     """The letter (every forward first) is among the depths that are tried; on a fast chain a bound is better."""
     chain = make_chain(ScheduleName.COMPACT_ZB, [ONE, PassSeconds(4, 4, 4), PassSeconds(2, 3, 2)], [0, 4], 6)
