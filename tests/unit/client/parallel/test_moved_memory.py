@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, host, lay_out
 from dips.client.parallel.adapter import HeldParameter, TensorBlock, check_devices, is_dtensor
 from dips.client.parallel.rect import Rect
+from dips.client.parallel.tensors import OptimizerMasters
 from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError
 
@@ -150,6 +151,17 @@ def test_masters_are_pushed_and_pulled_exactly(make: Callable[..., Any], place: 
     optimizer.step()
     (value,) = pushed(memory)
     assert value == pytest.approx(1.0, abs=1e-6)
+
+
+def test_parameters_of_32_bits_have_masters_only_on_the_host() -> None:
+    """Whatever an optimizer keeps beside them; torchao's steps copies there, by a map of its own."""
+    model = nn.Linear(3, 2)
+    optimizer, copy = MasterAdam(model.parameters(), "master_param"), torch.zeros(2, 3)
+    optimizer.step()
+    parameters = list(model.parameters())
+    assert OptimizerMasters(optimizer).find_masters(parameters) == {}
+    optimizer.param_d2h_map = {model.weight: copy}  # type: ignore[attr-defined]
+    assert OptimizerMasters(optimizer).find_masters(parameters) == {model.weight: copy}
 
 
 def test_masters_that_are_made_after_the_first_pull_lose_nothing() -> None:

@@ -139,7 +139,9 @@ def test_one_optimizer_is_followed() -> None:
     assert seen == [1, 2] and watched.follows
     with pytest.raises(ConfigError, match="name the one that steps last"):
         watched.follow_steps(second, lambda: None)
-    for wrong in (SimpleNamespace(), SimpleNamespace(chained_optimizers=[first, second])):
+    circle = SimpleNamespace()
+    circle.optimizer = circle
+    for wrong in (SimpleNamespace(), circle, SimpleNamespace(chained_optimizers=[first, second])):
         with pytest.raises(ConfigError, match="expected one torch optimizer"):
             watched.follow_steps(wrong, lambda: None)
     watched.close()
