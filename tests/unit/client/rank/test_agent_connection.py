@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -481,3 +482,19 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         SecondOfTwo(b"").barrier("OuterLoop.step")
     assert heard == [{"timeout": timedelta(seconds=7), "wait_all_ranks": True}]
+
+
+def test_an_exchange_is_complete_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads what was received waits for nothing more. The group of the loop goes with it, once."""
+    waited, destroyed = list[str](), list[object]()
+    monkeypatch.setattr(dist, "P2POp", lambda function, tensor, rank, group: f"{function.__name__} {rank}")
+    begin = lambda work: [SimpleNamespace(wait=lambda one=one: waited.append(one)) for one in work]  # noqa: E731
+    monkeypatch.setattr(dist, "batch_isend_irecv", begin)
+    monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
+    ranks = SecondOfTwo(b"")
+    ranks.exchange_tensors({0: torch.ones(1)}, {0: torch.zeros(1)})
+    assert waited == ["irecv 0", "isend 0"]
+    group = ranks._group
+    ranks.close()
+    ranks.close()
+    assert destroyed == [group]
