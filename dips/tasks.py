@@ -1,12 +1,13 @@
-"""Background tasks that are not awaited: a failure of one, which is a bug, is reported at once.
+"""Background tasks that are not awaited, whose failure, which is a bug, is reported at once; and a task's alarm clock.
 
-asyncio reports it only when the task is collected, so a daemon would continue without the task's work.
+asyncio reports a failure only when the task is collected, so a daemon would continue without the task's work.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from math import inf
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,3 +24,47 @@ def start_task(work: Coroutine[Any, Any, T], fail: Fail, name: str | None = None
 
     task.add_done_callback(hear_end)
     return task
+
+
+class Alarm:
+    """Wakes the one task that waits for it: as soon as it is rung, or at a time.
+
+    That time moves with nearly every event of a daemon, mostly to later; a timer is made only where it moves to
+    earlier. So a wait may end before its time, and whoever waited looks at the clock again.
+    """
+
+    def __init__(self) -> None:
+        self._rung = False
+        self._waiting: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None  # the next one
+
+    def ring(self) -> None:
+        """End the present wait, or the next one at once."""
+        self._rung = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def wait(self, at_most_s: float) -> None:
+        """Return when it is rung, or in `at_most_s` seconds, or earlier; inf: no time is set."""
+        if not self._rung:
+            loop = asyncio.get_running_loop()
+            until = loop.time() + at_most_s
+            if until < inf and (self._timer is None or until < self._timer.when()):
+                self._stop_timer()
+                self._timer = loop.call_at(until, self._on_time)
+            self._waiting = loop.create_future()
+            try:
+                await self._waiting
+            except asyncio.CancelledError:
+                self._stop_timer()
+                raise
+        self._rung = False
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self.ring()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

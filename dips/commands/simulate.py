@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,9 +19,11 @@ from dips.commands.options import AS_JSON
 from dips.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dips.study.sized_run import SizedReport
+    from dips.study.sized_run import ClusterReport, SizedReport
 
-BUILT_IN = ("table2",)  # scenarios of this package, in dips/templates
+BUILT_IN = ("table2", "month")  # scenarios of this package, in dips/templates
+MOST_SHOWN = 32  # slaves in the table, rows of the picture
+COLORS = {"push": "#1f77b4", "wait": "#bbbbbb", "pull": "#2ca02c", "down": "#d62728"}
 
 
 def simulate(
@@ -28,15 +32,20 @@ def simulate(
     ] = None,
     template: Annotated[bool, typer.Option("--template", help="Print table2, a scenario to begin with.")] = False,
     as_json: AS_JSON = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option("--timeline", metavar="FILE", help="Write when clusters did what: .json, or a picture as .png."),
+    ] = None,
 ) -> None:
     """Simulate a run with its sizes: seconds of transfers, standstill of clusters, idle share and peaks of slaves.
 
     The master, the slaves and the agents decide as in a real run, in virtual time; transfers take what the links give,
     which clusters share fairly at a slave. Rates are given, or fitted to the seconds of a push that was measured.
-    Nothing fails, and nothing is learned: for losses there is `dips study`.
+    Clusters, slaves and the master fail as often as the file says. Nothing is learned: for that there is `dips study`.
 
     table2 is the production run of the Di-PS paper: rates are fitted to the pushes of its Table 2, and its pulls stand
-    beside those simulated.
+    beside those simulated. month is that run for 33 days with the failures of its Table 1, which takes some minutes.
+    More scenarios are in configs/scenarios.
 
     Exit codes: 0 done; 2 no scenario named; 78 it is not usable, or too short for a round.
 
@@ -44,6 +53,7 @@ def simulate(
     Example:
       dips simulate table2
       dips simulate --template > mine.yaml; dips simulate mine.yaml
+      dips simulate month --timeline month.png
     """
     if template:
         print(read_template(f"{BUILT_IN[0]}.yaml"), end="")
@@ -53,11 +63,16 @@ def simulate(
     from dips.study.sized_run import read_scenario, simulate_sizes
 
     report = simulate_sizes(read_scenario(find_scenario(scenario)))
+    if timeline is not None:
+        write_timeline(report, timeline)
     if as_json:
         print(json.dumps(asdict(report)))
         return
-    Console().print(_draw_clusters(report))
+    console = Console()
+    console.print(_draw_clusters(report))
+    console.print(_draw_slaves(report))
     print(describe_slaves(report))
+    print(describe_run(report))
 
 
 def find_scenario(name: str) -> Path:
@@ -70,16 +85,52 @@ def find_scenario(name: str) -> Path:
 
 
 def _draw_clusters(report: SizedReport) -> Table:
-    table = Table(title=f"{report.hours:g} h, {report.versions} versions; seconds", title_justify="left")
-    for column in ("", "pushes", "push", "window and update", "pull", "pull measured", "off", "standstill"):
+    """A row for each kind of cluster: medians of their rounds, means of their shares."""
+    kinds: dict[str, list[ClusterReport]] = {}
+    for cluster in report.clusters:
+        kinds.setdefault(cluster.cluster, []).append(cluster)
+    columns = ["", "pushes", "push", "window and update", "pull", "pull measured", "off", "standstill"]
+    fails = bool(report.failures)
+    title = f"{report.hours:g} h, {report.versions} versions; seconds"
+    table = Table(title=title, title_justify="left")
+    for column in [*columns, *(("down", "steps lost") if fails else ())]:
         table.add_column(column, justify="left" if not column else "right")
-    for c in report.clusters:
-        measured = ("", "") if c.pull_off is None else (f"{c.expected_pull_s:,.1f}", f"{c.pull_off:+.1%}")
+    for name, each in kinds.items():
+        push_s, wait_s, pull_s = (median(getattr(c, key) for c in each) for key in ("push_s", "wait_s", "pull_s"))
+        expected_s = each[0].expected_pull_s
+        measured = ("", "") if expected_s is None else (f"{expected_s:,.1f}", f"{expected_s / pull_s - 1.0:+.1%}")
         table.add_row(
-            c.cluster, str(c.pushes), f"{c.push_s:,.1f}", f"{c.wait_s:,.1f}", f"{c.pull_s:,.1f}", *measured,
-            f"{c.standstill:.1%}",
+            name if len(each) == 1 else f"{name} ×{len(each)}", f"{median(c.pushes for c in each):g}", f"{push_s:,.1f}",
+            f"{wait_s:,.1f}", f"{pull_s:,.1f}", *measured, f"{fmean(c.standstill for c in each):.1%}",
+            *((f"{fmean(c.down for c in each):.1%}", f"{fmean(c.lost for c in each):.1%}") if fails else ()),
         )  # fmt: skip
     return table
+
+
+def _draw_slaves(report: SizedReport) -> Table:
+    """The slaves that are idle the least, the least idle first."""
+    busiest = sorted(report.slaves, key=lambda slave: slave.idle)[:MOST_SHOWN]
+    table = Table(title=f"the busiest of {len(report.slaves)} slaves", title_justify="left")
+    for column in ("", "idle", "works", "receives at the peak", "sends at the peak"):
+        table.add_column(column, justify="left" if not column else "right")
+    for slave in busiest:
+        peaks = (f"{gbit:.2f} Gbit/s" for gbit in (slave.peak_received_gbit, slave.peak_sent_gbit))
+        table.add_row(slave.slave, f"{slave.idle:.1%}", f"{slave.worked:.1%}", *peaks)
+    return table
+
+
+def describe_run(report: SizedReport) -> str:
+    """Return what failed and was up, and the master's share of a core, in sentences."""
+    lines = [
+        f"the master took {report.master_s:,.1f} s of a core here, {report.master_s / 36 / report.hours:.3f} % of one"
+    ]
+    if report.failures:
+        failed = ", ".join(f"{number} of {what}" for what, number in sorted(report.failures.items()))
+        lines += [
+            f"failures: {failed}",
+            f"devices were up for {report.devices_up:.2%} of their time, all servers for {report.servers_up:.3%}",
+        ]
+    return "\n".join(lines)
 
 
 def describe_slaves(report: SizedReport) -> str:
@@ -100,3 +151,46 @@ def describe_slaves(report: SizedReport) -> str:
     if two:
         lines.append(f"rates of pushes and of pulls are not the same, and both are given: {', '.join(two)}")
     return "\n".join(lines)
+
+
+# ---- timeline -------------------------------------------------------------------------------------------------------
+
+
+def write_timeline(report: SizedReport, path: Path) -> None:
+    """Write when each cluster pushed, waited, pulled and was down. Raises ConfigError if it cannot be written.
+
+    A .json has the numbers: `spans` of clusters, and `versions_s`, in seconds; any other file is a picture.
+    """
+    try:
+        if path.suffix == ".json":
+            path.write_text(json.dumps(asdict(report.timeline)))
+        else:
+            _draw_timeline(report, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _draw_timeline(report: SizedReport, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"{path.name} needs matplotlib ({error}): pip install 'di-ps[plot]', or name a .json"
+        ) from error
+    names: Sequence[str] = list(dict.fromkeys(span.cluster for span in report.timeline.spans))[:MOST_SHOWN]
+    figure = Figure(figsize=(13, 1.5 + 0.35 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for row, name in enumerate(names):
+        for phase, color in COLORS.items():
+            spans = [s for s in report.timeline.spans if s.cluster == name and s.phase == phase]
+            axes.broken_barh(
+                [(s.begin_s / 3600, (s.end_s - s.begin_s) / 3600) for s in spans], (row - 0.4, 0.8), facecolors=color
+            )
+    axes.plot([at / 3600 for at in report.timeline.versions_s], [-1] * report.versions, "|", color="black")
+    axes.set_yticks([-1, *range(len(names))], ["versions", *names])
+    axes.invert_yaxis()
+    axes.set_xlabel("hours")
+    for phase, color in COLORS.items():
+        axes.plot([], [], color=color, lw=6, label=phase)
+    axes.legend(fontsize=8, ncol=len(COLORS), loc="upper right")
+    figure.savefig(path, dpi=130)

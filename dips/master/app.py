@@ -333,8 +333,10 @@ class MasterReload:
         runtime: Runtime,
         log: logs.Log,
         wall: Callable[[], float] = time.time,
+        look_s: float = LOOK_S,
     ) -> None:
-        self._guard, self._runtime, self._log, self._wall = guard, runtime, log, wall
+        """`look_s` is between two looks at the certificates of admitted clusters."""
+        self._guard, self._runtime, self._log, self._wall, self._look_s = guard, runtime, log, wall, look_s
         if guard is not None:
             guard.on_refused = self.report_refusal
 
@@ -355,7 +357,7 @@ class MasterReload:
         """Expel clusters until cancelled; any other exception is a bug, after which none would be expelled."""
         while self._guard is not None:
             self._expel_clusters(self._guard)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._look_s)
 
     def _expel_clusters(self, guard: Guard) -> None:
         for cluster, reason in guard.take_expelled():

@@ -54,7 +54,7 @@ from dips.protocol.operator import explain_holdouts
 from dips.protocol.records import Record
 from dips.protocol.slaves import EXIT_STALE
 from dips.protocol.view import RunView
-from dips.tasks import Fail, start_task
+from dips.tasks import Alarm, Fail, start_task
 from dips.telemetry import logs
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
@@ -339,7 +339,7 @@ class Runtime:
         self._core, self._outside, self._clock = core, outside, clock
         self._log, self._timeline, self._journal, self.meters = log, timeline, journal, RoundMeters()
         self._inbox: deque[Callable[[float], None]] = deque()
-        self._arrived = asyncio.Event()
+        self._alarm = Alarm()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._last_req = 0
         self._writing: asyncio.Task[None] | None = None
@@ -428,23 +428,15 @@ class Runtime:
                     self._inbox.popleft()(now)
                 self._core.tick(now)
                 self._carry_out(self._core.take_actions())
-                await self._sleep_until(min(self._core.sleep_until(now), self._clock() + self._left_s()))
+                until = min(self._core.sleep_until(now), self._clock() + self._left_s())
+                await self._alarm.wait(max(0.0, until - self._clock()))
         except Exception as error:  # noqa: BLE001 (whatever it is: the core's state can no longer be trusted)
             self._log.error("the coordinator failed", error=repr(error), exc_info=error)
             self.stop(EXIT_BUG)
 
-    async def _sleep_until(self, when: float) -> None:
-        """Return at `when`, or as soon as something is in the inbox."""
-        try:
-            async with asyncio.timeout(max(0.0, when - self._clock())):
-                await self._arrived.wait()
-        except TimeoutError:
-            pass  # nothing arrived before the deadline
-        self._arrived.clear()
-
     def _put_arrived(self, arrived: Callable[[float], None]) -> None:
         self._inbox.append(arrived)
-        self._arrived.set()
+        self._alarm.ring()
 
     def _new_answer(self) -> tuple[int, asyncio.Future[Any]]:
         if self._code.done():

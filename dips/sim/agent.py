@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
-from dips.client.agent.agent import Agent
+from dips.client.agent.agent import CALLS, Agent
 from dips.client.agent.core import AgentCore
 from dips.client.agent.state import Actions, AgentSettings, AgentState, AskMaster, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
@@ -29,18 +29,19 @@ from dips.slave.ports import F32
 # ---- calls to the master --------------------------------------------------------------------------------------------
 
 
-CALL_S = 2.0  # deadline of a question
-
-
 class SimMasterLink:
     """The calls of an agent or a slave to the master, in the place of `MasterLink` and `SlaveServiceLink`."""
 
-    def __init__(self, network: Network, loop: SimLoop, tls: SimTlsSource, name: str) -> None:
+    def __init__(
+        self, network: Network, loop: SimLoop, tls: SimTlsSource, name: str, question_s: float | None = None
+    ) -> None:
+        """`question_s` is the deadline of an agent's question; None: as shipped, by its kind."""
         self._network, self._loop, self._tls, self._name = network, loop, tls, name
+        self._question_s = question_s
 
     async def ask_master(self, event: object) -> Any:
         """Send a question and return the reply; raises as `call_master` does."""
-        return await self.call_master(event, CALL_S)
+        return await self.call_master(event, self._question_s or CALLS[type(event)][1])
 
     async def call_master(self, message: object, deadline_s: float) -> Any:
         """Send a message and return the reply. Raises UnavailableMaster if none comes in time, or the master's
@@ -206,7 +207,7 @@ class SimAgent:
         log: Any = SimLog(self.loop.fail)
         with self.loop.running():
             tls = SimTlsSource(world.authority, self.name, PeerRole.CLUSTER, self.loop.time)
-            master = SimMasterLink(world.network, self.loop, tls, self.name)
+            master = SimMasterLink(world.network, self.loop, tls, self.name, settings.calls.question_s)
             self.agent = Agent(
                 0.0, self.core, master, cast(Any, self), log, save=self._save_incarnation, start=self.torchrun.launch
             )

@@ -69,6 +69,7 @@ class SimLane:
         self.loop, self.index, self.address = loop, index, f"{host}:{port}"
         self._touched, self._pause, self._turn_s, self._admit = touched, pause, turn_s, admit
         self._handler: Handler | None = None
+        self._reading = False  # whether it passes a frame on
         self._ends: dict[bytes, RankEnd] = {}
         self._sent: list[SimTracker] = []  # of bodies that libzmq may still hold
 
@@ -94,7 +95,8 @@ class SimLane:
         return CHECKSUMS
 
     def wake(self) -> None:
-        self.loop.call_soon(self._take_turn)
+        if not self._reading:  # else a turn follows anyway
+            self.loop.call_soon(self._take_turn)
 
     def stop(self) -> None:
         """End the lane's thread; what other threads do meanwhile is done."""
@@ -143,5 +145,7 @@ class SimLane:
 
     def _on_frame(self, peer: bytes, header: bytes, body: Buffer) -> None:
         assert self._handler is not None
+        self._reading = True
         self._handler.on_message(self.index, peer, [FramePart(header), FramePart(body)])  # type: ignore[list-item]
+        self._reading = False
         self._take_turn()

@@ -13,22 +13,23 @@ import asyncio
 import sys
 from asyncio import events
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from random import Random
+from time import perf_counter
 from typing import Any, TypeVar, TypeVarTuple
 
 from dips.dataclass import dataclass
 from dips.errors import DipsError, StaleTerm
 from dips.protocol.effects import Failed
 from dips.sim.heap import Heap, Timer
-from dips.tasks import start_task
 
 LATE_SHARE = 0.1  # arrivals that find the process waiting for a core
 LATE_S = 0.005  # longest wait for a core
+TASKS_KEPT = 64
 SIGNAL_S = 0.5  # longest time until a process that nothing else wakes finds a signal
 
 T = TypeVar("T")
@@ -36,10 +37,30 @@ _Ts = TypeVarTuple("_Ts")
 WorkTime = Callable[..., float]  # arguments of a function → seconds that a thread spends on it
 
 
+class _Ready(asyncio.Handle):
+    """A callback that is ready, or has arrived. It runs in the context of the world: no process has one of its own."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Callable[..., object], args: Sequence[Any]) -> None:
+        self._callback, self._args, self._cancelled = callback, args, False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+
 class _Due(asyncio.TimerHandle):
     """A planned callback, with its place in the heap."""
 
+    __slots__ = ("timer",)
     timer: Timer
+
+    def __init__(self, when: float, callback: Callable[..., object], args: Sequence[Any]) -> None:
+        self._when, self._callback, self._args, self._cancelled = when, callback, args, False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self.timer.alive = False
 
 
 class SimLoop(asyncio.BaseEventLoop):
@@ -53,8 +74,10 @@ class SimLoop(asyncio.BaseEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._arrived: deque[asyncio.Handle] = deque()  # what becomes ready with the next turn
         self._behind: list[asyncio.Handle] = []  # what becomes ready behind that
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._tasks: list[asyncio.Task[Any]] = []  # of which some are over
+        self._most_tasks = TASKS_KEPT  # then those that are over are forgotten
         self._turning = self._turn_planned = False
+        self.ran_s = 0.0  # real time in which its callbacks ran
         self._error: BaseException | None = None
         self.stopped = False  # by SIGSTOP, or with its machine
         self.dead = False
@@ -65,7 +88,7 @@ class SimLoop(asyncio.BaseEventLoop):
         """Run `callback` in the process: something has arrived from elsewhere, or a thread has ended its work."""
         if self.dead:
             return
-        self._arrived.append(asyncio.Handle(callback, args, self))
+        self._arrived.append(_Ready(callback, args))
         if not (self._turning or self._turn_planned or self.stopped):
             if self._rng.random() < LATE_SHARE:
                 self._plan_turn(LATE_S * self._rng.random())
@@ -76,18 +99,21 @@ class SimLoop(asyncio.BaseEventLoop):
         """Run the handler of a signal beside whatever wakes the process next, before it or behind it."""
         if not self.dead:
             beside = self._arrived if self._rng.random() < 0.5 else self._behind
-            beside.append(asyncio.Handle(self.call_soon, (handler,), self))  # as asyncio's own loop does
+            beside.append(_Ready(self.call_soon, (handler,)))  # as asyncio's own loop does
             self._heap.call_later(SIGNAL_S * self._rng.random(), f"{self.process} finds a signal", self._turn)
 
     def serve_call(self, serve: Callable[[], Awaitable[Any]], answer: Callable[[Any], None]) -> None:
         """Serve a call that has arrived, as gRPC would; `answer` gets the reply, or an error of ours as Failed."""
-        self.deliver(lambda: start_task(self._answer_call(serve, answer), self.fail))
+        self.deliver(lambda: self.create_task(self._answer_call(serve, answer)))
 
     async def _answer_call(self, serve: Callable[[], Awaitable[Any]], answer: Callable[[Any], None]) -> None:
         try:
             reply = await serve()
         except DipsError as error:
             reply = Failed(type(error), str(error))
+        except Exception as error:  # noqa: BLE001 (it ends the simulation)
+            self.fail(error)
+            return
         if not self.dead:
             answer(reply)
 
@@ -104,7 +130,7 @@ class SimLoop(asyncio.BaseEventLoop):
         """End the process as by SIGKILL: what its tasks do as they are cancelled must reach nobody, as it is dead."""
         self._arrived.clear()
         self._behind.clear()
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
         self._run_ready()
         self.dead = True
@@ -141,7 +167,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _run_ready(self) -> None:
         ready, arrived, behind, before = self._ready, self._arrived, self._behind, events._get_running_loop()
-        self._turning = True
+        self._turning, began = True, perf_counter()
         events._set_running_loop(self)
         try:
             while ready or arrived or behind:
@@ -152,10 +178,16 @@ class SimLoop(asyncio.BaseEventLoop):
                     behind.clear()
                 handle = ready.popleft()
                 if not handle._cancelled:
-                    handle._run()
+                    try:
+                        handle._callback(*handle._args)  # type: ignore[attr-defined]
+                    except (KeyboardInterrupt, SystemExit):
+                        raise
+                    except BaseException as error:  # noqa: BLE001 (it ends the simulation; of a killed task, nothing)
+                        self.fail(error)
         finally:
             events._set_running_loop(before)
             self._turning = False
+            self.ran_s += perf_counter() - began
 
     # ---- for asyncio -----------------------------------------------------------------------------------------------
 
@@ -165,7 +197,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_soon(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Ready(callback, args)
         if not self.dead:
             self._ready.append(handle)
             if not (self._turning or self._turn_planned):
@@ -180,7 +212,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        handle = _Due(when, callback, args, self, context)
+        handle = _Due(when, callback, args)
         handle.timer = self._heap.call_at(when, self.process, partial(self._on_due, handle))
         return handle
 
@@ -199,20 +231,16 @@ class SimLoop(asyncio.BaseEventLoop):
             if not self._turn_planned:
                 self._turn()
 
-    def _timer_handle_cancelled(self, handle: _Due) -> None:
-        handle.timer.cancel()
-
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
 
     def create_task(self, coro: Any, *, name: object = None, context: Context | None = None) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context)
-        self._tasks[task] = None
-        task.add_done_callback(self._forget_task)
+        self._tasks.append(task)
+        if len(self._tasks) > self._most_tasks:
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._most_tasks = TASKS_KEPT + 2 * len(self._tasks)
         return task
-
-    def _forget_task(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
 
     def run_in_executor(self, executor: Any, func: Callable[[*_Ts], T], *args: *_Ts) -> asyncio.Future[T]:
         """Run `func` on the threads of this loop, also in the place of a pool of real threads."""

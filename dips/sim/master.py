@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from dips.client.agent.agent import CALLS
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.master.app import MasterReload
-from dips.master.core import Action, MasterCore, PollOptions, WriteRecords
+from dips.master.core import Action, MasterCore, WriteRecords
 from dips.master.runtime import ClusterServicer, MasterOutside, OperatorServicer, Runtime, SlaveServicer
 from dips.protocol import events
 from dips.protocol.coordinator import Coordinator
@@ -37,6 +37,7 @@ from dips.sim.disk import LedgerDisk, SimLedger
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.loop import SimLog, SimLoop
 from dips.sim.network import Network, SimAuthority, SimTlsSource
+from dips.sim.scenario import Scenario
 from dips.tasks import start_task
 from dips.transport.gate import PEM_KEY, Guard
 from dips.wire.generated import slave_pb2
@@ -45,19 +46,18 @@ from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 # ---- calls to slaves ------------------------------------------------------------------------------------------------
 
 
-RESEND_S = 1.5  # after which an order without an answer is sent again under its number
-
-
 class SimCalls:
     """The orders for one slave, in the place of transport/ordered_calls.py: sent until they are answered."""
 
-    def __init__(self, network: Network, loop: SimLoop, slave: str) -> None:
-        self._network, self._loop, self._slave = network, loop, slave
+    def __init__(self, network: Network, loop: SimLoop, slave: str, resend_s: float) -> None:
+        """An order without an answer for `resend_s` is sent again under its number."""
+        self._network, self._loop, self._slave, self._resend_s = network, loop, slave, resend_s
 
     async def ask(self, request: Message, *, needs_listener: bool = False) -> slave_pb2.Answer:
         """Return the reply, however many messages it takes; raise the slave's error."""
-        while (answer := await self._network.ask_host(self._loop, "master", self._slave, request, RESEND_S)) is None:
-            pass
+        answer = None
+        while answer is None:
+            answer = await self._network.ask_host(self._loop, "master", self._slave, request, self._resend_s)
         if isinstance(answer, Failed):
             raise answer.error(answer.message)
         return cast(slave_pb2.Answer, answer)
@@ -72,7 +72,6 @@ class SimCalls:
 Answer = Callable[[Any], None]
 Serve = Callable[[Any, Any], Awaitable[Message]]  # a method of a service
 WRITE_S = 0.02  # duration of a transaction, at most ten times as long
-POLLS = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)  # simulated callers give up earlier
 VERDICTS = frozenset({events.ClusterSilent, events.SlaveSilent, events.TrainerChanged, events.BandwidthMeasured})
 
 # Replies that are no oneof, by the message that they answer.
@@ -129,6 +128,7 @@ class MasterWorld(Protocol):
     trace: Trace
     network: Network
     authority: SimAuthority
+    scenario: Scenario
     options: Options
     manifest: Manifest
 
@@ -181,19 +181,22 @@ class MasterProcess:
         self.ledger.on_written = self._report_records
         state = self.ledger.read_state()
         world, now, timing = self.world, self.world.heap.now, self.world.options.timing
+        calls = world.scenario.calls
         self.trusted = not machine.disk.is_old_copy  # whether its decisions are compared with the reference
         if self.trusted:
             world.monitor.master_restored(state)
         self.coordinator = Coordinator(state, world.manifest, world.options, now)
         judge = Judge.from_state(timing, state, now)
-        self.core = WatchedCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step_watched)
+        self.core = WatchedCore(self.coordinator, judge, timing, now, polls=calls.polls, step=self._step_watched)
         self.core.process = self
         self.alive = True
         self.writing: Sequence[Record] = ()  # the transaction under way, until it is durable
         self.exit: Exit | None = None  # why it ends by itself
         self.loop = SimLoop(world.heap, world.chance.generator_for("master's loop"), "the master", self._write_time)
         outside = MasterOutside(
-            self.ledger, dial=lambda slave, *_: SimCalls(world.network, self.loop, slave), wall=float
+            self.ledger,
+            dial=lambda slave, *_: SimCalls(world.network, self.loop, slave, calls.resend_s),
+            wall=float,
         )
         quiet = SimLog(self.loop.fail)
         self._guard = Guard(SimTlsSource(world.authority, MASTER_NAME, PeerRole.MASTER, self.loop.time))
@@ -201,7 +204,7 @@ class MasterProcess:
             self.runtime = Runtime(
                 self.core, outside, clock=self.loop.time, log=cast(Any, quiet), timeline=cast(Any, quiet)
             )
-            reload = MasterReload(self._guard, self.runtime, cast(Any, quiet), wall=self.loop.time)
+            reload = MasterReload(self._guard, self.runtime, cast(Any, quiet), self.loop.time, calls.look_s)
             start_task(reload.keep_expelling(), self.loop.fail)
         self._methods = _list_methods(self.runtime, self.loop.time)
         self.loop.create_task(self.runtime.run()).add_done_callback(self._on_end)

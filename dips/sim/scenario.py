@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from random import Random
 
 from dips.client.agent.account import Pace
@@ -9,11 +10,18 @@ from dips.client.ipc.messages import RangeGiven
 from dips.codecs import Codec
 from dips.data.steps import Part, StepCutter
 from dips.dataclass import dataclass
+from dips.master.core import PollOptions
 from dips.protocol.data import BegunRange
 from dips.protocol.options import Options
 from dips.sim.sizes import Sizes
+from dips.slave.ports import SlaveTiming
 
-NAMES = "abcdefghijklmnop"  # of clusters
+LETTERS = "abcdefghijklmnop"
+
+
+def name_clusters(count: int) -> tuple[str, ...]:
+    """Return the names of a scenario's clusters: letters, then numbers."""
+    return tuple(LETTERS[i] if i < len(LETTERS) else f"c{i}" for i in range(count))
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,18 @@ class ClusterShape:
     straggles: float = 0.0  # share of its inner steps that take ten times as long
     late: bool = False  # it is not started at the beginning, but by the plan
     restarts: int = 0  # torchrun --max-restarts: restarts of its ranks before its agent learns of a crash
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """How long the callers of a run wait, in seconds."""
+
+    polls: PollOptions  # of the master
+    slave: SlaveTiming
+    rank_s: float  # after which rank 0 asks its agent again, and reports how far a transfer is
+    resend_s: float  # after which an order without an answer is sent again, under its number
+    look_s: float  # between two looks of the master at certificates
+    question_s: float | None = None  # deadline of an agent's question; None: as shipped, by its kind
 
 
 @dataclass(frozen=True)
@@ -64,9 +84,23 @@ class Scenario:
         """Return the least time of a slave's order of this class, or of a load as of Persist."""
         return self.work_s if self.sizes is None else self.sizes.work_s.get(order, 0.0)
 
+    @cached_property
+    def calls(self) -> CallTimes:
+        """The waits of its callers: in a run with sizes those that are shipped, else shorter ones, as rounds are."""
+        heartbeat_s = self.options.timing.heartbeat_s
+        if self.sizes is not None:
+            return CallTimes(PollOptions(), SlaveTiming(heartbeat_s), heartbeat_s, heartbeat_s, heartbeat_s)
+        polls = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)
+        slave = SlaveTiming(heartbeat_s, call_s=2.0, backoff_s=(0.2, 1.6), busy_retry_s=0.3)
+        return CallTimes(polls, slave, rank_s=1.0, resend_s=1.5, look_s=1.0, question_s=2.0)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return name_clusters(len(self.clusters))
+
     @property
     def slowness(self) -> dict[str, float]:
-        return {name: cluster.slowness for name, cluster in zip(NAMES, self.clusters, strict=False)}
+        return {name: cluster.slowness for name, cluster in zip(self.names, self.clusters, strict=True)}
 
 
 # ---- feed ------------------------------------------------------------------------------------------------------------

@@ -14,11 +14,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import field
+from heapq import heapify, heappop, heappush
+from math import inf
+from operator import itemgetter
 
 from dips.dataclass import dataclass
 from dips.sim.heap import Action, Heap, Timer
 
-ARRIVED_S = 1e-6  # a chunk with less left to send has arrived: times are rounded
+ARRIVED_S = 1e-6  # chunks that are due within it arrive together: times are rounded
+LEAST_RATE = 1e-6  # bytes per second, of a flow for which rounded sums leave nothing
 SAMPLE_S = 10.0
 
 
@@ -38,6 +42,7 @@ class Sizes:
     clusters: Mapping[str, SimLinkRate]
     slave: float  # bytes per second of each slave's link, in each direction
     work_s: Mapping[type, float] = field(default_factory=dict)  # least time of a slave's order, by its class
+    settles_s: float = 0.0  # until links are shared anew after a transfer has begun or ended: many do so together
 
 
 Pair = tuple[str, str, bool]  # cluster, slave, and whether it is up to the slave
@@ -48,24 +53,33 @@ def share_fairly(flows: Iterable[Pair], rates: Mapping[Link, float]) -> dict[Pai
     """Return the max-min fair rate of each flow, by progressive filling; `rates` are those of the links.
 
     The link whose equal shares are the least fixes its flows' rates; what they leave on other links is for the rest.
-    Cost: links² + 2 × flows.
+    Cost: (flows + links) × log links: as flows are fixed a link's equal share only rises, so a heap's stale one comes
+    too early and is put back.
     """
-    left = dict(rates)
-    waiting: dict[Link, dict[Pair, None]] = {}
+    waiting: dict[Link, list[Pair]] = {}
     for flow in flows:
         for link in _links_of(flow):
-            waiting.setdefault(link, {})[flow] = None
+            waiting.setdefault(link, []).append(flow)
+    number = {link: len(waits) for link, waits in waiting.items()}  # of flows that are not fixed
+    left = {link: rates[link] for link in waiting}
+    tightest = [(left[link] / count, i, link) for i, (link, count) in enumerate(number.items())]
+    heapify(tightest)
     shares: dict[Pair, float] = {}
-    while waiting:
-        tightest = min(waiting, key=lambda link: left[link] / len(waiting[link]))
-        share = max(0.0, left[tightest] / len(waiting[tightest]))
-        for flow in list(waiting[tightest]):
-            shares[flow] = share
-            for link in _links_of(flow):
-                left[link] -= share
-                del waiting[link][flow]
-                if not waiting[link]:
-                    del waiting[link]
+    while tightest:
+        share, i, link = heappop(tightest)
+        if not number[link]:
+            continue
+        present = left[link] / number[link]
+        if present > share:
+            heappush(tightest, (present, i, link))
+            continue
+        share = max(LEAST_RATE, share)
+        for flow in waiting[link]:
+            if flow not in shares:
+                shares[flow] = share
+                for shared in _links_of(flow):
+                    left[shared] -= share
+                    number[shared] -= 1
     return shares
 
 
@@ -131,16 +145,31 @@ class SlaveUse:
 
 @dataclass(eq=False)
 class MovingChunk:
-    """A chunk on its way: the bytes that are left, and what happens when there are none."""
+    """A chunk on its way or waiting for it: its bytes, and what happens when they have arrived."""
 
     owner: object  # the stream that it belongs to
-    left: float
+    nbytes: float
     what: str
     arrive: Action
 
 
+@dataclass(eq=False)
+class PairFlow:
+    """The chunks that a pair moves, in order, the first of them at the pair's present rate."""
+
+    pair: Pair
+    chunks: deque[MovingChunk]
+    rate: float = 0.0  # bytes per second
+    left: float = 0.0  # bytes of the first chunk when the rate was set
+    due: float = inf  # when it arrives at this rate
+
+
 class SharedLinks:
-    """Moves chunks over the links of clusters and slaves, and keeps account of what each slave did."""
+    """Moves chunks over the links of clusters and slaves, and keeps account of what each slave did.
+
+    Rates change only where a pair begins or ends to move something, and then those of its direction; between such
+    moments each arrival costs its own pair alone.
+    """
 
     def __init__(self, heap: Heap, sizes: Sizes, slaves: Iterable[str]) -> None:
         self._heap, self._sizes = heap, sizes
@@ -148,36 +177,35 @@ class SharedLinks:
         self._rates: dict[Link, float] = {(slave, up): sizes.slave for slave in self.use for up in (True, False)}
         for cluster, rate in sizes.clusters.items():
             self._rates |= {(cluster, True): rate.up, (cluster, False): rate.down}
-        self._queues: dict[Pair, deque[MovingChunk]] = {}  # of pairs that move something, each in order
-        self._shares: dict[Pair, float] = {}  # bytes per second of each, since `_since`
-        self._sums: dict[Link, float] = {(slave, up): 0.0 for slave in self.use for up in (True, False)}
-        self._since = 0.0
-        self._timer: Timer | None = None  # of the next arrival
-        self._planned = False  # whether the shares are computed anew with the present moment's last event
+        self._ways = {up: _Way() for up in (True, False)}
 
     def carry(self, pair: Pair, nbytes: int, owner: object, what: str, arrive: Action) -> None:
         """Move a simulated chunk of `nbytes`, after what this pair has under way; then call `arrive`."""
-        chunk = MovingChunk(owner, nbytes * self._sizes.byte_stands_for, what, arrive)
-        queue = self._queues.get(pair)
-        if queue is not None:
-            queue.append(chunk)
+        chunk, way = MovingChunk(owner, nbytes * self._sizes.byte_stands_for, what, arrive), self._ways[pair[2]]
+        flow = way.flows.get(pair)
+        if flow is not None:
+            flow.chunks.append(chunk)
             return
-        self._queues[pair] = deque([chunk])
+        way.flows[pair] = PairFlow(pair, deque([chunk]), left=chunk.nbytes)
         self.use[pair[1]].begin(self._heap.now)
-        self._plan_sharing()
+        self._plan_sharing(way)
 
     def drop_chunks(self, pair: Pair, owner: object) -> None:
         """Take a stream's chunks off the links, since its connection is closed; they arrive now, where none waits."""
-        queue = self._queues.get(pair)
-        if queue is None or all(chunk.owner is not owner for chunk in queue):
+        way = self._ways[pair[2]]
+        flow = way.flows.get(pair)
+        if flow is None or all(chunk.owner is not owner for chunk in flow.chunks):
             return
-        self._advance()
-        for chunk in [chunk for chunk in queue if chunk.owner is owner]:
-            queue.remove(chunk)
+        self._advance(way)
+        first = flow.chunks[0]
+        for chunk in [chunk for chunk in flow.chunks if chunk.owner is owner]:
+            flow.chunks.remove(chunk)
             self._heap.call_later(0.0, chunk.what, chunk.arrive)
-        if not queue:
-            self._end_pair(pair)
-        self._plan_sharing()
+        if not flow.chunks:
+            self._end_flow(way, flow)
+        elif flow.chunks[0] is not first:
+            flow.left, flow.due = flow.chunks[0].nbytes, inf  # it stands until links are shared anew
+        self._plan_sharing(way)
 
     def note_work(self, slave: str, order: type, seconds: float) -> None:
         """Note a slave's work, which begins now."""
@@ -186,54 +214,74 @@ class SharedLinks:
         use.begin(self._heap.now)
         self._heap.call_later(seconds, f"{slave} has worked", lambda: use.end(self._heap.now))
 
-    def _plan_sharing(self) -> None:
-        if not self._planned:  # once for all chunks that begin or end now
-            self._planned = True
-            self._heap.call_later(0.0, "links are shared", self._share_links)
+    def _plan_sharing(self, way: _Way) -> None:
+        if not way.planned:  # once for all chunks that begin or end until then
+            way.planned = True
+            self._heap.call_later(self._sizes.settles_s, "links are shared", lambda: self._share_links(way))
 
-    def _share_links(self) -> None:
-        self._planned = False
-        self._advance()
-        self._shares = share_fairly(self._queues, self._rates)
-        self._sums = dict.fromkeys(self._sums, 0.0)
-        for (_, slave, up), share in self._shares.items():
-            self._sums[slave, up] += share
-        self._plan_arrival()
+    def _share_links(self, way: _Way) -> None:
+        way.planned = False
+        self._advance(way)
+        shares, now = share_fairly(way.flows, self._rates), self._heap.now
+        way.sums.clear()
+        for pair, flow in way.flows.items():
+            flow.rate = shares[pair]
+            flow.due = now + max(0.0, flow.left) / flow.rate
+            way.sums[pair[1]] = way.sums.get(pair[1], 0.0) + flow.rate
+        way.arrivals = [(flow.due, number, flow) for number, flow in enumerate(way.flows.values())]
+        heapify(way.arrivals)
+        self._plan_arrival(way)
 
-    def _advance(self) -> None:
-        """Move what the present shares have moved since they were last looked at."""
-        since, now = self._since, self._heap.now
-        self._since = now
+    def _advance(self, way: _Way) -> None:
+        """Move what the present rates have moved since they were set."""
+        since, now = way.since, self._heap.now
+        way.since = now
         if now == since:
             return
-        for pair, share in self._shares.items():
-            if (queue := self._queues.get(pair)) is not None:
-                queue[0].left -= (now - since) * share
-        for (slave, up), rate in self._sums.items():
-            if rate:
-                self.use[slave].links[up].move(since, now, rate)
+        for flow in way.flows.values():
+            if flow.due < inf:
+                flow.left = (flow.due - now) * flow.rate
+        for slave, rate in way.sums.items():
+            self.use[slave].links[way is self._ways[True]].move(since, now, rate)
 
-    def _plan_arrival(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        left_s = [
-            max(0.0, queue[0].left) / self._shares[pair] for pair, queue in self._queues.items() if pair in self._shares
-        ]
-        self._timer = self._heap.call_later(min(left_s), "chunks arrive", self._on_arrival) if left_s else None
+    def _plan_arrival(self, way: _Way) -> None:
+        if way.timer is not None:
+            way.timer.cancel()
+            way.timer = None
+        if way.arrivals:
+            way.timer = self._heap.call_at(way.arrivals[0][0], "chunks arrive", lambda: self._on_arrival(way))
 
-    def _on_arrival(self) -> None:
-        self._advance()
-        for pair, share in self._shares.items():
-            queue = self._queues.get(pair)
-            if queue is not None and queue[0].left <= share * ARRIVED_S:
-                chunk = queue.popleft()
-                self._heap.call_later(0.0, chunk.what, chunk.arrive)
-                if not queue:
-                    self._end_pair(pair)
-                    self._plan_sharing()
-        if not self._planned:
-            self._plan_arrival()
+    def _on_arrival(self, way: _Way) -> None:
+        """Let all chunks arrive that are due, in the order in which their pairs began."""
+        now, arrived = self._heap.now, list[tuple[int, PairFlow]]()
+        while way.arrivals and way.arrivals[0][0] <= now + ARRIVED_S:
+            due, number, flow = heappop(way.arrivals)
+            if due == flow.due:  # else its chunks were dropped
+                arrived.append((number, flow))
+        for number, flow in sorted(arrived, key=itemgetter(0)):
+            chunk = flow.chunks.popleft()
+            self._heap.call_later(0.0, chunk.what, chunk.arrive)
+            if flow.chunks:
+                flow.due += flow.chunks[0].nbytes / flow.rate
+                heappush(way.arrivals, (flow.due, number, flow))
+            else:
+                self._end_flow(way, flow)
+                self._plan_sharing(way)
+        self._plan_arrival(way)
 
-    def _end_pair(self, pair: Pair) -> None:
-        del self._queues[pair]
-        self.use[pair[1]].end(self._heap.now)
+    def _end_flow(self, way: _Way, flow: PairFlow) -> None:
+        del way.flows[flow.pair]
+        flow.due = inf
+        self.use[flow.pair[1]].end(self._heap.now)
+
+
+class _Way:
+    """The flows of one direction, up to the slaves or down from them."""
+
+    def __init__(self) -> None:
+        self.flows: dict[Pair, PairFlow] = {}
+        self.sums: dict[str, float] = {}  # bytes per second at each slave, since `since`
+        self.since = 0.0
+        self.arrivals: list[tuple[float, int, PairFlow]] = []  # a heap: when the first chunk of each flow arrives
+        self.timer: Timer | None = None  # of the next arrival
+        self.planned = False  # whether rates will be computed anew

@@ -41,7 +41,7 @@ from dips.sim.streams import LANE_KEY, DataNetwork
 from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
 from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan, Restored
-from dips.slave.ports import Meters, ReadSnapshot, ShardMethod, ShardWork, SlaveIdentity, SlaveTiming, WorkOnDisk
+from dips.slave.ports import Meters, ReadSnapshot, ShardMethod, ShardWork, SlaveIdentity, WorkOnDisk
 from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.transport.backoff import Backoff
@@ -218,9 +218,6 @@ _OF_REGISTRATION = (ShardMethod.FOLLOW, ShardMethod.END_LOAD)
 
 STOPPING_S = 0.1  # of work that is begun between SIGTERM and the end: its thread has no core at once
 BOOT_S = 0.1  # until a process registers
-CALL_S = 2.0
-BACKOFF_S = (0.2, 1.6)
-BUSY_RETRY_S = 0.3
 TURN_S = 0.5  # the real lane has its turn every 0.05 s, and after each batch of frames
 WORK_BYTES_PER_S = 1000.0
 TRANSIT_CHUNKS = 12  # chunks requested at once: few, so that the pool is exhausted at times
@@ -371,7 +368,7 @@ class SlaveProcess:
         )  # fmt: skip
         self.core = SlaveCore(
             identity,
-            SlaveTiming(world.options.timing.heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
+            settings.calls.slave,
             lambda: thread.standing,
             self.flow.list_transfers,
             self._meters,

@@ -189,7 +189,6 @@ class SimBackgroundTransfer:
 # pushes. torchrun notices a dead rank after a while; until then the others wait.
 
 
-POLL_S = 1.0  # time after which rank 0 repeats a question
 DIVERGED = "its model is not finite"
 Talk = messages.PushWanted | messages.PushMoved | messages.PullWanted | messages.PullMoved
 
@@ -218,7 +217,8 @@ class SimTrainer:
         self._talk: Talk | None = None  # under overlap: the question that the agent has not answered
         self._soon = 1  # inner steps until the transfer in flight is polled again
         self.pull_tries = 0
-        self._step_label = f"inner step of {site.name}"
+        self._rank_s = world.scenario.calls.rank_s
+        self._step_label, self._poll_label = f"inner step of {site.name}", f"{site.name} polls"
         self.alive = True
         self._fiber = Fiber(self._run_training(), self.gate)
 
@@ -377,7 +377,7 @@ class SimTrainer:
         """Wait until the transfer is over, and return the question that reports its result."""
         out.open_all()
         while not out.over:
-            yield out.next_change(POLL_S, f"{self.site.name} polls")
+            yield out.next_change(self._rank_s, self._poll_label)
             self._is_over(out)
         return self._install_result(out)
 
@@ -418,7 +418,7 @@ class SimTrainer:
             answer = self._send_message(question)
             if not isinstance(answer, messages.AskAgain):
                 return answer
-            yield self.agent.next_change(POLL_S)
+            yield self.agent.next_change(self._rank_s)
 
     def _send_message(self, message: messages.Question | messages.Stepped) -> messages.Answer | None:
         answer = self.agent.handle_message(message)

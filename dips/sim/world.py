@@ -27,7 +27,7 @@ from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.master import Answer, MasterProcess, MasterWorld
 from dips.sim.network import Network, ShownCall, SimAuthority
 from dips.sim.observer import Monitor, Observer
-from dips.sim.scenario import NAMES, Scenario, Site
+from dips.sim.scenario import Scenario, Site
 from dips.sim.seeder import SimSeeder
 from dips.sim.sizes import SharedLinks
 from dips.sim.slave import SimMirror, SlaveProcess, SlaveWorld
@@ -88,16 +88,14 @@ class World:
         self.master_sleeps = 0  # how often the master was stopped
         placement = place_layers(self.manifest, slaves)
         self.machines = {name: SlaveMachine(self, name, layers) for name, layers in placement}
-        self.clusters = {
-            name: SimCluster(self, self.make_site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])
-        }
+        self.clusters = {name: SimCluster(self, self.make_site(i)) for i, name in enumerate(scenario.names)}
         row = self._run_row(placement)
         self.master = MasterMachine(self, row)
         self.seeder = None if scenario.seeded else SimSeeder(self, row)
 
     def make_site(self, number: int) -> Site:
         """Return the machines of a cluster of the scenario."""
-        name, shape = NAMES[number], self.scenario.clusters[number]
+        name, shape = self.scenario.names[number], self.scenario.clusters[number]
         rng = self.chance.generator_for(f"cluster/{name}")
         fragments = min(shape.fragments, self.scenario.layers)
         ways = shape.aligned_steps, shape.overlap, shape.restarts, fragments, shape.jitter, shape.straggles

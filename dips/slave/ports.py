@@ -241,6 +241,7 @@ class Standing:
     staged: tuple[PushId, ...]
     pool_used: int
     pool_limit: int
+    serves: bool = False  # whether pushes or pulls are open here, which a list of live ones may lack
 
 
 @dataclass(frozen=True, slots=True)

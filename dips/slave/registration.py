@@ -346,8 +346,11 @@ class Heartbeats:
         return [WriteLog("warning", "master_silent", fields)] if silent else []
 
     def _drop_unlisted(self) -> Actions:
-        """Drop what is not live, apart from heartbeats, since the shard's thread may be busy for minutes."""
-        if self._dropping or self._live is None:
+        """Drop what is not live, apart from heartbeats, since the shard's thread may be busy for minutes.
+
+        Nothing is asked of it where nothing is open; what an order opens meanwhile is compared with the next list.
+        """
+        if self._dropping or self._live is None or not self._standing().serves:
             return []
         answer, self._live, self._dropping = self._live, None, True
         return [ShardWork(ShardMethod.DROP_UNLISTED, (answer,))]

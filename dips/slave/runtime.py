@@ -154,10 +154,13 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
             waiting.set_result(answer)
 
     def _plan_tick(self) -> None:
+        """Have a timer at the core's deadline, or one before it: a deadline that moves to later needs no new one."""
+        due = self.core.next_deadline()
+        if due == inf or (self._timer is not None and self._timer.when() <= due):
+            return
         if self._timer is not None:
             self._timer.cancel()
-        due = self.core.next_deadline()
-        self._timer = self._loop.call_at(due, self._run_tick) if due < inf else None
+        self._timer = self._loop.call_at(due, self._run_tick)
 
     def _run_tick(self) -> None:
         self._timer = None

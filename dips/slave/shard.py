@@ -607,7 +607,8 @@ class Shard:
     def take_standing(self) -> Standing:
         """Return the state of the shard for a heartbeat."""
         held, staged = self.versions, self.transfers.staged_pushes()
-        return Standing(self.sinc, self.term, held.served_version, staged, held.used_bytes, held.limit_bytes)
+        serves = bool(self.transfers.pushes or self.transfers.pulls)
+        return Standing(self.sinc, self.term, held.served_version, staged, held.used_bytes, held.limit_bytes, serves)
 
     def take_reports(self) -> list[Report]:
         """Return the reports for the master since the last call, oldest first."""

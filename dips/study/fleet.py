@@ -11,7 +11,7 @@ import torch
 
 from dips.errors import ConfigError
 from dips.protocol.options import FORBID
-from dips.sim.scenario import NAMES
+from dips.sim.scenario import name_clusters
 from dips.slave.ports import F32
 from dips.study.task import Batch
 
@@ -158,7 +158,7 @@ class Fleet:
     fragments: int = 1
 
     def __post_init__(self) -> None:
-        _require(1 <= len(self.members) <= len(NAMES), "clusters", f"1 to {len(NAMES)} of them", len(self.members))
+        _require(len(self.members) >= 1, "clusters", "at least one", len(self.members))
         _require(self.inner_steps >= 1, "inner_steps", "a whole number, at least 1", self.inner_steps)
         _require(self.pace in PACES, "pace", " or ".join(PACES), self.pace)
         _require(self.fragments >= 1, "fragments", "a whole number, at least 1", self.fragments)
@@ -166,7 +166,7 @@ class Fleet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(NAMES[: len(self.members)])
+        return name_clusters(len(self.members))
 
     @property
     def step_rate(self) -> float:

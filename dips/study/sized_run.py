@@ -3,13 +3,17 @@
 The master's decisions, ledger, slaves and agents are those of a real run, in the simulation's time (dips/sim);
 transfers take what the links and whoever shares them give (dips/sim/sizes.py). What is trained is noise, without gates.
 
-Known limits: at most 16 clusters, one worker in each; equal layers, one a slave; links keep their rates; nothing fails.
+Known limits: one worker in each cluster; equal layers, one a slave; links keep their rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -22,16 +26,20 @@ from dips.config.section import PullCodec, Section
 from dips.errors import ConfigError
 from dips.ids import PullId, PushId
 from dips.protocol.clusters import MAX_RANGES_ASKED
-from dips.protocol.effects import Apply, Note, Persist
+from dips.protocol.effects import Apply, Note, Outcome, Persist
 from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
 from dips.sim.agent import SimAgent
+from dips.sim.master import MasterProcess
 from dips.sim.observer import Observer
-from dips.sim.scenario import NAMES, ClusterShape, Scenario
+from dips.sim.scenario import ClusterShape, Scenario, name_clusters
 from dips.sim.sizes import SimLinkRate, Sizes, SlaveUse, share_fairly
+from dips.sim.work import Frozen
 from dips.sim.world import World
 
 GBIT_BYTES = 1.25e8
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0)]
 
 # ---- the file -------------------------------------------------------------------------------------------------------
 
@@ -40,8 +48,13 @@ class SimulatedClusters(Section):
     """One cluster, or several that are alike."""
 
     name: Annotated[str, Field(min_length=1)]
-    number: Annotated[int, Field(gt=0)] = 1
+    number: Annotated[int, Field(gt=0, le=10_000)] = 1
+    devices: Annotated[int, Field(gt=0)] = 1  # of each: a cluster's hours count by its devices
     step_s: Positive  # of an inner step
+    joins: Share = 0.0  # share of the run at which they join
+    leaves: Share = 1.0
+    failures: Count = 0  # of all of them together, while they take part
+    repair_h: Positive = 1.0  # mean hours until a cluster that failed as a whole is started again
     up_gbit: Positive | None = None  # of its link to the slaves; null: fitted to push_s
     down_gbit: Positive | None = None  # null: fitted to pull_s, or as up
     push_s: Positive | None = None  # of a push that was measured
@@ -54,6 +67,8 @@ class SimulatedClusters(Section):
             raise ValueError(f"{self.name}: expected up_gbit, the rate of its link, or push_s, to which it is fitted")
         if self.down_gbit is not None and self.pull_s is not None:
             raise ValueError(f"{self.name}: expected down_gbit or pull_s, to which it would be fitted, got both")
+        if self.joins >= self.leaves:
+            raise ValueError(f"{self.name}: expected joins before leaves, got {self.joins:g} and {self.leaves:g}")
         return self
 
     def rate(self, parameters: int) -> SimLinkRate:
@@ -84,25 +99,18 @@ class SimulatedRun(Section):
     aligned: bool = True  # all push together, slow ones after fewer steps
     window_s: Positive | None = None
     heartbeat_s: Positive = 10.0
+    slave_failures: Count = 0
+    master_failures: Count = 0
+    restart_s: Positive = 120.0  # mean time until a slave or master that failed is started again
     codec: Codec = Codec.FP32
     pull_codec: PullCodec = Codec.FP32
     seed: int = 1
-
-    @model_validator(mode="after")
-    def _check(self) -> SimulatedRun:
-        if self.total > len(NAMES):
-            raise ValueError(f"clusters: expected at most {len(NAMES)}, got {self.total}")
-        return self
-
-    @property
-    def total(self) -> int:
-        return sum(cluster.number for cluster in self.clusters)
 
     @property
     def members(self) -> dict[str, SimulatedClusters]:
         """Each cluster by its name in the simulation."""
         kinds = [cluster for cluster in self.clusters for _ in range(cluster.number)]
-        return dict(zip(NAMES, kinds, strict=False))
+        return dict(zip(name_clusters(len(kinds)), kinds, strict=True))
 
 
 def read_scenario(path: Path) -> SimulatedRun:
@@ -112,9 +120,11 @@ def read_scenario(path: Path) -> SimulatedRun:
 
 # ---- the world ------------------------------------------------------------------------------------------------------
 
-LAYER_ELEMENTS, CHUNK_BYTES = 1024, 1024  # of each slave's one layer: four chunks of fp32, each of whole blocks
+LAYER_ELEMENTS, CHUNK_BYTES = 512, 1024  # of each slave's one layer: four chunks of fp32, each of whole blocks
 JITTER = 0.02  # of an inner step
+SETTLES = 1e-3  # of the fastest transfer: until links are shared anew
 LONG_S = 1e6  # deadlines that no transfer or work of a scenario with sizes reaches
+LEAST_STALL_S = 30.0
 STEPS_MARGIN = 2.0  # data ranges over those that the clusters can take: they do not run out
 
 
@@ -122,14 +132,16 @@ def make_scenario(run: SimulatedRun) -> Scenario:
     """Return the scenario of the simulated world."""
     members, lasts_s = run.members, 3600.0 * run.hours
     elements = run.slaves * LAYER_ELEMENTS
+    rates = {name: kind.rate(run.parameters) for name, kind in members.items()}
+    fastest_s = ITEM_BYTES * run.parameters / max(max(rate.up, rate.down) for rate in rates.values())
     sizes = Sizes(
-        run.parameters / elements, {name: kind.rate(run.parameters) for name, kind in members.items()},
-        run.slave_gbit * GBIT_BYTES, {Apply: run.update_s, Persist: run.persist_s},
+        run.parameters / elements, rates, run.slave_gbit * GBIT_BYTES, {Apply: run.update_s, Persist: run.persist_s},
+        settles_s=SETTLES * fastest_s,
     )  # fmt: skip
-    aligned = run.inner_steps if run.aligned else 0
+    aligned, stall_s = run.inner_steps if run.aligned else 0, _stall_s(run)
     timing = TimingOptions(
-        window_s=run.window_s, heartbeat_s=run.heartbeat_s, hang_s=LONG_S, compute_s=LONG_S, transfer_s=LONG_S,
-        least_transfer_s=LONG_S, order_s=max(10.0, run.heartbeat_s),
+        window_s=run.window_s, heartbeat_s=run.heartbeat_s, hang_s=max(120.0, stall_s), compute_s=LONG_S,
+        transfer_s=LONG_S, least_transfer_s=stall_s, order_s=max(10.0, 2.0 * run.heartbeat_s),
     )  # fmt: skip
     ranges = int(STEPS_MARGIN * sum(lasts_s / kind.step_s + run.inner_steps for kind in members.values()))
     options = Options(
@@ -137,13 +149,24 @@ def make_scenario(run: SimulatedRun) -> Scenario:
         ranges_held=ranges,
     )  # fmt: skip
     return Scenario(
-        tuple(ClusterShape(1, kind.step_s, aligned_steps=aligned, jitter=JITTER)
+        tuple(ClusterShape(1, kind.step_s, aligned_steps=aligned, jitter=JITTER, late=kind.joins > 0)
               for kind in members.values()),
         slaves=run.slaves, layers=run.slaves, slots=len(members) + 1, pinned=2, inner_steps=run.inner_steps,
         options=options, lasts_s=lasts_s, parameters=(LAYER_ELEMENTS,),
-        ranges_at_once=min(run.inner_steps, MAX_RANGES_ASKED), stall_s=LONG_S,
+        ranges_at_once=min(run.inner_steps, MAX_RANGES_ASKED), stall_s=stall_s,
         chunk_bytes=CHUNK_BYTES, pull_codec=run.pull_codec, sizes=sizes, run="simulated",
     )  # fmt: skip
+
+
+def _stall_s(run: SimulatedRun) -> float:
+    """Return the silence after which a stream has stalled: beyond that of a chunk at the least share of the links, and
+    of a slave in its outer step.
+    """
+    rates = [kind.rate(run.parameters) for kind in run.clusters]
+    slowest = min(min(rate.up, rate.down) for rate in rates) / run.slaves
+    share = min(slowest, run.slave_gbit * GBIT_BYTES / len(run.members))
+    chunk_bytes = ITEM_BYTES * run.parameters / run.slaves * CHUNK_BYTES / (ITEM_BYTES * LAYER_ELEMENTS)
+    return min(LONG_S, max(LEAST_STALL_S, 2.0 * chunk_bytes / share + run.update_s + run.persist_s))
 
 
 @dataclass
@@ -154,6 +177,17 @@ class PhaseSeconds:
     wait_s: list[float] = field(default_factory=list)
     pull_s: list[float] = field(default_factory=list)  # after a push: not the one with which it joins
     steps: int = 0
+    down_s: float = 0.0  # from a failure to the first inner step after it
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpan:
+    """A phase of a cluster on the timeline, in seconds since the run's begin."""
+
+    cluster: str
+    phase: str
+    begin_s: float
+    end_s: float
 
 
 class PhaseClock(Observer):
@@ -163,10 +197,36 @@ class PhaseClock(Observer):
         self._world = world
         self.phases = {name: PhaseSeconds() for name in names}
         self._began: dict[tuple[str, str], float] = {}  # (cluster, phase) → when it began
-        self.versions = 0
+        self.spans: list[ClusterSpan] = []  # in the order of their ends
+        self.versions: list[float] = []  # when each was made
+        self.master_s = 0.0  # real time in which the masters ran
 
     def note_logged(self, note: Note) -> None:
-        self.versions += note.kind == "version_committed"
+        if note.kind == "version_committed":
+            self.versions.append(self._world.heap.now)
+
+    def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+        frozen.content.clear()  # what a push contained is compared by nobody here, and a month has thousands
+
+    def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
+        self.master_s += process.loop.ran_s
+
+    def at_rest(self) -> None:
+        if self._world.master.process is not None:
+            self.master_s += self._world.master.process.loop.ran_s
+
+    def on_failure(self, cluster: str) -> None:
+        """Begin the time in which a cluster is down; what it was doing has no end."""
+        for phase in ("push", "wait", "pull"):
+            self._began.pop((cluster, phase), None)
+        self._began.setdefault((cluster, "down"), self._world.heap.now)
+
+    def end_downtime(self, cluster: str, at: float) -> None:
+        """End the time in which a cluster is down, if it is."""
+        began = self._began.pop((cluster, "down"), None)
+        if began is not None:
+            self.phases[cluster].down_s += max(0.0, at - began)
+            self.spans.append(ClusterSpan(cluster, "down", began, at))
 
     def push_begun(self, agent: SimAgent, push: PushId) -> None:
         self._begin(agent, "push")
@@ -190,13 +250,101 @@ class PhaseClock(Observer):
 
     def trainer_stepped(self, agent: SimAgent) -> None:
         self.phases[agent.name].steps += 1
+        if (agent.name, "down") in self._began:
+            self.end_downtime(agent.name, self._world.heap.now - agent.site.step_s)
 
     def _begin(self, agent: SimAgent, phase: str) -> None:
         self._began[agent.name, phase] = self._world.heap.now
 
     def _end(self, agent: SimAgent, phase: str) -> float | None:
-        began = self._began.pop((agent.name, phase), None)
-        return None if began is None else self._world.heap.now - began
+        began, now = self._began.pop((agent.name, phase), None), self._world.heap.now
+        if began is None:
+            return None
+        self.spans.append(ClusterSpan(agent.name, phase, began, now))
+        return now - began
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+TRAINER_SHARE = 0.4  # share of a cluster's failures that its agent survives: an assumption, as the paper does not say
+
+
+class Failures(Observer):
+    """Plans who joins, leaves and fails when, at times drawn uniformly: Poisson processes, given their counts."""
+
+    def __init__(self, world: World, run: SimulatedRun, clock: PhaseClock) -> None:
+        self._world, self._run, self._clock = world, run, clock
+        self._rng, self._lasts_s = world.chance.generator_for("failures"), 3600.0 * run.hours
+        self.kinds: Counter[str] = Counter()
+        self._ends_s = {name: kind.leaves * self._lasts_s for name, kind in run.members.items()}
+        self.unserved_s = 0.0  # in which a slave or the master was missing
+        self._unserved_since: float | None = None
+
+    def plan(self, world: World) -> None:
+        """Plan everything with `call_later`."""
+        lasts_s, draw = self._lasts_s, self._rng.random
+        for kind in self._run.clusters:
+            names = [name for name, each in self._run.members.items() if each is kind]
+            for name in names:
+                cluster = world.clusters[name]
+                if kind.joins > 0:
+                    world.call_later(kind.joins * lasts_s, f"{name} joins the run", cluster.start)
+                if kind.leaves < 1:
+                    world.call_later(kind.leaves * lasts_s, f"{name} leaves the run", cluster.leave_run)
+            for _ in range(kind.failures):
+                name, share = self._rng.choice(names), kind.joins + (kind.leaves - kind.joins) * draw()
+                world.call_later(share * lasts_s, f"{name} fails", partial(self._fail_cluster, name, kind))
+        servers = [self._fail_slave] * self._run.slave_failures + [self._fail_master] * self._run.master_failures
+        for fail in servers:
+            world.call_later(lasts_s * draw(), "a server fails", fail)
+
+    def after_event(self) -> None:
+        if self._unserved_since is not None and self._all_serve():
+            self.unserved_s += self._world.heap.now - self._unserved_since
+            self._unserved_since = None
+
+    def at_rest(self) -> None:
+        now = self._world.heap.now
+        if self._unserved_since is not None:
+            self.unserved_s += now - self._unserved_since
+        for name, ends_s in self._ends_s.items():
+            self._clock.end_downtime(name, min(now, ends_s))
+
+    def _all_serve(self) -> bool:
+        machines = self._world.machines.values()
+        return self._world.master.process is not None and all(m.process and m.process.holds for m in machines)
+
+    def _fail_cluster(self, name: str, kind: SimulatedClusters) -> None:
+        cluster, now = self._world.clusters[name], self._world.heap.now
+        if cluster.agent is None:
+            self.kinds["a cluster that was down already"] += 1
+            return
+        self._clock.on_failure(name)
+        if self._rng.random() < TRAINER_SHARE:
+            self.kinds["a rank of a cluster"] += 1
+            cluster.crash_rank(0, 1.0)
+            return
+        self.kinds["a whole cluster"] += 1
+        cluster.crash()
+        repair_s = 3600.0 * kind.repair_h * self._rng.expovariate(1.0)
+        if now + repair_s < self._ends_s[name]:
+            self._world.call_later(repair_s, f"{name} is repaired", cluster.start)
+
+    def _fail_slave(self) -> None:
+        self.kinds["a slave"] += 1
+        machine = self._rng.choice(list(self._world.machines.values()))
+        machine.crash()
+        self._begin_restart(f"{machine.name} starts again", machine.start)
+
+    def _fail_master(self) -> None:
+        self.kinds["the master"] += 1
+        self._world.crash_master()
+        self._begin_restart("the master starts again", self._world.start_master)
+
+    def _begin_restart(self, what: str, start: Callable[[], None]) -> None:
+        if self._unserved_since is None:
+            self._unserved_since = self._world.heap.now
+        self._world.call_later(self._run.restart_s * self._rng.expovariate(1.0), what, start)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -212,7 +360,9 @@ class ClusterReport:
     wait_s: float  # for the window and the outer step
     pull_s: float
     expected_pull_s: float | None
-    standstill: float  # share of the time without inner steps
+    standstill: float  # share of the time without inner steps, of that in which it takes part and is not down
+    down: float  # share of the time in which it takes part
+    lost: float  # share of its inner steps that are in no version
     two_rates: bool  # one for pushes, another for pulls
 
     @property
@@ -240,6 +390,14 @@ class SlaveReport:
 
 
 @dataclass(frozen=True, slots=True)
+class RunTimeline:
+    """When each cluster pushed, waited for the round, pulled and was down, and when each version was made."""
+
+    spans: tuple[ClusterSpan, ...]
+    versions_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SizedReport:
     """The results of a scenario; `at_once`: Gbit/s at a slave while all clusters pull, by rates and as expected."""
 
@@ -249,28 +407,66 @@ class SizedReport:
     slaves: tuple[SlaveReport, ...]
     at_once_gbit: float
     expected_at_once_gbit: float | None
+    failures: dict[str, int]  # by what failed
+    devices_up: float  # share of the devices' time with their clusters' that was not down
+    servers_up: float  # share of the time in which the master and all slaves served
+    master_s: float  # seconds of a core here that the master took for the whole run
+    timeline: RunTimeline = field(repr=False)
 
 
 def simulate_sizes(run: SimulatedRun) -> SizedReport:
     """Play a scenario. Raises ConfigError if it is too short for a round of each cluster."""
     world = World(run.seed, make_scenario(run))
     watch = PhaseClock(world, run.members)
-    world.run([watch])
+    failures = Failures(world, run, watch)
+    with _rare_collections():
+        world.run([watch, failures], failures.plan)
     short = next((run.members[name].name for name, phases in watch.phases.items() if not phases.pull_s), None)
     if short is not None:
         raise ConfigError(f"hours: {run.hours:g} are too short: {short} has not pulled what it pushed")
     shared, lasted_s, rate = world.data.shared, 3600.0 * run.hours, run.slave_gbit * GBIT_BYTES
     assert shared is not None
     slaves = tuple(_report_slave(name, use, rate, lasted_s) for name, use in shared.use.items())
-    clusters = tuple(_report_cluster(run.members[name], phases, lasted_s) for name, phases in watch.phases.items())
-    return SizedReport(run.hours, watch.versions, clusters, slaves, *pull_at_once(run))
+    lost, members = _count_lost(world), run.members
+    clusters = tuple(
+        _report_cluster(members[name], phases, lost[name], lasted_s) for name, phases in watch.phases.items()
+    )
+    active = sum(kind.devices * (kind.leaves - kind.joins) * lasted_s for kind in members.values())
+    down = sum(members[name].devices * phases.down_s for name, phases in watch.phases.items())
+    return SizedReport(
+        run.hours, len(watch.versions), clusters, slaves, *pull_at_once(run), dict(failures.kinds), 1.0 - down / active,
+        1.0 - failures.unserved_s / lasted_s, watch.master_s, RunTimeline(tuple(watch.spans), tuple(watch.versions)),
+    )  # fmt: skip
 
 
-def _report_cluster(kind: SimulatedClusters, phases: PhaseSeconds, lasted_s: float) -> ClusterReport:
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for garbage rarely meanwhile: a world has little of it, and looking takes a fifth of the time."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def _count_lost(world: World) -> Counter[str]:
+    """Return how many inner steps of each cluster will never be in a version."""
+    books = world.books
+    return Counter(work.cluster for work in books.work if work.lost and id(work) not in books.settled)
+
+
+def _report_cluster(kind: SimulatedClusters, phases: PhaseSeconds, lost: int, lasted_s: float) -> ClusterReport:
     seconds = (median(phases.push_s), median(phases.wait_s), median(phases.pull_s))
-    standstill = max(0.0, 1.0 - phases.steps * kind.step_s / lasted_s)
+    active_s = lasted_s * (kind.leaves - kind.joins)
+    standstill = max(0.0, 1.0 - phases.steps * kind.step_s / (active_s - phases.down_s))
     two = kind.pull_s is not None or kind.down_gbit is not None
-    return ClusterReport(kind.name, len(phases.push_s), *seconds, kind.expected_pull_s or kind.pull_s, standstill, two)
+    return ClusterReport(
+        kind.name, len(phases.push_s), *seconds, kind.expected_pull_s or kind.pull_s, standstill,
+        phases.down_s / active_s, lost / max(1, phases.steps), two,
+    )  # fmt: skip
 
 
 def _report_slave(name: str, use: SlaveUse, rate: float, lasted_s: float) -> SlaveReport:

@@ -72,6 +72,7 @@ _REALS = {
 }
 
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
+_CUT_TEXT = frozenset({"reason"})
 _PACKED_TEXT = frozenset({"manifest"})  # travels as packed_manifest.py says, which bounds it
 _LOCAL = frozenset({"req", "rival_heard_s", "wall"})
 _MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2, operator_pb2)
@@ -85,11 +86,14 @@ def to_proto(obj: object) -> Message:
 
 
 def _spell_into(message: Message, obj: object) -> None:
-    for name, spell, _ in _field_plan(cast(Hashable, type(obj))):
-        try:
+    plan, name = _field_plan(cast(Hashable, type(obj))), ""
+    try:
+        for name in plan.plain:
+            setattr(message, name, getattr(obj, name))
+        for name, spell in plan.spelled:
             spell(message, getattr(obj, name))
-        except (TypeError, ValueError) as error:
-            raise LocalProtocolError(f"{type(obj).__name__}.{name} cannot be spelled: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise LocalProtocolError(f"{type(obj).__name__}.{name} cannot be spelled: {error}") from error
 
 
 def from_proto(message: Message, cls: type[T], **extra: Any) -> T:
@@ -97,8 +101,15 @@ def from_proto(message: Message, cls: type[T], **extra: Any) -> T:
 
     Raise RemoteProtocolError if a field is missing, too big, or a name that may not be one.
     """
-    for name, _, read in _field_plan(cast(Hashable, cls)):
+    plan = _field_plan(cast(Hashable, cls))
+    for name, read in plan.read:
         extra[name] = read(message)
+    for name in plan.unbounded:
+        extra[name] = getattr(message, name)
+    for name in plan.integers:
+        value = extra[name] = getattr(message, name)
+        if value > MAX_INTEGER:
+            raise RemoteProtocolError(f"{name}: expected at most {MAX_INTEGER}, got {value}")
     return cls(**extra)
 
 
@@ -122,11 +133,31 @@ _Spell = Callable[[Message, Any], None]
 _Read = Callable[[Message], Any]
 
 
+class _Plan(typing.NamedTuple):
+    """The fields of a dataclass by how they are spelled and read; most are scalars, which take no call of their own."""
+
+    plain: tuple[str, ...]  # spelled as they are
+    spelled: tuple[tuple[str, _Spell], ...]
+    unbounded: tuple[str, ...]  # read as they are
+    integers: tuple[str, ...]
+    read: tuple[tuple[str, _Read], ...]
+
+
+_SCALARS = (int, float, str, bool, bytes)  # bytes are bounded by their message
+
+
 @cache
-def _field_plan(cls: Any) -> tuple[tuple[str, _Spell, _Read], ...]:
+def _field_plan(cls: Any) -> _Plan:
     hints = typing.get_type_hints(cls)
-    fields = [f.name for f in dataclasses.fields(cls) if f.name not in _LOCAL]
-    return tuple((name, *_field_pair(cls, name, hints[name])) for name in fields)
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in _LOCAL}
+    pairs = {name: _field_pair(cls, name, hint) for name, hint in fields.items()}
+    plain = [n for n, hint in fields.items() if hint in _SCALARS and n not in _PACKED_TEXT | _CUT_TEXT]
+    unbounded = [n for n in plain if fields[n] in (bool, bytes)]
+    integers = [n for n in plain if fields[n] is int]
+    return _Plan(
+        tuple(plain), tuple((n, spell) for n, (spell, _) in pairs.items() if n not in plain), tuple(unbounded),
+        tuple(integers), tuple((n, read) for n, (_, read) in pairs.items() if n not in {*unbounded, *integers}),
+    )  # fmt: skip
 
 
 def _field_pair(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
@@ -143,14 +174,14 @@ def _field_pair(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
         return _enum_pair(name, hint)
     if hint is str and name in _PACKED_TEXT:
         return _packed_pair(name)
-    if hint in (int, float, str, bool, bytes):  # bytes are bounded by their message
+    if hint in _SCALARS:
         return _scalar_pair(cls, name, hint)
     raise LocalProtocolError(f"{cls.__name__}.{name}: no spelling for {hint!r}")
 
 
 def _scalar_pair(cls: type, name: str, kind: type) -> tuple[_Spell, _Read]:
     check, get = _leaf_check(cls, name, kind), attrgetter(name)
-    if name == "reason":
+    if name in _CUT_TEXT:
         return lambda message, value: setattr(message, name, value[:MAX_REASON]), lambda message: check(get(message))
     read = get if check is _unbounded else lambda message: check(get(message))
     return lambda message, value: setattr(message, name, value), read
@@ -284,7 +315,7 @@ def _checked_text(name: str, value: str) -> str:
             return ids.check_name(value, name)
         except ConfigError as error:
             raise RemoteProtocolError(str(error)) from error
-    if name == "reason":
+    if name in _CUT_TEXT:
         return make_printable(value[:MAX_REASON])[:MAX_REASON]
     if len(value) > MAX_TEXT:
         raise RemoteProtocolError(f"{name}: expected at most {MAX_TEXT} characters, got {len(value)}")

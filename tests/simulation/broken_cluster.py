@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 from dips.client.agent import membership
@@ -94,23 +93,17 @@ def end_at_a_refusal() -> list[Patch]:
 
 
 def lose_a_cancellation() -> list[Patch]:
-    async def wait_for(event: asyncio.Event, seconds: float | None) -> None:
-        """Wait as `asyncio.wait_for` of Python 3.11 does: whoever is cancelled as the event is set goes on."""
-        waiting = asyncio.ensure_future(event.wait())
-        try:
-            await asyncio.wait({waiting}, timeout=seconds)
-        except asyncio.CancelledError:
-            if not waiting.done():
-                waiting.cancel()
-                raise
-        waiting.cancel()
-
     async def keep_time(self: Agent) -> None:
+        """Wait as `asyncio.wait_for` of Python 3.11 does: whoever is cancelled as its wait ends goes on."""
         while True:
-            self._deadline_moved.clear()
             now = asyncio.get_running_loop().time()
             self.perform_actions(self._core.tick(now))
-            due = self._core.next_deadline()
-            await wait_for(self._deadline_moved, due - now if isfinite(due) else None)
+            waiting = asyncio.ensure_future(self._alarm.wait(max(0.0, self._core.next_deadline() - now)))
+            try:
+                await asyncio.wait({waiting})
+            except asyncio.CancelledError:
+                if not waiting.done():
+                    waiting.cancel()
+                    raise
 
     return [(Agent, "_keep_time", keep_time)]

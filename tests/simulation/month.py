@@ -21,7 +21,7 @@ from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOp
 from dips.sim.agent import SimAgent
 from dips.sim.master import MasterProcess
 from dips.sim.observer import Observer
-from dips.sim.scenario import NAMES, ClusterShape, Scenario
+from dips.sim.scenario import ClusterShape, Scenario, name_clusters
 from dips.sim.work import Frozen
 from dips.sim.world import World
 
@@ -90,8 +90,8 @@ class Month(Observer):
     def __init__(self, days: float, seed: int) -> None:
         self.days, self.seed, self.rng = days, seed, Random(f"month/{seed}")
         self.lasts_s = days * DAY_S
-        names = iter(NAMES)
-        self.members = [self._make_member(next(names), kind) for kind in TABLE_1 for _ in range(kind.clusters)]
+        kinds = [kind for kind in TABLE_1 for _ in range(kind.clusters)]
+        self.members = [self._make_member(*member) for member in zip(name_clusters(len(kinds)), kinds, strict=True)]
         self.kinds: Counter[str] = Counter()  # of failures
         self.notes: Counter[str] = Counter()
         self.outcomes: Counter[tuple[str, str]] = Counter()

@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 
 from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
-from dips.sim.scenario import NAMES, ClusterShape, Scenario
+from dips.sim.scenario import ClusterShape, Scenario, name_clusters
 from dips.sim.world import World
 from tests.simulation.drawn import crowd_of
 from tests.simulation.fairness import QueueInvariant
@@ -18,7 +18,7 @@ from tests.simulation.sabotage import SABOTAGES, sabotaged
 from tests.simulation.trial import Failure, SeedTrial, Trial
 
 FAST, SLOW_STEP_S, LASTS_S = 12, 20.0, 1800.0
-SLOW = NAMES[FAST]
+SLOW = name_clusters(FAST + 1)[FAST]
 MOST = 2.0  # times the mean
 SEEDS = 20
 CROWDS, QUICK_CROWDS = 5, 2

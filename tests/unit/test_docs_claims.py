@@ -30,7 +30,7 @@ from dips.protocol.options import OuterOptions
 from dips.protocol.tunable import TUNABLE
 from dips.slave import app as slave_app
 from dips.study.fleet import FleetCluster
-from dips.study.sized_run import SimulatedClusters
+from dips.study.sized_run import SimulatedClusters, SimulatedRun
 from dips.wire import frame
 from tests.structure import config_keys
 
@@ -128,6 +128,7 @@ def test_keys_of_the_text_exist() -> None:
         - {key.rpartition(".")[2] for key in TUNABLE}
         - {field.name for field in dataclasses.fields(FleetCluster)}
         - set(SimulatedClusters.model_fields)
+        - set(SimulatedRun.model_fields)
     )
 
 

@@ -294,7 +294,7 @@ LOOK_S = 3.0  # aligned ranks ask at least this often: each heartbeat may set or
 LOOK_SHARE = 0.75  # share of the remaining steps after which the ranks ask again
 NEAR = 0.5  # in steps: the step boundary nearest to the due time is taken
 MOST_TIMES = 8  # after this many times its own H an aligned cluster pushes, with or without a meeting
-BELIEVED_S = 30.0  # validity of the master's meeting time; then the cluster uses its own H
+BELIEVED_S = 30.0  # least validity of the master's meeting time; then the cluster uses its own H
 
 
 class Pace:
@@ -312,6 +312,7 @@ class Pace:
         self.first_step_s = 0.0  # trainer's start to the end of its first step: estimate until better known
         self._due: float | None = None  # time of the meeting; None: there is none
         self._set_at = 0.0  # when the meeting was set
+        self._believed_s = BELIEVED_S
 
     @property
     def aligned_steps(self) -> int:
@@ -379,11 +380,11 @@ class Pace:
         """Resume from a checkpoint that was saved `since_push` steps after the last push."""
         self.since_push = since_push
 
-    def set_meeting(self, push_in_s: float, now: float) -> None:
+    def set_meeting(self, push_in_s: float, now: float, believed_s: float = 0.0) -> None:
         """Set the time until an aligned push should begin, as the master plans it; OWN_PACE: the cluster uses its own
-        H.
+        H. It is believed for `believed_s` and at least BELIEVED_S: several heartbeats, however rare they are.
         """
-        self._set_at = now
+        self._set_at, self._believed_s = now, max(BELIEVED_S, believed_s)
         self._due = None if push_in_s == OWN_PACE else now + push_in_s
 
     def look_in(self, now: float) -> int:
@@ -392,7 +393,7 @@ class Pace:
             return self._steps_until(self._since + self._seconds, now)
         if self._aligned is None:
             return max(0, (self._steps or 0) - self.since_push)
-        if self._due is None or now - self._set_at > BELIEVED_S:
+        if self._due is None or now - self._set_at > self._believed_s:
             return self._by_itself(self._aligned)
         if self.since_push >= self._aligned * MOST_TIMES:
             return 0

@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -63,7 +62,7 @@ from dips.protocol.events import (
     RoundAwaited,
 )
 from dips.protocol.heartbeats import MOST_LINES, ClusterHeartbeat, ClusterHeartbeatAnswer
-from dips.tasks import start_task
+from dips.tasks import Alarm, start_task
 from dips.telemetry.logs import Log
 from dips.telemetry.refusals import count_refusal
 from dips.telemetry.timeline import Timeline
@@ -671,7 +670,7 @@ class Agent:
         self._signals = AgentSignals()
         self._tasks = set[asyncio.Task[None]]()
         self._asking: dict[Channel, asyncio.Task[None]] = {}
-        self._deadline_moved = asyncio.Event()
+        self._alarm = Alarm()  # of `_keep_time`
         self._command = CommandRunner(core, self.perform_actions, self._signals, log, start=start)
         self.ranks = RankServer(core, hold_s, self.perform_actions, self._signals, rewrite, log)
 
@@ -758,22 +757,15 @@ class Agent:
         changed.
         """
         self.perform_actions(actions)
-        self._deadline_moved.set()
+        self._alarm.ring()
         self._signals.notify_change()
 
     async def _keep_time(self) -> None:
         """Call the core whenever one of its deadlines is due."""
         while True:
-            self._deadline_moved.clear()
             self.perform_actions(self._core.on_certificate(self._find_problem()))
             self.perform_actions(self._core.tick(_now()))
-            due = self._core.next_deadline()
-            pause_s = due - _now() if isfinite(due) else None
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._deadline_moved.wait()
-            except TimeoutError:
-                pass  # it is due
+            await self._alarm.wait(max(0.0, self._core.next_deadline() - _now()))
 
     async def _leave_run(self) -> None:
         event = self._core.leave_run()

@@ -280,7 +280,7 @@ def on_answer(s: AgentState, inc: int, answer: ClusterHeartbeatAnswer) -> None:
         return
     member.term, member.unreachable_since = answer.term, None
     s.update_progress(answer.progress)
-    s.pace.set_meeting(answer.push_in_s, s.now)
+    s.pace.set_meeting(answer.push_in_s, s.now, answer.lease_s)
     if answer.standing is ClusterStanding.LIVE:
         halt_dropped(s, (answer.push, answer.pull))
     if answer.standing is ClusterStanding.FENCED:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dips.cli import cli
-from dips.commands.simulate import describe_slaves, find_scenario
+from dips.commands.simulate import describe_run, describe_slaves, find_scenario, write_timeline
 from dips.errors import ConfigError
 from dips.sim.heap import Heap
 from dips.sim.sizes import SAMPLE_S, LinkUse, Pair, SharedLinks, SimLinkRate, Sizes, share_fairly
@@ -91,6 +91,8 @@ def test_a_peak_is_a_mean_over_a_sample() -> None:
     assert link.peak == pytest.approx(30.0)
 
 
+ROOT = Path(__file__).parents[3]
+
 # ---- dips simulate --------------------------------------------------------------------------------------------------
 
 SMALL = SimulatedRun.model_validate(
@@ -159,7 +161,9 @@ def test_table_2_is_in_the_rates_of_its_pushes() -> None:
         ({"clusters": [{"name": "a", "step_s": 1}]}, "a: expected up_gbit, the rate of its link, or push_s"),
         ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "down_gbit": 1, "pull_s": 1}]}, "got both"),
         ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": -1}]}, "up_gbit"),
-        ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "number": 17}]}, "at most 16, got 17"),
+        ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "number": 0}]}, "number"),
+        ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "joins": 0.5, "leaves": 0.5}]}, "joins before leaves"),
+        ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "failures": -1}]}, "failures"),
         ({"hours": 0.01}, "too short: east"),
     ],
 )
@@ -189,7 +193,65 @@ def test_the_command_plays_a_file_prints_a_template_and_names_what_it_does_not_k
     as_json = runner.invoke(cli, ["simulate", str(file), "--json"])
     import json
 
-    assert json.loads(as_json.stdout) == json.loads(json.dumps(asdict(simulate_sizes(SMALL))))
+    again = json.loads(json.dumps(asdict(simulate_sizes(SMALL))))
+    assert json.loads(as_json.stdout) == again | {"master_s": json.loads(as_json.stdout)["master_s"]}
     assert runner.invoke(cli, ["simulate"]).exit_code == 2
-    with pytest.raises(ConfigError, match=r"expected a file, as in table3\.yaml, or one of table2"):
+    with pytest.raises(ConfigError, match=r"expected a file, as in table3\.yaml, or one of table2, month"):
         find_scenario("table3")
+
+
+def test_a_timeline_has_the_rounds_as_numbers_and_as_a_picture(tmp_path: Path) -> None:
+    """Every push has its seconds; what cannot be written is said."""
+    import json
+
+    report = simulate_sizes(SMALL)
+    write_timeline(report, tmp_path / "run.json")
+    told = json.loads((tmp_path / "run.json").read_text())
+    east = [s["end_s"] - s["begin_s"] for s in told["spans"] if s["cluster"] == "a" and s["phase"] == "push"]
+    assert len(east) == report.clusters[0].pushes and east == pytest.approx([64] * len(east), rel=0.02)
+    assert len(told["versions_s"]) == report.versions
+    write_timeline(report, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_timeline(report, tmp_path / "none" / "run.json")
+
+
+def test_whoever_fails_is_down_until_its_next_step_and_others_go_on() -> None:
+    """East fails three times, west never; a slave and the master fail once. West joins late and leaves early."""
+    east, west = SMALL.clusters
+    failing = SMALL.model_copy(
+        update={
+            "hours": 4.0, "slave_failures": 1, "master_failures": 1, "restart_s": 60.0, "clusters": (
+                east.model_copy(update={"failures": 3, "repair_h": 0.2, "devices": 3}),
+                west.model_copy(update={"joins": 0.25, "leaves": 0.75}),
+            ),
+        }
+    )  # fmt: skip
+    report = simulate_sizes(failing)
+    one, other = report.clusters
+    assert sum(report.failures.values()) == 5 and report.failures["a slave"] == report.failures["the master"] == 1
+    assert one.down > 0.0 == other.down and one.pushes > other.pushes > 0
+    assert report.devices_up == pytest.approx(1.0 - 3 * one.down * 4 / (3 * 4 + 2))
+    assert 0.5 < report.servers_up < 1.0 and other.standstill < 0.6
+    down = [span for span in report.timeline.spans if span.phase == "down"]
+    assert sum(span.end_s - span.begin_s for span in down) == pytest.approx(one.down * 4 * 3600)
+    assert "devices were up for" in describe_run(report)
+
+
+def test_more_clusters_than_letters() -> None:
+    """Seventeen: letters end with the sixteenth."""
+    many = SMALL.model_copy(update={"clusters": (SMALL.clusters[0].model_copy(update={"number": 17}),)})
+    report = simulate_sizes(many.model_copy(update={"slave_gbit": 10.0}))
+    assert len(report.clusters) == 17 and min(cluster.pushes for cluster in report.clusters) >= 1
+
+
+@pytest.mark.parametrize("name", ["table2", "month", "configs/scenarios/int8.yaml", "configs/scenarios/thousand.yaml"])
+def test_scenarios_that_come_with_it_are_read(name: str) -> None:
+    """The month's clusters are those of Table 1; the last has a thousand."""
+    run = read_scenario(find_scenario(name) if "/" not in name else ROOT / name)
+    assert len(run.members) == (1000 if "thousand" in name else 9)
+    if name == "month":
+        active = {kind.name: 33 * (kind.leaves - kind.joins) for kind in run.clusters}
+        assert active == pytest.approx({"A": 33, "B": 33, "C": 29.2, "D": 6.0, "E": 27.9}, abs=0.1)
+        assert sum(kind.devices for kind in run.members.values()) == 10_112
+        assert [kind.failures for kind in run.clusters] == [3, 1, 4, 2, 31]

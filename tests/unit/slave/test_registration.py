@@ -46,7 +46,7 @@ class RegistrationRig:
     """A registration and its heartbeats, with a standing that the test sets."""
 
     def __init__(self, timing: SlaveTiming = TIMING) -> None:
-        self.standing = Standing(7, 1, GENESIS, (), 0, 0)
+        self.standing = Standing(7, 1, GENESIS, (), 0, 0, serves=True)
         self.registration = Registration(WHO, timing, Random(1))
         self.heartbeats = Heartbeats(
             WHO, timing, self.registration, lambda: self.standing, tuple, Meters, lambda now: ()
@@ -314,8 +314,22 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     slave.heartbeat(8.0)
     assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, LiveTransfers(1, (), ())), 8.1) == []
     slave.heartbeat(10.0)
-    slave.standing = Standing(8, 1, GENESIS, (), 0, 0)
+    slave.standing = Standing(8, 1, GENESIS, (), 0, 0, serves=True)
     assert slave.heartbeats.on_answer(lists[3], 10.1) == []
+
+
+def test_a_slave_where_nothing_is_open_asks_nothing_of_its_shard() -> None:
+    """What an order opens meanwhile is compared with the list of the next heartbeat."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    slave.standing = Standing(7, 1, GENESIS, (), 0, 0)
+    answer = SlaveHeartbeatAnswer(1, 8.0, False, 1, LiveTransfers(1, (PushId("x", 1, 1),), ()))
+    slave.heartbeat(2.0)
+    assert slave.heartbeats.on_answer(answer, 2.1) == []
+    slave.standing = Standing(7, 1, GENESIS, (), 0, 0, serves=True)
+    slave.heartbeat(4.0)
+    known = SlaveHeartbeatAnswer(1, 8.0, False, 1, None)
+    assert slave.heartbeats.on_answer(known, 4.1) == [drop_unlisted(answer)]
 
 
 def test_a_silent_master_is_told_to_the_log_once_and_so_is_its_return() -> None:

@@ -181,3 +181,13 @@ def test_the_nearest_boundary_and_the_last_moment_of_a_meeting() -> None:
     assert pace.look_in(2.0) == 1
     pace.set_meeting(1000.0, 2.0)
     assert pace.look_in(2.0 + BELIEVED_S) > 0 == pace.look_in(2.1 + BELIEVED_S)
+
+
+def test_a_meeting_is_believed_for_as_long_as_the_agents_lease() -> None:
+    """With heartbeats every 60 s the next word comes after BELIEVED_S: the cluster must not go by itself until then."""
+    pace = Pace(aligned=2)
+    pace.restart_count(0.0)
+    pace.record_step(1.0)
+    pace.record_step(2.0)
+    pace.set_meeting(1000.0, 2.0, believed_s=300.0)
+    assert pace.look_in(302.0) > 0 == pace.look_in(303.0)
