@@ -242,7 +242,8 @@ def _measure_pair(pair: Pair, rank: int, device: torch.device) -> tuple[float, f
     large = torch.zeros(PAYLOAD_MB << 18, dtype=torch.float32, device=device)
     latency = time_work(lambda: there_and_back(small), device) / 2
     seconds = time_work(lambda: there_and_back(large), device) / 2
-    return latency, large.numel() * 4 / max(seconds - latency, 1e-9)
+    # A pause of either host may have made the small message as slow as the large one.
+    return latency, large.numel() * 4 / max(seconds - latency, seconds / 2)
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

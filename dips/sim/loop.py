@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from random import Random
-from time import perf_counter
+from time import thread_time
 from typing import Any, TypeVar, TypeVarTuple
 
 from dips.dataclass import dataclass
@@ -77,7 +77,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._tasks: list[asyncio.Task[Any]] = []  # of which some are over
         self._most_tasks = TASKS_KEPT  # then those that are over are forgotten
         self._turning = self._turn_planned = False
-        self.ran_s = 0.0  # real time in which its callbacks ran
+        self.ran_s = 0.0  # of a real core, by its callbacks
         self._error: BaseException | None = None
         self.stopped = False  # by SIGSTOP, or with its machine
         self.dead = False
@@ -167,7 +167,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _run_ready(self) -> None:
         ready, arrived, behind, before = self._ready, self._arrived, self._behind, events._get_running_loop()
-        self._turning, began = True, perf_counter()
+        self._turning, began = True, thread_time()
         events._set_running_loop(self)
         try:
             while ready or arrived or behind:
@@ -187,7 +187,7 @@ class SimLoop(asyncio.BaseEventLoop):
         finally:
             events._set_running_loop(before)
             self._turning = False
-            self.ran_s += perf_counter() - began
+            self.ran_s += thread_time() - began
 
     # ---- for asyncio -----------------------------------------------------------------------------------------------
 

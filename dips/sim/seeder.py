@@ -61,13 +61,15 @@ class SimSeeder:
         self._world, self._digests = world, row.genesis
         self._rng: Random = world.chance.generator_for("seeder")
         self._lives = 0
+        self._loop: SimLoop | None = None
 
     def start(self) -> None:
         """Start a new process, without the state of the former one."""
         self._lives += 1
         self._process = f"seeder-{self._lives}"
-        self._loop = SimLoop(self._world.heap, self._world.chance.generator_for(f"loop/{self._process}"), OPERATOR)
-        self._loop.deliver(lambda: start_task(self._seed(self._loop), self._loop.fail))
+        rng = self._world.chance.generator_for(f"loop/{self._process}")
+        loop = self._loop = SimLoop(self._world.heap, rng, OPERATOR)
+        loop.deliver(lambda: start_task(self._seed(loop), loop.fail))
 
     async def _seed(self, loop: SimLoop) -> None:
         watch = SeedWatch(lambda rate: None, lambda reason: None)
@@ -82,12 +84,17 @@ class SimSeeder:
                 pass  # the run has begun, or nothing moved
             await asyncio.sleep(IDLE_S)
 
+    def close(self) -> None:
+        """End the process, and its loop with it."""
+        if self._loop is not None:
+            self._loop.kill()
+
     def _draw_death(self) -> None:
         if self._rng.random() < DEATHS:
             self._world.heap.call_later(0.5 * self._rng.random(), "the operator dies", partial(self._die, self._lives))
 
     def _die(self, life: int) -> None:
-        if life == self._lives and not self._loop.dead:
+        if life == self._lives and self._loop is not None and not self._loop.dead:
             self._loop.kill()
             self._world.heap.call_later(DOWN_S * self._rng.random(), "the operator comes back", self.start)
 

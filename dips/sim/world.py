@@ -127,6 +127,8 @@ class World:
                 machine.close()
             for cluster in self.clusters.values():
                 cluster.close()
+            if self.seeder is not None:
+                self.seeder.close()
 
     def _play_events(self) -> None:
         heap, trace, lasts_s = self.heap, self.trace.add_event, self.scenario.lasts_s

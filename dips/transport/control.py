@@ -67,6 +67,12 @@ class RenewingChannel:
     async def wait_for_state_change(self, last: ChannelConnectivity) -> None:
         await self._current_channel().wait_for_state_change(last)
 
+    async def __aenter__(self) -> RenewingChannel:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         for task in self._closing:
             task.cancel()
