@@ -34,7 +34,7 @@ def marks(timeline: Path, kind: str) -> Iterator[dict[str, Any]]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("overlap", "steps", "spoilt", "fragments"),
-    [("none", H, H + 2, 1), ("full", H, H + 2, 1), pytest.param("full", 8, 9, 2, marks=pytest.mark.slow)],
+    [("none", H, H + 2, 1), *(pytest.param("full", *of, marks=pytest.mark.slow) for of in ((H, H + 2, 1), (8, 9, 2)))],
 )
 def test_a_nan_heals(tmp_path: Path, overlap: str, steps: int, spoilt: int, fragments: int) -> None:
     """One NaN in one of two ranks' gradients, in the second round or after the first fragment of the first push has
