@@ -12,10 +12,10 @@ from dips.client.agent.agent import CALLS, Agent
 from dips.client.agent.core import AgentCore
 from dips.client.agent.state import Actions, AgentSettings, AgentState, AskMaster, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
-from dips.errors import Denied, Diverged, StaleIncarnation, UnavailableMaster
+from dips.errors import Denied, Diverged, StaleIncarnation
 from dips.identity.names import PeerRole
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
+from dips.protocol.effects import Finished, Grant, Joined, Outcome
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
 from dips.sim.heap import ChangeSignal, Gate, Wait
 from dips.sim.loop import SimLog, SimLoop
@@ -48,12 +48,7 @@ class SimMasterLink:
         error.
         """
         call = ShownCall(message, self._tls.read_current().cert)
-        answer = await self._network.ask_host(self._loop, self._name, "master", call, deadline_s)
-        if answer is None:
-            raise UnavailableMaster("the master does not answer")
-        if isinstance(answer, Failed):
-            raise answer.error(answer.message)
-        return answer
+        return await self._network.ask_master(self._loop, self._name, call, deadline_s)
 
     send_heartbeat = call_master
 

@@ -18,11 +18,13 @@ from typing import Any, Protocol
 
 from cryptography import x509
 
+from dips.errors import UnavailableMaster
 from dips.identity import certificates
 from dips.identity.certificates import utc_now
 from dips.identity.names import PeerIdentity, PeerRole
 from dips.identity.paths import TlsFiles
 from dips.identity.tls_files import LoadedTls
+from dips.protocol.effects import Failed
 from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.loop import SimLoop
 from dips.transport.tls import TlsSource
@@ -227,6 +229,15 @@ class Network:
 
         self.call_host(sender, receiver, message, deadline_s, partial(loop.deliver, on_answer))
         return answered
+
+    async def ask_master(self, loop: SimLoop, sender: str, message: Any, deadline_s: float) -> Any:
+        """Ask the master and return its reply. Raises UnavailableMaster if none comes, or the master's error."""
+        answer = await self.ask_host(loop, sender, "master", message, deadline_s)
+        if answer is None:
+            raise UnavailableMaster("the master does not answer")
+        if isinstance(answer, Failed):
+            raise answer.error(answer.message)
+        return answer
 
     def _send_message(self, sender: str, receiver: str, what: str, arrive: Callable[[], None]) -> None:
         draw, weather = self._rng.random, self.weather

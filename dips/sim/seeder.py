@@ -15,7 +15,7 @@ from typing import Protocol
 from dips.client.rank.transfer import TransferRate
 from dips.commands.seed_lanes import SeedTransfer, SeedWatch
 from dips.errors import ConfigError, UnavailableMaster, UnavailableSlave
-from dips.protocol.effects import Dropped, Failed, Result, SeedGranted
+from dips.protocol.effects import Dropped, Result, SeedGranted
 from dips.protocol.events import RecoverAsked, SeedAsked
 from dips.protocol.records import RunRow
 from dips.protocol.seeding import SEED_RANKS
@@ -108,13 +108,7 @@ class SimSeedLanes:
         self.seeder, self.keys = seeder, make_keys(seeder, SEED_RANKS)
 
     async def ask_master(self, question: SeedAsked | RecoverAsked) -> Result:
-        answer: Result | Failed | None = await self._world.network.ask_host(
-            self._loop, OPERATOR, "master", question, CALL_S
-        )
-        if answer is None:
-            raise UnavailableMaster("the master does not answer")
-        if isinstance(answer, Failed):
-            raise answer.error(answer.message)
+        answer: Result = await self._world.network.ask_master(self._loop, OPERATOR, question, CALL_S)
         if isinstance(answer, Dropped):
             self._world.monitor.rare_event_occurred("seed_broken")
         return answer
