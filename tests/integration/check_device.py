@@ -22,17 +22,24 @@ from tests.integration.cluster_harness import TORCHRUN
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 LIMIT_S = 150.0  # of one check
-PYTEST = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-m", "torchrun"]
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "torchrun and not slow"]
 SCRIPTS = {  # name: ranks, script, its words
     "layouts": (4, "check_layouts.py", ["plain", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp"]),
     "lazy installs": (2, "check_lazy_install.py", ["plain", "ddp", "fsdp"]),
     "megatron": (4, "check_megatron.py", ["dense"]),
 }
-RUNS = {  # name: a test that plays a run, and the layout of its ranks
-    "a run: FSDP2 beside a plain rank": ("test_constant_model.py", "fsdp"),
-    "a run: DDP beside a plain rank": ("test_constant_model.py", "ddp"),
-    "a run with merges, FSDP2": ("test_overlap.py", "fsdp"),
-    "a run with merges, DDP": ("test_overlap.py", "ddp"),
+RUNS = {  # name: a test that plays a run, the layout of its ranks, and which of its tests, if not all
+    "a run: FSDP2 beside a plain rank": ("test_constant_model.py", "fsdp", ""),
+    "a run: DDP beside a plain rank": ("test_constant_model.py", "ddp", ""),
+    "a run with merges, FSDP2": ("test_overlap.py", "fsdp", ""),
+    "a run with merges, DDP": ("test_overlap.py", "ddp", ""),
+    "EDiT on a mesh": (
+        "test_mesh.py",
+        "",
+        "layer or sgd or nan or by_time or step or checkpoint",
+    ),
+    "planned pipelines": ("test_pipeline.py", "", "gradients or bf16 or whole or dropout or fits or trained or seen"),
+    "offload, by the allocator": ("test_pipeline.py", "", "offload_is or allocator"),
 }
 
 
@@ -51,10 +58,10 @@ def main() -> int:
                 out = Path(made) / name
                 command = [*TORCHRUN, str(ranks), str(HERE / script), str(out), *words, "--device", chosen.device]
                 failed += not check(name, command, {}, out)
-    for name, (file, layout) in RUNS.items():
+    for name, (file, layout, tests) in RUNS.items():
         if chosen.only in name:
             settings = {"DIPS_TEST_DEVICE": chosen.device, "DIPS_TEST_LAYOUT": layout}
-            failed += not check(name, [sys.executable, *PYTEST, str(HERE / file)], settings, None)
+            failed += not check(name, [sys.executable, *PYTEST, str(HERE / file), "-k", tests], settings, None)
     return 1 if failed else 0
 
 

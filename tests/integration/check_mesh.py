@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node N check_mesh.py OUT REPLICAS WHAT...     writes OUT.RANK as JSON
 
-Each WHAT is a function here. Two models of one seed go through the same steps: one synchronises layer by layer in its
-forward, the other all at once between two steps.
+Each WHAT is a function here, on the device of DIPS_TEST_DEVICE. Two models of one seed go through the same steps: one
+synchronises layer by layer in its forward, the other all at once between two steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import torch.distributed.checkpoint as dcp
 from layouts import VOCABULARY, fsdp, full, local, seeded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from benchmarks.accelerator import DEVICE, take_device
 from dips.config import Shared
 from dips.errors import DipsError
 from dips.inside.mesh import MeshLoop
@@ -50,7 +52,7 @@ EDITED = rules(EDIT, "edit")
 
 def tokens_of(rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randint(0, VOCABULARY, (2, 9), generator=generator)
+    return torch.randint(0, VOCABULARY, (2, 9), generator=generator).to(DEVICE)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -61,7 +63,7 @@ class MeshSide:
     """A model on the mesh, its optimizer and its loop."""
 
     def __init__(self, mesh: DeviceMesh, ruled: Shared = EDITED, lr: float | None = None, **options: Any) -> None:
-        self.model = fsdp(seeded(), mesh["shard"])
+        self.model = fsdp(seeded().to(DEVICE), mesh["shard"])
         kind = torch.optim.AdamW if lr is None else torch.optim.SGD
         self.optimizer = kind(self.model.parameters(), lr=1e-2 if lr is None else lr)
         self.loop = MeshLoop(self.model, mesh, self.optimizer, ruled, collective_s=COLLECTIVE_S, **options)
@@ -130,7 +132,11 @@ def compare_sides(mesh: DeviceMesh, *cases: tuple[int, int]) -> dict[str, Any]:
             hurt = spike if mesh.get_local_rank("sync") in whom else lambda _: None
             losses = [side.step(number, hurt) for side in (lazy, whole)]
             pended += lazy.loop._sync.pending
-            anchor = [view.clone() for shard in whole.loop._sync.shards for _, _, view in shard.split(shard.anchor)]
+            anchor = [
+                view.to(DEVICE, copy=True)
+                for shard in whole.loop._sync.shards
+                for _, _, view in shard.split(shard.anchor)
+            ]
             if whole.loop.is_synced() and number >= warm:
                 left_out.append(whole.loop.last_sync.left_out)
                 if len(whom) == mesh.size(0):
@@ -158,7 +164,7 @@ def synchronous(mesh: DeviceMesh) -> dict[str, Any]:
     """τ = 1 and SGD: the model that all ranks' gradients, averaged, would have trained; after a warm-up, too."""
     world, found = dist.get_world_size(), {}
     for name, options in {"outer": {"steps": 1}, "warm-up": {"steps": 8, "warmup_steps": 6}}.items():
-        side, plain = MeshSide(mesh, rules(PLAIN), lr=0.1, **options), seeded()
+        side, plain = MeshSide(mesh, rules(PLAIN), lr=0.1, **options), seeded().to(DEVICE)
         for number in range(6):
             side.step(number)
             plain.zero_grad()
@@ -264,6 +270,40 @@ def saved(mesh: DeviceMesh) -> dict[str, Any]:
     return {**found, "after": replicas_agree(again, mesh), "last": again.loop._merges.syncs}
 
 
+class WideBlock(nn.Module):
+    """A block of 64 MiB, beside whose layer's tensors all else is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4096, 4096, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def allocated(mesh: DeviceMesh) -> dict[str, Any]:
+    """By an accelerator's allocator: bytes that a step with a sync holds beyond one without, in layers."""
+    memory: Any = torch.get_device_module(DEVICE)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(WideBlock() for _ in range(12))).to(DEVICE)
+    for block in model:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loop = MeshLoop(model, mesh, optimizer, EDITED, collective_s=30.0, steps=3)
+    peaks, rows = list[int](), torch.ones(8, 4096, device=DEVICE)
+    for _ in range(7):
+        memory.reset_peak_memory_stats()
+        model(rows).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        peaks.append(memory.max_memory_allocated())
+        loop.step(tokens=8)
+        peaks[-1] = max(peaks[-1], memory.max_memory_allocated())
+    loop.close()
+    return {"layers": [(peak - peaks[1]) / (4 * 4096 * 4096) for peak in peaks]}
+
+
 def refused(mesh: DeviceMesh) -> dict[str, Any]:
     """What is refused, each with one sentence for all ranks."""
     world = dist.get_world_size()
@@ -337,9 +377,10 @@ def a_rank_dies(mesh: DeviceMesh) -> dict[str, Any]:
 
 def main(out: Path, replicas: int, words: list[str]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    take_device(DEVICE, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(dist.get_default_backend_for_device(DEVICE))  # alone: no other for tensors of the host
     mesh = init_device_mesh(
-        "cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("sync", "shard")
+        DEVICE, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("sync", "shard")
     )  # fmt: skip
     found = {word: globals()[word](mesh) for word in words}
     out.with_name(f"{out.name}.{dist.get_rank()}").write_text(json.dumps(found))

@@ -2,7 +2,8 @@
 
 check_pipeline.py OUT WHAT[=COUNT]...     writes OUT as JSON
 
-Each WHAT is a function here. Ranks are forked for each plan from this process, which has imported torch once.
+Each WHAT is a function here, on the device of DIPS_TEST_DEVICE. Ranks are forked for each plan from this process, which
+has imported torch once.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
 from torch import nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from benchmarks.accelerator import DEVICE, take_device
 from benchmarks.pipeline_rank import spell_plan
 from dips.client import OuterLoop
 from dips.client.parallel.adapter import is_dtensor
 from dips.errors import DipsError
 from dips.inside.pipeline import EmulatedDevice, Pipeline, PlanReplaced
+from dips.inside.pipeline.memory import HostCategory
 from dips.inside.pipeline.orders import lower_order, read_pipeline
 from dips.inside.pipeline.parts import _mix_seed
 from dips.inside.pipeline.replan import LOOKS
@@ -115,7 +119,7 @@ class PlannedCase:
         count = sum(self.microbatches)
         rows = torch.randint(
             VOCABULARY, (self.samples * count, LENGTH + 1), generator=torch.Generator().manual_seed(step)
-        )
+        ).to(DEVICE)
         targets = rows[:, 1:].clone()
         targets[::3, 0] = -100
         return rows[:, :-1], targets
@@ -225,7 +229,8 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_pipeline(case: PlannedCase, **options: Any) -> Pipeline:
-    return Pipeline(case.build, case.plan, **{"loss": summed_loss, "collective_s": COLLECTIVE_S, **options})
+    given = {"loss": summed_loss, "collective_s": COLLECTIVE_S, "device": DEVICE, **options}
+    return Pipeline(case.build, case.plan, **given)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -273,7 +278,10 @@ def die() -> None:
 
 def _play_rank(rank: int, count: int, directory: str, play: OfRank, queue: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count)
+    os.environ["LOCAL_WORLD_SIZE"] = str(count)
+    take_device(DEVICE, rank)
+    backend = dist.get_default_backend_for_device(DEVICE)
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=count)
     try:
         told = play(rank)
     except Exception as error:  # noqa: BLE001  # told to the test, which knows what is expected
@@ -296,7 +304,7 @@ class OneProcess:
     def __init__(self, case: PlannedCase) -> None:
         torch.manual_seed(0)
         named, self.grad_norm = list(case.build()), 0.0
-        self.model = nn.Sequential(*(layer for _, layer in named))
+        self.model = nn.Sequential(*(layer for _, layer in named)).to(DEVICE)
         self.case, self.named = (
             case,
             {
@@ -321,7 +329,8 @@ class OneProcess:
 
     def compute(self, batch: tuple[torch.Tensor, torch.Tensor], step: int) -> torch.Tensor:
         """Return the mean loss; with dropout micro-batch by micro-batch, each layer with a seed of its own."""
-        size, total = self.case.samples if self.case.dropout else len(batch[0]), torch.zeros((), dtype=self.case.dtype)
+        size = self.case.samples if self.case.dropout else len(batch[0])
+        total = torch.zeros((), dtype=self.case.dtype, device=DEVICE)
         for number, (x, targets) in enumerate(zip(*(of.split(size) for of in batch), strict=True)):
             for at, layer in enumerate(self.model):
                 torch.manual_seed(_mix_seed(0, step, number, at))
@@ -348,16 +357,26 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def worst_error(pipe: Pipeline, alone: OneProcess, of: Callable[[Any], Any]) -> float:
-    """The largest difference of a parameter's tensor from that of one process, over that one's largest element."""
+    """The largest difference of this rank's share of a parameter's tensor from that of one process, over that one's
+    largest element. Shares that are offloaded lie in host memory.
+    """
     worst = 0.0
     for part in pipe.parts:
         for name, parameter in part.named_parameters():
             wanted, held = of(alone.named[name]), of(parameter)
             if held is None and name in part.tied_names:
                 continue  # the gradient of a copy, which its owner has
-            got = whole(held)
-            worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)))
+            scale = wanted.abs().max().clamp(min=1e-30)
+            if is_dtensor(held):
+                shape, at = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
+                wanted = wanted[tuple(slice(begin, begin + n) for begin, n in zip(at, shape, strict=True))]
+            if wanted.numel():
+                worst = max(worst, float(((local(held).to(DEVICE) - wanted).abs().max() / scale).detach()))
     return worst
+
+
+def fused_adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 
 class KeptGradients(torch.optim.SGD):
@@ -388,7 +407,7 @@ def compare_case(case: PlannedCase, directory: str | None, _: int) -> dict[str, 
         if case.norm is not None:
             losses = max(losses, abs(alone.grad_norm - (pipe.grad_norm or 0.0)))
     losses = max(losses, abs(pipe.evaluate(case.batch(9)) - alone.evaluate(case.batch(9))))
-    stepped = worst_error(pipe, alone, lambda p: p.detach())
+    stepped = worst_error(pipe, alone, lambda p: p)
     assert pipe.tokens == int((case.batch(0)[1] != -100).sum())
     if directory is not None:
         dcp.save(pipe.state_dict(), checkpoint_id=directory)
@@ -406,7 +425,7 @@ def go_on(case: PlannedCase, directory: str, _: int) -> dict[str, float]:
     for step in range(STEPS + 1):
         losses[0] = alone.train(optimizer, case.batch(step), step)
     losses[1] = pipe.step(case.batch(STEPS))
-    stepped = worst_error(pipe, alone, lambda p: p.detach())
+    stepped = worst_error(pipe, alone, lambda p: p)
     pipe.close()
     return {"gradient": 0.0, "stepped": stepped, "loss": abs(losses[1] - losses[0])}
 
@@ -483,13 +502,19 @@ def narrow(_: int) -> list[dict[str, list[float]]]:
     """
 
     def play(case: PlannedCase, _: int) -> tuple[float, int, bool]:
-        sent, send = list[int](), RankStage._send
+        sent, send, begin = list[int](), RankStage._send, RankStage.get_fwd_send_ops
 
         def count(stage: RankStage, *given: Any) -> dist.P2POp:
             sent.append((made := send(stage, *given)).tensor.nbytes)
             return made
 
-        RankStage._send = count  # type: ignore[method-assign]
+        def check(stage: RankStage, chunk: int) -> list[dist.P2POp]:
+            (output,), _ = stage.fwd_cache[chunk]
+            made = begin(stage, chunk)
+            assert output.untyped_storage().nbytes() == output.element_size(), "what was sent is kept"
+            return made
+
+        RankStage._send, RankStage.get_fwd_send_ops = count, check  # type: ignore[method-assign]
         pipe, alone = make_pipeline(case), OneProcess(case)
         computed = set[torch.dtype]()
         for part in pipe.parts:
@@ -606,7 +631,7 @@ def clipped(_: int) -> dict[str, Any]:
             norms.append(abs(float(wanted) - (pipe.grad_norm or 0.0)))
             optimizer.step()
             optimizer.zero_grad()
-        return {"stepped": worst_error(pipe, alone, lambda p: p.detach()), "norm": max(norms)}
+        return {"stepped": worst_error(pipe, alone, lambda p: p), "norm": max(norms)}
 
     found = [of for case in (UNEQUAL, TIED[1]) for of in on_ranks(case.ranks, partial(play, case))]
     assert all(isinstance(of, dict) for of in found), found
@@ -671,7 +696,7 @@ def saved(_: int) -> dict[str, Any]:
             loss, optimizer = pipe.step(UNEQUAL.batch(2)), adamw(alone.model)
             for step in range(3):
                 alone.train(optimizer, UNEQUAL.batch(step), step)
-            return loss, full_parameters(pipe), worst_error(pipe, alone, lambda p: p.detach())
+            return loss, full_parameters(pipe), worst_error(pipe, alone, lambda p: p)
 
         def load(case: PlannedCase, first: int, _: int) -> tuple[float, Named, int]:
             pipe = make_pipeline(replace(case, tied=True), optimizer=adamw, seed=7)
@@ -700,16 +725,19 @@ def saved(_: int) -> dict[str, Any]:
 WIDE, ROWS = 16, 3  # of a micro-batch
 
 
+@dataclass(frozen=True)
 class AccountedCase(PlannedCase):
     """A plan of equal layers, which take and give rows of the same width, and a loss that is a sum of squares."""
 
+    width: int = WIDE
+
     def build(self) -> Iterator[tuple[str, nn.Module]]:
         for i in range(self.layers):
-            yield f"blocks.{i}", nn.Sequential(nn.Linear(WIDE, WIDE, dtype=self.dtype), nn.Tanh())
+            yield f"blocks.{i}", nn.Sequential(nn.Linear(self.width, self.width, dtype=self.dtype), nn.Tanh())
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        count = sum(self.microbatches)
-        inputs = torch.randn(ROWS * count, WIDE, generator=torch.Generator().manual_seed(step), dtype=self.dtype)
+        shape = self.samples * sum(self.microbatches), self.width
+        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=self.dtype).to(DEVICE)
         return inputs, inputs.flip(0)
 
 
@@ -717,41 +745,44 @@ def square_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (output - targets).square().sum()
 
 
-def account_case(ministages: int, offload: bool, recompute: bool, layers: int = 16) -> tuple[AccountedCase, Prediction]:
-    """Plan one and two ranks with sizes of AccountedCase's layers, whose optimizer is AdamW."""
-    parameters, border = 8 * (WIDE + 1) * WIDE, 8 * ROWS * WIDE
-    parts = 2 * ministages
+def account_case(
+    ministages: int, offload: bool, recompute: bool, layers: int = 16, ranks: tuple[int, ...] = (1, 2),
+    width: int = WIDE, rows: int = ROWS, dtype: torch.dtype = torch.float64,
+) -> tuple[AccountedCase, Prediction]:  # fmt: skip
+    """Plan stages of so many ranks with sizes of AccountedCase's layers, whose optimizer is AdamW."""
+    parameters, border = dtype.itemsize * (width + 1) * width, dtype.itemsize * rows * width
+    parts = len(ranks) * ministages
     cuts = [layers * part // parts for part in range(parts + 1)]
 
-    def size_of(part: int, ranks: int) -> PartBytes:
+    def size_of(part: int, sharers: int) -> PartBytes:
         count = cuts[part + 1] - cuts[part]
         # The model's input is counted nowhere. Without recompute each layer keeps what it gave, which the next one
         # takes, and the loss its difference.
         boundary = border * (count - (part == 0))
         kept = boundary if recompute else boundary + border * (1 + (part == parts - 1))
-        share = parameters * count / ranks if ranks > 1 else 0.0
+        share = parameters * count / sharers if sharers > 1 else 0.0
         return PartBytes(
-            parameters * count, parameters * count, share, share, 2 * parameters * count / ranks, kept, boundary
+            parameters * count, parameters * count, share, share, 2 * parameters * count / sharers, kept, boundary
         )
 
-    def stage_of(s: int, ranks: int) -> PipelineStage:
-        sizes = tuple(size_of(v * 2 + s, ranks) for v in range(ministages))
+    def stage_of(s: int, count: int) -> PipelineStage:
+        sizes = tuple(size_of(v * len(ranks) + s, count) for v in range(ministages))
         devices = tuple(
             PipelineDevice(
-                f"s{s}d{i}", tuple(range(i, 6, ranks)), (PassSeconds(1.0, 1.0, 1.0),) * ministages, (), sizes, 1e-9
+                f"s{s}d{i}", tuple(range(i, 6, count)), (PassSeconds(1.0, 1.0, 1.0),) * ministages, (), sizes, 1e-9
             )
-            for i in range(ranks)
+            for i in range(count)
         )
-        collective = (0.001,) * ministages if ranks > 1 else ()
+        collective = (0.001,) * ministages if count > 1 else ()
         return PipelineStage(devices, collective, collective)
 
     pipeline = SimulatedPipeline(
-        ScheduleName.BREADTH_FIRST, (stage_of(0, 1), stage_of(1, 2)), (1.0,) * (parts - 1),
+        ScheduleName.BREADTH_FIRST, tuple(stage_of(s, count) for s, count in enumerate(ranks)), (1.0,) * (parts - 1),
         lambda a, b: Route(0.01, ()), ministages, keep=ministages == 1, offload=offload,
     )  # fmt: skip
     played = simulate(pipeline)
-    plan = spell_plan(pipeline, played, cuts, ROWS, recompute)
-    return AccountedCase(plan, layers, torch.float64, samples=ROWS), played
+    plan = spell_plan(pipeline, played, cuts, rows, recompute)
+    return AccountedCase(plan, layers, dtype, samples=rows, width=width), played
 
 
 def accounted(ministages: int) -> list[dict[str, Any]]:
@@ -770,12 +801,15 @@ def accounted(ministages: int) -> list[dict[str, Any]]:
             optimizer.step()
             optimizer.zero_grad()
         assert not pipe.memory.held[MemoryCategory.GATHERED], "parameters are gathered after a step"
+        shards = pipe._memory._shards
+        in_host = sum(of.nbytes for of in shards._host.values()) if shards is not None else 0
+        assert pipe.memory.held[HostCategory.OFFLOADED] == in_host, "activations are in host memory after a step"
         peaks = {str(category): nbytes for category, nbytes in pipe.memory.peaks.items()}
         peaks["peak"] = pipe.memory.peak_bytes
         with torch.no_grad():
             wanted = float(square_loss(alone.model(inputs), targets)) / targets.numel()
         assert pipe.evaluate((inputs, targets)) == pytest.approx(wanted, rel=1e-10)
-        return peaks, worst_error(pipe, alone, lambda p: p.detach())
+        return peaks, worst_error(pipe, alone, lambda p: p)
 
     found = []
     ways = [(False, True), (True, True), (False, False)]
@@ -791,6 +825,61 @@ def accounted(ministages: int) -> list[dict[str, Any]]:
                     "account": told[0], "plan": {**planned, "peak": played.peak_bytes[device]}, "worst": told[1],
                 }
             )  # fmt: skip
+    return found
+
+
+def allocated(_: int) -> list[dict[str, Any]]:
+    """On an accelerator: the most bytes of a rank by its allocator, by account and by plan; and of the seconds of
+    copies, the share in which a kernel of the computation ran.
+    """
+
+    def play(case: AccountedCase, _: int) -> tuple[int, int, dict[str, float]]:
+        memory: Any = torch.get_device_module(DEVICE)
+        batch = case.batch(0)
+        before = memory.memory_allocated()
+        pipe = make_pipeline(case, optimizer=fused_adamw, loss=square_loss)
+        for _ in range(2):
+            pipe.step(batch)
+        memory.reset_peak_memory_stats()
+        pipe.step(batch)
+        peak = memory.max_memory_allocated() - before
+        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+            pipe.step(batch)
+        return peak, pipe.memory.peak_bytes, overlap_shares(profiler)
+
+    found = []
+    for ministages, offload, recompute in [(1, False, False), (4, False, True), (4, True, True)]:
+        case, played = account_case(
+            ministages, offload, recompute, ranks=(1,), width=4096, rows=4096, dtype=torch.float32
+        )
+        (told,) = on_ranks(1, partial(play, case))
+        assert not isinstance(told, str), told
+        way = {"ministages": ministages, "offload": offload, "recompute": recompute}
+        (planned,) = played.peak_bytes.values()
+        found.append({**way, "allocator": told[0], "account": told[1], "plan": planned, "overlap": told[2]})
+    return found
+
+
+def overlap_shares(profiler: torch.profiler.profile) -> dict[str, float]:
+    """Of the seconds of copies each way, the share in which a kernel ran that was no copy."""
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type is not torch.autograd.DeviceType.CPU
+    ]
+    kernels = sorted((begin, end) for name, begin, end in spans if not name.startswith(("Memcpy", "Memset")))
+    found = {}
+    for way in ("Memcpy HtoD", "Memcpy DtoH"):
+        copies = [(begin, end) for name, begin, end in spans if name.startswith(way) and end - begin > 100.0]  # µs
+        both, reached = 0.0, 0.0
+        for begin, end in copies:
+            reached = begin
+            for of, to in kernels:
+                if to > reached and of < end:
+                    both += min(to, end) - max(of, reached)
+                    reached = min(to, end)
+        total = sum(end - begin for begin, end in copies)
+        found[way] = both / total if total else 0.0
     return found
 
 
@@ -814,7 +903,7 @@ def offloaded(_: int) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 1e-3)
             optimizer.step()
             optimizer.zero_grad()
-        worst = worst_error(pipe, alone, lambda p: p.detach())
+        worst = worst_error(pipe, alone, lambda p: p)
         dcp.save(pipe.state_dict(), checkpoint_id=directory)
         pipe.step(case.batch(2))
         return worst, places(pipe) == before, full_parameters(pipe)

@@ -18,6 +18,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.accelerator import DEVICE
 from benchmarks.adapter import make_chain_of, open_ranks, play_cut
 from benchmarks.namespaces import missing
 from dips.cli import cli
@@ -60,6 +61,7 @@ CHECKS = {
     "seen": "test_a_step_is_seen",
     "too_small": "test_a_device_that_is_too_small_is_told_before_the_first_step",
     "refused": "test_it_is_refused_with_one_sentence_on_all_ranks",
+    **({"allocated": "test_an_allocator_holds_what_the_plan_says"} if DEVICE != "cpu" else {}),
 }
 
 
@@ -147,6 +149,17 @@ def test_offload_is_what_the_plan_says(found: dict[str, Any]) -> None:
     assert len(found["accounted"]) == 3
     for of in found["accounted"]:
         check_account(of)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="it asks the allocator of an accelerator")
+def test_an_allocator_holds_what_the_plan_says(found: dict[str, Any]) -> None:
+    """Its peak is within 10 % of the plan's, and of the account's where copies are on their way that are over in the
+    plan: those of one micro-batch. They run beside computation most of their time.
+    """
+    for of in found["allocated"]:
+        assert of["allocator"] == pytest.approx(of["account"], rel=0.1), found["allocated"]
+        assert of["plan"] <= of["account"] <= of["plan"] * (1.2 if of["offload"] else 1.0), found["allocated"]
+        assert not of["offload"] or min(of["overlap"].values()) > 0.5, found["allocated"]
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -126,7 +126,13 @@ class OffloadedActivations:
         self._kept[key] = KeptActivations([*storages.values()], [storage.nbytes() for storage in storages.values()])
 
     def offload(self, key: MicrobatchOfPart) -> None:
-        """Begin to copy them to host memory."""
+        """Begin to copy them to host memory, and free what was copied before: in the plan its copy is over.
+
+        A host that is ahead of its accelerator does not know that yet; without this nothing would be freed in time.
+        """
+        for earlier, of in self._kept.items():
+            if of.leaving is not None:
+                self._free(earlier, of)
         kept = self._kept[key]
         kept.host = [self._engine.allocate(size) for size in kept.sizes]
         kept.leaving = self._engine.begin(Op.OFFLOAD, [*zip(kept.host, map(_bytes_of, kept.storages), strict=True)])
@@ -222,8 +228,7 @@ class OffloadedShards:
         shards = (number, category)
         if shards not in self._here:
             self._wanted = [one for one in self._wanted if one != shards]
-            for copy, _ in self._leaving.values():
-                self._engine.wait(copy)
+            self._free(list(self._leaving))
             self.advance()
             self._bring(shards)
         if (coming := self._coming.pop(shards, None)) is not None:
@@ -251,11 +256,7 @@ class OffloadedShards:
 
     def advance(self) -> None:
         """Free the device's memory of what has arrived in host memory, and bring what there is room for."""
-        for shards in [one for one, (copy, _) in self._leaving.items() if self._engine.is_done(copy)]:
-            for gone in self._leaving.pop(shards)[1]:
-                if gone.untyped_storage().nbytes() == gone.nbytes:
-                    gone.untyped_storage().resize_(0)
-            self._account.hold(shards[1], shards[0], 0)
+        self._free([one for one, (copy, _) in self._leaving.items() if self._engine.is_done(copy)])
         # One after another: activations, which are needed sooner, wait for one copy of shards at most.
         while self._wanted and all(map(self._engine.is_done, self._coming.values())):
             category = self._wanted[0][1]
@@ -266,10 +267,22 @@ class OffloadedShards:
 
     def finish(self) -> None:
         """Wait until all that leaves is in host memory, as it is between two steps."""
-        for copy, _ in self._leaving.values():
-            self._engine.wait(copy)
+        self._free(list(self._leaving))
         self._engine.synchronize()
         self.advance()
+
+    def _free(self, leaving: Iterable[PartShards]) -> None:
+        """Free the device's memory of what leaves; what is computed from now on finds it in host memory.
+
+        That the copy is over need not be known here: an accelerator's `wait` only orders what comes later behind it.
+        """
+        for shards in leaving:
+            copy, tensors = self._leaving.pop(shards)
+            self._engine.wait(copy)
+            for gone in tensors:
+                if gone.untyped_storage().nbytes() == gone.nbytes:
+                    gone.untyped_storage().resize_(0)
+            self._account.hold(shards[1], shards[0], 0)
 
     def _bring(self, shards: PartShards) -> None:
         pairs = []

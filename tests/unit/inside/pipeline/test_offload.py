@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dips.client.parallel.devices import Device
 from dips.errors import ConfigError
 from dips.inside.pipeline.memory import EmulatedDevice, HostCategory, MemoryAccount, OutOfDeviceMemory, SavedBytes
-from dips.inside.pipeline.offload import CopyEngine, OffloadedActivations, OffloadedShards
+from dips.inside.pipeline.offload import CopyEngine, OffloadedActivations, OffloadedShards, PendingCopy
 from dips.inside.planning.profile import GB, GBIT_BYTES
 from dips.inside.planning.schedules import Op
 from dips.inside.planning.simulate import MemoryCategory
@@ -91,6 +91,23 @@ def test_a_slower_device_sleeps_the_rest() -> None:
 # ---- activations -----------------------------------------------------------------------------------------------------
 
 
+class QueuedCopies(CopyEngine):
+    """Copies as an accelerator has them: `wait` orders what comes later, and none is over before `synchronize`."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self._over, self.waits = False, 0
+
+    def wait(self, copy: PendingCopy) -> None:
+        self.waits += 1
+
+    def is_done(self, copy: PendingCopy) -> bool:
+        return self._over
+
+    def synchronize(self) -> None:
+        self._over = True
+
+
 def test_offloaded_activations_have_no_memory_until_they_are_back() -> None:
     """A graph and other tensors may refer to them all the while: the backward finds the same bits, no version of a
     tensor has changed, and their host memory is used again.
@@ -121,6 +138,27 @@ def test_offloaded_activations_have_no_memory_until_they_are_back() -> None:
     assert sum(map(len, engine._unused.values())) == 1
 
 
+def test_a_host_that_is_ahead_frees_what_left_before() -> None:
+    """When the next copy begins, the one before is over in the plan, if not as far as the host knows: one is leaving at
+    most. What is fetched again before that is freed and brought back, and waited for.
+    """
+    told: list[tuple[int, int]] = []
+    engine, held = QueuedCopies(), [torch.full((2,), float(number)) for number in range(3)]
+    kept = OffloadedActivations(engine, lambda key, away, in_host: told.append((key[1], away)))
+    for number, x in enumerate(held):
+        kept.keep((0, number), [x])
+    for number in range(3):
+        kept.offload((0, number))
+        kept.free_copied()
+        assert [x.untyped_storage().nbytes() for x in held] == [8 * (other >= number) for other in range(3)]
+    assert told == [(0, 0), (0, 8), (1, 0), (1, 8), (2, 0)]
+    for number in (2, 1, 0):
+        kept.arrive((0, number))
+        kept.arrive((0, number))
+    assert [x.tolist() for x in held] == [[number] * 2 for number in range(3)]
+    assert engine.waits == 3 + 6, "for each that was freed, and each time that it is asked for"
+
+
 def test_what_was_not_fetched_is_fetched_for_the_backward() -> None:
     """An order without its FETCH is slow, not wrong; what was never kept is waited for by nobody."""
     kept = OffloadedActivations(CopyEngine(CPU), lambda *_: None)
@@ -130,6 +168,8 @@ def test_what_was_not_fetched_is_fetched_for_the_backward() -> None:
     kept.free_copied()
     kept.arrive((0, 0))
     kept.arrive((1, 0))
+    kept.keep((0, 1), [x])
+    kept.arrive((0, 1))  # never offloaded
     assert torch.equal(x, torch.ones(3))
 
 
@@ -192,3 +232,24 @@ def test_shards_are_on_the_device_while_they_are_fetched() -> None:
     for number in parts:
         for got, wanted in zip(parts[number].parameters(), alone[number].parameters(), strict=True):
             assert torch.equal(got, wanted)
+
+
+def test_shards_that_come_back_while_they_leave_keep_their_memory() -> None:
+    """A copy of which the host does not know yet that it is over frees nothing that was fetched again since."""
+    part = nn.Linear(4, 4)
+    wanted, account = copy.deepcopy(part), MemoryAccount("a.0")
+    optimizer = torch.optim.AdamW(part.parameters())
+    shards = OffloadedShards(QueuedCopies(), CPU, {0: part}, {0: optimizer}, account)
+    for _ in range(2):
+        shards._engine._over = False  # type: ignore[attr-defined]
+        shards.arrive(0)
+        view = part.weight.t()
+        shards.offload(0)
+        shards.arrive(0)
+        shards._engine.synchronize()
+        shards.advance()
+        assert torch.equal(view, wanted.weight.t()) and torch.equal(part.weight, wanted.weight)
+        assert account.held[MemoryCategory.PARAMETERS] == 80
+        shards.offload(0)
+        shards.finish()
+        assert account.held[MemoryCategory.PARAMETERS] == 0
