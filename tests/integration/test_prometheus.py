@@ -292,6 +292,20 @@ def all_clusters_leave(it: Incidents) -> None:
         it.start_cluster(cluster)
 
 
+def the_standby_dies(it: Incidents) -> None:
+    """A second master waits at the same mirror until it is killed, and comes back. (The last: it would take over.)"""
+    file = yaml.safe_load((it.directory / "dips.yaml").read_text())
+    listen, http = (f"127.0.0.1:{harness.free_port()}" for _ in range(2))
+    file["master"] |= {"listen": listen, "http": http, "directory": "standby"}
+    (path := it.directory / "standby.yaml").write_text(yaml.safe_dump(file))
+    words = [*it.run.commands["master"], "--config", str(path), "--standby"]
+    it.run._start("standby", words)
+    it.run.until(lambda: it.watch.query("max(dips_standbys_ready) > 0"), 60, "a standby is ready")
+    it.process("standby").kill()
+    it.until_fire("DipsNoStandby")
+    it.run._start("standby", words)
+
+
 INCIDENTS = (
     strangers_knock,
     a_cluster_goes_wild,
@@ -302,4 +316,5 @@ INCIDENTS = (
     mirrors_and_journal_fail,
     the_master_dies,
     all_clusters_leave,
+    the_standby_dies,
 )

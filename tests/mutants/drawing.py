@@ -11,7 +11,7 @@ import ast
 import hashlib
 import re
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +31,8 @@ UNSEEN = {  # by coverage: files that run as copies, and what numba compiles; wi
     "kernels.py": "tests/unit/outer",
 }
 UNITS = "tests/unit/"
-PHASE = re.compile(r" \((setup|call|teardown)\)$")  # of a test, in which it started the process that executed a line
+SETUP = " (setup)"  # of a test, in which a line was executed: in a process that was started then, or a fixture
+PHASE = re.compile(r" \((setup|call|teardown)\)$")
 LEFT_OUT = ("demo", "page", "sim", "study", "generated")  # rooms of dips/ from which nothing is drawn
 TELLS = frozenset(  # calls for people, who are no test
     (
@@ -67,6 +68,9 @@ class ExecutingTests:
         cases = ElementTree.parse(directory / "tests.xml").iter("testcase")
         passed = (case for case in cases if not len(case))  # one that failed or was skipped holds what it met
         self._seconds = {f"{c.get('file')}::{c.get('name')}": float(c.get("time", "0")) for c in passed}
+        self._by_file = defaultdict[str, set[str]](set)
+        for test in self._seconds:
+            self._by_file[test.partition("::")[0]].add(test)
 
     def of(self, path: Path, lines: range, called: bool) -> list[str]:
         """Return the tests that execute a line of a file, LONGEST_S of them: those that are named for it first, then
@@ -80,7 +84,7 @@ class ExecutingTests:
         if path.stat().st_mtime > self._noted:
             raise ValueError(f"{path.relative_to(ROOT)} has changed since make coverage ran: run it again")
         contexts = self._data.contexts_by_lineno(str(path))
-        noted = {PHASE.sub("", test) for line in lines for test in contexts.get(line, ())} & self._seconds.keys()
+        noted = {test for line in lines for context in contexts.get(line, ()) for test in self._tests_of(context)}
         stem = path.stem.removesuffix("s")
         of_file = Counter[str]()
         near = f"{UNITS}{path.relative_to(ROOT / 'dips').parts[0]}/"
@@ -96,6 +100,15 @@ class ExecutingTests:
         old = [test for test in tests if test.partition("::")[0] not in newer]
         importing = [test for test, text in (newer if called else _newer(0.0)).items() if _imports(text, path)]
         return [*importing, *old]
+
+    def _tests_of(self, context: str) -> set[str]:
+        """Return the tests that see what was executed in a test: all of its file if a fixture did, which may be a
+        module's.
+        """
+        test = PHASE.sub("", context)
+        if context.endswith(SETUP):
+            return self._by_file[test.partition("::")[0]]
+        return {test} & self._seconds.keys()
 
 
 @cache

@@ -140,7 +140,9 @@ def _note(directory: Path, contexts: dict[str, dict[Path, list[int]]], seconds: 
 
 
 def test_a_drawn_mutant_meets_what_executes_its_line(tmp_path: Path) -> None:
-    """Tests named for the file, then units', then others, as long as three minutes; what failed finds nothing."""
+    """Tests named for the file, then units', then others, as long as three minutes; what failed finds nothing. What a
+    fixture's process executed is looked at by any test of its file.
+    """
     path, other = ROOT / "dips" / "ids.py", ROOT / "dips" / "errors.py"
     names = (
         "tests/a.py::slow",
@@ -158,6 +160,11 @@ def test_a_drawn_mutant_meets_what_executes_its_line(tmp_path: Path) -> None:
         "tests/a.py::t[x (y)]",
     ]
     assert "tests/unit/master/test_orders.py" in executing.of(path, range(6, 7), False), "it runs on import"
+    (tmp_path / "fixture").mkdir()
+    executing = _note(tmp_path / "fixture", {"tests/a.py::t[x (y)] (setup)": {path: [3]}}, seconds)
+    assert executing.of(path, range(3, 4), True) == ["tests/a.py::t[x (y)]"], "the other one takes too long"
+    executing = _note(tmp_path / "fixture", {"tests/a.py::t[x (y)] (setup)": {path: [3]}}, seconds | {names[0]: 4.0})
+    assert executing.of(path, range(3, 4), True) == ["tests/a.py::t[x (y)]", "tests/a.py::slow"]
     os.utime(tmp_path / "data", (0, 0))
     with pytest.raises(ValueError, match=r"dips/ids\.py has changed since make coverage ran: run it again"):
         ExecutingTests(tmp_path).of(path, range(3, 5), True)
