@@ -43,7 +43,7 @@ GIVEN = "a description of their setting: nothing is measured"
 LOSSES = "losses at 350 M parameters and more: not on CPUs; nearest: {}"
 GPUS = "throughput of GPUs: none here; nearest: {}"
 NPUS = "their production run on NPUs; nearest: {}"
-SIZES = "on links and NPUs that are not here; `dips simulate table2` prints it for rates fitted to their pushes"
+SIZES = "on links and NPUs that are not here; `dips simulate table2 --plots DIR` draws it for rates fitted to their pushes"
 
 
 @dataclass(frozen=True, slots=True)

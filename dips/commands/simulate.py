@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from dips.study.sized_run import ClusterReport, SizedReport
 
 BUILT_IN = ("table2", "month")  # scenarios of this package, in dips/templates
-MOST_SHOWN = 32  # slaves in the table, rows of the picture
-COLORS = {"push": "#1f77b4", "wait": "#bbbbbb", "pull": "#2ca02c", "down": "#d62728"}
+MOST_SHOWN = 32  # slaves in the table
 
 
 def simulate(
@@ -34,7 +32,11 @@ def simulate(
     as_json: AS_JSON = False,
     timeline: Annotated[
         Path | None,
-        typer.Option("--timeline", metavar="FILE", help="Write when clusters did what: .json, or a picture as .png."),
+        typer.Option("--timeline", metavar="FILE.json", help="Write when clusters did what, in seconds."),
+    ] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option("--plots", metavar="DIR", help="Draw timeline, devices, throughput, slaves, a link, downtime."),
     ] = None,
 ) -> None:
     """Simulate a run with its sizes: seconds of transfers, standstill of clusters, idle share and peaks of slaves.
@@ -53,7 +55,7 @@ def simulate(
     Example:
       dips simulate table2
       dips simulate --template > mine.yaml; dips simulate mine.yaml
-      dips simulate month --timeline month.png
+      dips simulate month --plots month
     """
     if template:
         print(read_template(f"{BUILT_IN[0]}.yaml"), end="")
@@ -65,6 +67,10 @@ def simulate(
     report = simulate_sizes(read_scenario(find_scenario(scenario)))
     if timeline is not None:
         write_timeline(report, timeline)
+    if plots is not None:
+        from dips.study.figures import draw_figures
+
+        draw_figures(report, plots)
     if as_json:
         print(json.dumps(asdict(report)))
         return
@@ -157,40 +163,10 @@ def describe_slaves(report: SizedReport) -> str:
 
 
 def write_timeline(report: SizedReport, path: Path) -> None:
-    """Write when each cluster pushed, waited, pulled and was down. Raises ConfigError if it cannot be written.
-
-    A .json has the numbers: `spans` of clusters, and `versions_s`, in seconds; any other file is a picture.
+    """Write as JSON when each cluster took part, pushed, waited, pulled and was down, and its steps by the hour, in
+    seconds; and the rates of the first slave's link. Raises ConfigError if it cannot be written.
     """
     try:
-        if path.suffix == ".json":
-            path.write_text(json.dumps(asdict(report.timeline)))
-        else:
-            _draw_timeline(report, path)
+        path.write_text(json.dumps(asdict(report.timeline)))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _draw_timeline(report: SizedReport, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"{path.name} needs matplotlib ({error}): pip install 'di-ps[plot]', or name a .json"
-        ) from error
-    names: Sequence[str] = list(dict.fromkeys(span.cluster for span in report.timeline.spans))[:MOST_SHOWN]
-    figure = Figure(figsize=(13, 1.5 + 0.35 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    for row, name in enumerate(names):
-        for phase, color in COLORS.items():
-            spans = [s for s in report.timeline.spans if s.cluster == name and s.phase == phase]
-            axes.broken_barh(
-                [(s.begin_s / 3600, (s.end_s - s.begin_s) / 3600) for s in spans], (row - 0.4, 0.8), facecolors=color
-            )
-    axes.plot([at / 3600 for at in report.timeline.versions_s], [-1] * report.versions, "|", color="black")
-    axes.set_yticks([-1, *range(len(names))], ["versions", *names])
-    axes.invert_yaxis()
-    axes.set_xlabel("hours")
-    for phase, color in COLORS.items():
-        axes.plot([], [], color=color, lw=6, label=phase)
-    axes.legend(fontsize=8, ncol=len(COLORS), loc="upper right")
-    figure.savefig(path, dpi=130)

@@ -91,6 +91,11 @@ class HeldThetas:
         in_memory = {pull: theta.version for theta in self._all() for pull in sorted(theta.pulls)}
         return {**self._from_file, **in_memory}
 
+    def version_read_by(self, pull: PullId) -> VersionId | None:
+        """Return the version that this pull may still read; None if it reads none."""
+        in_memory = (theta.version for theta in self._all() if pull in theta.pulls)
+        return next(in_memory, self._from_file.get(pull))
+
     @property
     def older_versions(self) -> tuple[VersionId, ...]:
         """Older versions whose readers hold a bank and are not being moved, oldest first."""
@@ -171,8 +176,8 @@ class HeldThetas:
             self._give_back(theta.bank)
 
     def _refuse_second(self, pull: PullId) -> None:
-        if pull in self.pins:
-            raise LocalProtocolError(f"pull {pull} already reads {self.pins[pull]}")
+        if (read := self.version_read_by(pull)) is not None:
+            raise LocalProtocolError(f"pull {pull} already reads {read}")
 
     def _all(self) -> list[Theta]:
         return [*self.older, self.head] if self.head else list(self.older)

@@ -71,7 +71,8 @@ class SimLane:
         self._handler: Handler | None = None
         self._reading = False  # whether it passes a frame on
         self._ends: dict[bytes, RankEnd] = {}
-        self._sent: list[SimTracker] = []  # of bodies that libzmq may still hold
+        self._sent: list[SimTracker] = []  # of bodies that libzmq may still hold, and of some that it did
+        self._looks = 0  # how many there are when those that are done are left out next
 
     def start(self, handler: Handler) -> None:
         self._handler = handler
@@ -87,7 +88,10 @@ class SimLane:
         else:
             assert isinstance(watch, ChunkSend)
             tracker = SimTracker()
-            self._sent = [*(sent for sent in self._sent if not sent.done), tracker]
+            self._sent.append(tracker)
+            if len(self._sent) > self._looks:
+                self._sent = [sent for sent in self._sent if not sent.done]
+                self._looks = 2 * len(self._sent)
             watch.on_sent(tracker)
             end.carry_chunk(watch.chunk, frame.body, tracker)
 

@@ -91,8 +91,10 @@ def _links_of(flow: Pair) -> tuple[Link, Link]:
 class LinkUse:
     """The bytes that one direction of a slave's link moved, and its peak as a monitor sees it: a mean over SAMPLE_S."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = False) -> None:
+        """`keeps`: the bytes of every sample in which something moved."""
         self.nbytes = 0.0
+        self.samples: dict[int, float] | None = {} if keeps else None
         self._peak = 0.0
         self._sample, self._sampled = 0, 0.0  # number of the present sample, and its bytes so far
 
@@ -109,20 +111,25 @@ class LinkUse:
         if last > first:
             if last > first + 1:
                 self._peak = max(self._peak, rate)
+                if self.samples is not None:
+                    self.samples |= dict.fromkeys(range(first + 1, last), rate * SAMPLE_S)
             self._add(last, rate * (end - last * SAMPLE_S))
 
     def _add(self, sample: int, nbytes: float) -> None:
         if sample != self._sample:
             self._peak, self._sample, self._sampled = self.peak, sample, 0.0
         self._sampled += nbytes
+        if self.samples is not None:
+            self.samples[sample] = self.samples.get(sample, 0.0) + nbytes
 
 
 class SlaveUse:
     """A slave's account: seconds of work by order, bytes each way, and the seconds in which anything went on."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool) -> None:
+        """`keeps`: the rates of its link, sample by sample."""
         self.work_s: dict[str, float] = {}
-        self.links = {True: LinkUse(), False: LinkUse()}  # up: received; down: sent
+        self.links = {up: LinkUse(keeps) for up in (True, False)}  # up: received; down: sent
         self._busy_s = 0.0
         self._doing = 0
         self._since = 0.0
@@ -173,7 +180,7 @@ class SharedLinks:
 
     def __init__(self, heap: Heap, sizes: Sizes, slaves: Iterable[str]) -> None:
         self._heap, self._sizes = heap, sizes
-        self.use = {slave: SlaveUse() for slave in slaves}
+        self.use = {slave: SlaveUse(keeps=number == 0) for number, slave in enumerate(slaves)}
         self._rates: dict[Link, float] = {(slave, up): sizes.slave for slave in self.use for up in (True, False)}
         for cluster, rate in sizes.clusters.items():
             self._rates |= {(cluster, True): rate.up, (cluster, False): rate.down}

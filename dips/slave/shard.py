@@ -177,7 +177,7 @@ class OpenTransfers:
         pull = order.pull
         momentum = self._find_momentum(order.version) if order.momentum else None
         answer = Done() if momentum is None else Pinned(momentum[1])
-        pinned = self.versions.held.pins.get(pull)
+        pinned = self.versions.held.version_read_by(pull)
         if pull in self.pulls and pinned == order.version:
             self.pulls[pull] = opened
             return answer

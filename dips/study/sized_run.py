@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -32,11 +34,12 @@ from dips.sim.agent import SimAgent
 from dips.sim.master import MasterProcess
 from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario, name_clusters
-from dips.sim.sizes import SimLinkRate, Sizes, SlaveUse, share_fairly
+from dips.sim.sizes import SAMPLE_S, LinkUse, SimLinkRate, Sizes, SlaveUse, share_fairly
 from dips.sim.work import Frozen
 from dips.sim.world import World
 
 GBIT_BYTES = 1.25e8
+HOUR_S = 3600.0
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -180,12 +183,22 @@ class PhaseSeconds:
     down_s: float = 0.0  # from a failure to the first inner step after it
 
 
+class ClusterPhase(StrEnum):
+    """What a cluster does besides inner steps."""
+
+    PUSH = "push"
+    WAIT = "wait"  # for the window and the outer step
+    PULL = "pull"
+    DOWN = "down"  # from a failure to the first inner step after it
+    RETURN = "return"  # the pull in that time with which it goes on
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSpan:
     """A phase of a cluster on the timeline, in seconds since the run's begin."""
 
     cluster: str
-    phase: str
+    phase: ClusterPhase
     begin_s: float
     end_s: float
 
@@ -196,7 +209,8 @@ class PhaseClock(Observer):
     def __init__(self, world: World, names: Iterable[str]) -> None:
         self._world = world
         self.phases = {name: PhaseSeconds() for name in names}
-        self._began: dict[tuple[str, str], float] = {}  # (cluster, phase) → when it began
+        self.steps = {name: Counter[int]() for name in self.phases}  # by the hour in which they ended
+        self._began: dict[tuple[str, ClusterPhase], float] = {}  # when it began
         self.spans: list[ClusterSpan] = []  # in the order of their ends
         self.versions: list[float] = []  # when each was made
         self.master_s = 0.0  # real time in which the masters ran
@@ -217,46 +231,50 @@ class PhaseClock(Observer):
 
     def on_failure(self, cluster: str) -> None:
         """Begin the time in which a cluster is down; what it was doing has no end."""
-        for phase in ("push", "wait", "pull"):
+        for phase in (phase for phase in ClusterPhase if phase is not ClusterPhase.DOWN):
             self._began.pop((cluster, phase), None)
-        self._began.setdefault((cluster, "down"), self._world.heap.now)
+        self._began.setdefault((cluster, ClusterPhase.DOWN), self._world.heap.now)
 
     def end_downtime(self, cluster: str, at: float) -> None:
         """End the time in which a cluster is down, if it is."""
-        began = self._began.pop((cluster, "down"), None)
+        began = self._began.pop((cluster, ClusterPhase.DOWN), None)
         if began is not None:
             self.phases[cluster].down_s += max(0.0, at - began)
-            self.spans.append(ClusterSpan(cluster, "down", began, at))
+            self.spans.append(ClusterSpan(cluster, ClusterPhase.DOWN, began, at))
 
     def push_begun(self, agent: SimAgent, push: PushId) -> None:
-        self._begin(agent, "push")
+        self._begin(agent, ClusterPhase.PUSH)
 
     def push_moved(self, agent: SimAgent, push: PushId, moved: bool) -> None:
-        push_s = self._end(agent, "push")
+        push_s = self._end(agent, ClusterPhase.PUSH)
         if moved and push_s is not None:
             self.phases[agent.name].push_s.append(push_s)
-            self._begin(agent, "wait")
+            self._begin(agent, ClusterPhase.WAIT)
 
     def pull_begun(self, agent: SimAgent, pull: PullId) -> None:
-        wait_s = self._end(agent, "wait")
+        wait_s = self._end(agent, ClusterPhase.WAIT)
         if wait_s is not None:
             self.phases[agent.name].wait_s.append(wait_s)
-            self._begin(agent, "pull")
+            self._begin(agent, ClusterPhase.PULL)
+        elif (agent.name, ClusterPhase.DOWN) in self._began:
+            self._begin(agent, ClusterPhase.RETURN)
 
     def pull_installed(self, agent: SimAgent) -> None:
-        pull_s = self._end(agent, "pull")
+        pull_s = self._end(agent, ClusterPhase.PULL)
         if pull_s is not None:
             self.phases[agent.name].pull_s.append(pull_s)
+        self._end(agent, ClusterPhase.RETURN)
 
     def trainer_stepped(self, agent: SimAgent) -> None:
         self.phases[agent.name].steps += 1
-        if (agent.name, "down") in self._began:
+        self.steps[agent.name][int(self._world.heap.now // HOUR_S)] += 1
+        if (agent.name, ClusterPhase.DOWN) in self._began:
             self.end_downtime(agent.name, self._world.heap.now - agent.site.step_s)
 
-    def _begin(self, agent: SimAgent, phase: str) -> None:
+    def _begin(self, agent: SimAgent, phase: ClusterPhase) -> None:
         self._began[agent.name, phase] = self._world.heap.now
 
-    def _end(self, agent: SimAgent, phase: str) -> float | None:
+    def _end(self, agent: SimAgent, phase: ClusterPhase) -> float | None:
         began, now = self._began.pop((agent.name, phase), None), self._world.heap.now
         if began is None:
             return None
@@ -376,12 +394,17 @@ class SlaveReport:
     """Shares of the time in which one slave did each thing; peaks in Gbit/s, means over 10 s."""
 
     slave: str
-    worked: float  # its orders
+    orders: dict[str, float]  # its work, by the order's class
     received: float  # its bytes at the rate of its link
     sent: float
     busy: float  # time with work or a transfer, however slow, under way
     peak_received_gbit: float
     peak_sent_gbit: float
+
+    @property
+    def worked(self) -> float:
+        """The share of all orders."""
+        return sum(self.orders.values())
 
     @property
     def idle(self) -> float:
@@ -390,11 +413,33 @@ class SlaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RunTimeline:
-    """When each cluster pushed, waited for the round, pulled and was down, and when each version was made."""
+class ClusterTimeline:
+    """When a cluster took part, and its inner steps in each hour of the run that has some."""
 
+    cluster: str
+    kind: str  # its name in the file, which others may share
+    devices: int
+    step_s: float
+    begin_s: float
+    end_s: float
+    steps: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimeline:
+    """When each cluster pushed, waited for the round, pulled and was down, and when each version was made.
+
+    received_gbit, sent_gbit   of the first slave: seconds since the run's begin, and the mean over the `sample_s` that
+                               begin there, where something moved
+    """
+
+    hours: int  # begun ones
+    clusters: tuple[ClusterTimeline, ...]
     spans: tuple[ClusterSpan, ...]
     versions_s: tuple[float, ...]
+    sample_s: float
+    received_gbit: tuple[tuple[float, float], ...]
+    sent_gbit: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,8 +480,28 @@ def simulate_sizes(run: SimulatedRun) -> SizedReport:
     down = sum(members[name].devices * phases.down_s for name, phases in watch.phases.items())
     return SizedReport(
         run.hours, len(watch.versions), clusters, slaves, *pull_at_once(run), dict(failures.kinds), 1.0 - down / active,
-        1.0 - failures.unserved_s / lasted_s, watch.master_s, RunTimeline(tuple(watch.spans), tuple(watch.versions)),
+        1.0 - failures.unserved_s / lasted_s, watch.master_s, _make_timeline(run, watch, shared.use),
     )  # fmt: skip
+
+
+def _make_timeline(run: SimulatedRun, watch: PhaseClock, use: Mapping[str, SlaveUse]) -> RunTimeline:
+    lasted_s, first = HOUR_S * run.hours, next(iter(use.values()))
+    clusters = tuple(
+        ClusterTimeline(
+            name, kind.name, kind.devices, kind.step_s, kind.joins * lasted_s, kind.leaves * lasted_s,
+            dict(watch.steps[name]),
+        )
+        for name, kind in run.members.items()
+    )  # fmt: skip
+    received, sent = (_list_rates(first.links[up]) for up in (True, False))
+    return RunTimeline(
+        ceil(run.hours), clusters, tuple(watch.spans), tuple(watch.versions), SAMPLE_S, received, sent
+    )  # fmt: skip
+
+
+def _list_rates(link: LinkUse) -> tuple[tuple[float, float], ...]:
+    assert link.samples is not None
+    return tuple((n * SAMPLE_S, nbytes / SAMPLE_S / GBIT_BYTES) for n, nbytes in sorted(link.samples.items()))
 
 
 @contextmanager
@@ -471,9 +536,10 @@ def _report_cluster(kind: SimulatedClusters, phases: PhaseSeconds, lost: int, la
 
 def _report_slave(name: str, use: SlaveUse, rate: float, lasted_s: float) -> SlaveReport:
     received, sent = use.links[True], use.links[False]
+    orders = {order: seconds / lasted_s for order, seconds in use.work_s.items()}
     return SlaveReport(
-        name, sum(use.work_s.values()) / lasted_s, received.nbytes / rate / lasted_s, sent.nbytes / rate / lasted_s,
-        use.busy_s(lasted_s) / lasted_s, received.peak / GBIT_BYTES, sent.peak / GBIT_BYTES,
+        name, orders, received.nbytes / rate / lasted_s, sent.nbytes / rate / lasted_s, use.busy_s(lasted_s) / lasted_s,
+        received.peak / GBIT_BYTES, sent.peak / GBIT_BYTES,
     )  # fmt: skip
 
 

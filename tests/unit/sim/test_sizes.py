@@ -13,7 +13,18 @@ from dips.commands.simulate import describe_run, describe_slaves, find_scenario,
 from dips.errors import ConfigError
 from dips.sim.heap import Heap
 from dips.sim.sizes import SAMPLE_S, LinkUse, Pair, SharedLinks, SimLinkRate, Sizes, share_fairly
-from dips.study.sized_run import SimulatedRun, pull_at_once, read_scenario, simulate_sizes
+from dips.study.figures import FIGURES, draw_figures, list_available, list_speeds
+from dips.study.sized_run import (
+    GBIT_BYTES,
+    ClusterPhase,
+    ClusterSpan,
+    ClusterTimeline,
+    RunTimeline,
+    SimulatedRun,
+    pull_at_once,
+    read_scenario,
+    simulate_sizes,
+)
 
 
 def make_links(heap: Heap) -> SharedLinks:
@@ -200,8 +211,10 @@ def test_the_command_plays_a_file_prints_a_template_and_names_what_it_does_not_k
         find_scenario("table3")
 
 
-def test_a_timeline_has_the_rounds_as_numbers_and_as_a_picture(tmp_path: Path) -> None:
-    """Every push has its seconds; what cannot be written is said."""
+def test_a_timeline_has_the_rounds_and_figures_what_there_is_to_see(tmp_path: Path) -> None:
+    """Every push has its seconds, every step its hour; without failures there is no downtime to draw. What cannot be
+    written is said.
+    """
     import json
 
     report = simulate_sizes(SMALL)
@@ -210,14 +223,34 @@ def test_a_timeline_has_the_rounds_as_numbers_and_as_a_picture(tmp_path: Path) -
     east = [s["end_s"] - s["begin_s"] for s in told["spans"] if s["cluster"] == "a" and s["phase"] == "push"]
     assert len(east) == report.clusters[0].pushes and east == pytest.approx([64] * len(east), rel=0.02)
     assert len(told["versions_s"]) == report.versions
-    write_timeline(report, tmp_path / "run.png")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert [c["kind"] for c in told["clusters"]] == [c.name for c in SMALL.clusters]
+    moved = sum(gbit for _, gbit in told["received_gbit"]) * GBIT_BYTES * told["sample_s"]
+    assert moved == pytest.approx(report.slaves[0].received * SMALL.slave_gbit * GBIT_BYTES * 3600 * SMALL.hours)
+    drawn = draw_figures(report, tmp_path / "plots" / "of a run")
+    assert [path.name for path in drawn] == [name for name in FIGURES if name != "downtime.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     with pytest.raises(ConfigError, match="cannot be written"):
         write_timeline(report, tmp_path / "none" / "run.json")
+    with pytest.raises(ConfigError, match=r"run\.json: cannot be written"):
+        draw_figures(report, tmp_path / "run.json")
 
 
-def test_whoever_fails_is_down_until_its_next_step_and_others_go_on() -> None:
-    """East fails three times, west never; a slave and the master fail once. West joins late and leaves early."""
+def test_hours_count_what_a_cluster_was_there_for() -> None:
+    """It comes at half an hour, is down over the end of the second hour, and steps once a minute otherwise."""
+    steps = {0: 30, 1: 45, 2: 30}
+    cluster = ClusterTimeline("a", "east", 8, 60.0, 1800.0, 9000.0, steps)
+    down = ClusterSpan("a", ClusterPhase.DOWN, 6300.0, 7200.0 + 900.0)
+    others = (ClusterSpan("b", ClusterPhase.DOWN, 0.0, 9000.0), ClusterSpan("a", ClusterPhase.PULL, 0.0, 9000.0))
+    timeline = RunTimeline(4, (cluster,), (down, *others), (), 10.0, (), ())
+    assert list_available(timeline, cluster) == [4.0, 6.0, 2.0, 0.0]
+    *speeds, last = list_speeds(timeline, cluster)
+    assert speeds == [1.0, 0.75, 1.0] and last != last
+
+
+def test_whoever_fails_is_down_until_its_next_step_and_others_go_on(tmp_path: Path) -> None:
+    """East fails three times, west never; a slave and the master fail once. West joins late and leaves early. In each
+    downtime is the pull with which east goes on.
+    """
     east, west = SMALL.clusters
     failing = SMALL.model_copy(
         update={
@@ -235,6 +268,10 @@ def test_whoever_fails_is_down_until_its_next_step_and_others_go_on() -> None:
     assert 0.5 < report.servers_up < 1.0 and other.standstill < 0.6
     down = [span for span in report.timeline.spans if span.phase == "down"]
     assert sum(span.end_s - span.begin_s for span in down) == pytest.approx(one.down * 4 * 3600)
+    returns = [span for span in report.timeline.spans if span.phase is ClusterPhase.RETURN]
+    assert len(down) == len(returns) == 3
+    assert all(off.begin_s < back.begin_s < back.end_s <= off.end_s for off, back in zip(down, returns, strict=True))
+    assert tmp_path / "downtime.png" in draw_figures(report, tmp_path)
     assert "devices were up for" in describe_run(report)
 
 
