@@ -43,7 +43,7 @@ GIVEN = "a description of their setting: nothing is measured"
 LOSSES = "losses at 350 M parameters and more: not on CPUs; nearest: {}"
 GPUS = "throughput of GPUs: none here; nearest: {}"
 NPUS = "their production run on NPUs; nearest: {}"
-SIZES = "on links and NPUs that are not here; `dips simulate table2 --plots DIR` draws it for rates fitted to their pushes"
+SIZES = "on links and NPUs that are not here; `dips simulate table2 --plots DIR` draws it, rates fitted to their pushes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ FIGURES = (
                 r"pipeline|lanes|planned order|all together",
                 "1.41 × communication, 1.49 × serialization, 1.16 × together", interval="median of 5, of 3 if quick"),
     _only("Di-PS", "Figure 14", "loss and throughput of the 100 B run",
-          NPUS.format("none: loss curves of a run of one's own by dips plot")),
+          NPUS.format("`dips plot` for losses, `dips simulate month --plots DIR` for throughput")),
     _only("Di-PS", "Figure 15", "operations of a slave in a day", SIZES + "; idle > 95 % in the paper"),
     _only("Di-PS", "Figure 16", "network of a slave in six hours", SIZES + "; 16.4 Gbit/s at the peak in the paper"),
     PaperFigure("Di-PS", "Figure 17", "downtime by cause", SIMULATION, r"33 days(: devices|, 43)", "a figure only",

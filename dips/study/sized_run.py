@@ -184,7 +184,7 @@ class PhaseSeconds:
 
 
 class ClusterPhase(StrEnum):
-    """What a cluster does besides inner steps."""
+    """Phases of a cluster besides inner steps."""
 
     PUSH = "push"
     WAIT = "wait"  # for the window and the outer step
