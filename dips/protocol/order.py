@@ -37,12 +37,14 @@ def places_for_slave(slave: int, slaves: int, first: int, workers: int) -> tuple
 
 
 def lowest_free(taken: Iterable[tuple[int, int]], workers: int) -> int:
-    """Return the lowest number from which `workers` consecutive numbers are in no (first, workers) of `taken`."""
+    """Return the lowest number from which `workers` consecutive numbers are in no (first, workers) of `taken`, which
+    have no number in common.
+    """
     first = 0
     for begin, count in sorted(taken):
         if first + workers <= begin:
             break
-        first = max(first, begin + count)
+        first = begin + count
     return first
 
 
@@ -162,7 +164,7 @@ def _cover_node(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[No
                 continue
             came[other] = here
             if other not in mates:
-                _flip_path(node, other, came, mates)
+                _flip_path(other, came, mates)
                 return
             mate = mates[other]
             if lighter is None and mate not in settled:
@@ -170,14 +172,11 @@ def _cover_node(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[No
             walk.append(mate)
     if lighter is not None:
         del mates[mates[lighter]]
-        _flip_path(node, lighter, came, mates)
+        _flip_path(lighter, came, mates)
 
 
-def _flip_path(node: Node, end: Node, came: Mapping[Node, Node], mates: dict[Node, Node]) -> None:
-    while True:
+def _flip_path(end: Node | None, came: Mapping[Node, Node], mates: dict[Node, Node]) -> None:
+    """Match each node of the path's side anew, back from `end` to the free node with which the path began."""
+    while end is not None:
         here = came[end]
-        before = mates.get(here)
-        mates[here], mates[end] = end, here
-        if here == node or before is None:
-            return
-        end = before
+        mates[end], mates[here], end = here, end, mates.get(here)

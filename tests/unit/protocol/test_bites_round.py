@@ -57,15 +57,14 @@ def test_the_norm_is_that_of_the_last_fold() -> None:
     assert {first, second} == {fold.push for fold in run.committed[-1].folds}
 
 
-def test_an_absolute_clip_shortens_what_is_longer_and_leaves_what_is_shorter() -> None:
-    """scale = c·φ/‖c·acc‖ above φ, c at or below it."""
-    run = clipped_by(Clip(norm=0.5))
-    run.acc_norm = 2.0
-    run.outcome(run.push("a"))
-    run.acc_norm = 0.25
-    run.outcome(run.push("a"))
-    assert [a.step.scales for a in run.applied] == [pytest.approx((0.25,)), pytest.approx((1.0,))]
-    assert [row.clipped for row in run.committed] == [True, False]
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_an_absolute_clip_shortens_what_is_longer_and_leaves_what_is_shorter(per_layer: bool) -> None:
+    """scale = c·φ/‖c·acc‖ above φ, c at or below it, of the whole model or of each layer; the row says which it was."""
+    run = clipped_by(Clip(norm=0.5, per_layer=per_layer))
+    for run.acc_norm in (2.0, 0.5, 0.25):
+        run.outcome(run.push("a"))
+    assert [a.step.scales for a in run.applied] == [(0.25,), (1.0,), (1.0,)]
+    assert [row.clipped for row in run.committed] == [True, False, False]
 
 
 def test_a_relative_clip_is_a_multiple_of_the_median_norm() -> None:

@@ -193,9 +193,11 @@ def test_a_common_version_that_comes_back_ends_it() -> None:
 
 
 def test_a_process_that_is_silent_gives_its_place_up() -> None:
+    """A lease after it asked last, although nothing else happens at that time."""
     run = Lost()
     run.open()
     assert "another process brings a model" in run.recover(seeder="q").reason
+    assert run.machine.next_deadline() == run.now + Options().timing.lease_s
     run.now += Options().timing.lease_s
     run.step(ev.Ticked())
     assert run.recover(seeder="q") == Pending("the slaves are making room for it")
