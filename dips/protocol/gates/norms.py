@@ -156,9 +156,6 @@ def longest_step(genesis_norm: float, inner_steps: int) -> float:
 # ---- norms ----------------------------------------------------------------------------------------------------------
 
 
-LITERAL_LEAST = 2  # pushes before σ is defined; the paper has no warm-up
-
-
 def judge_norm(push: PushEvidence, past: Past) -> Opinion:
     """Gate a push with score E = (G − μ)/σ above β·min(E_cap, max(1, max E)), or with a norm above the hard cap."""
     row, options, g = past.row, past.options, push.norm
@@ -183,7 +180,7 @@ def judge_norm(push: PushEvidence, past: Past) -> Opinion:
 def judge_norm_literally(push: PushEvidence, past: Past) -> Opinion:
     """Gate a push with score E = (G − μ)/σ above β·max E of accepted pushes; σ not corrected, no warm-up, no cap."""
     row, options = past.row, past.options
-    if push.exempt or row.n < LITERAL_LEAST or row.sigma <= 0.0:
+    if push.exempt or not row.sigma:  # one push has no σ, nor have equal ones
         return Opinion(Finding.PASSED, "no score: nothing to compare its norm with")
     score = (push.norm - row.mu) / row.sigma
     if not any(past.history.scores):  # a round without a score counts as 0

@@ -120,8 +120,15 @@ def test_the_papers_limit_is_the_largest_score_that_passes() -> None:
     )
     found = [judge_norm_literally(PushEvidence("a", (g * g,), 1), past).finding for g in (4.0, 4.001)]
     assert found == [Finding.PASSED, Finding.GATED]
-    past.row = replace(past.row, n=1)
-    assert judge_norm_literally(PushEvidence("a", (99.0,), 1), past).finding is Finding.PASSED, "σ of one is unknown"
+
+
+def test_equal_norms_have_no_score_in_the_papers_rule() -> None:
+    """σ is 0 after one push, and after any number of equal ones: the next passes, whatever its norm is."""
+    story = GateStory("dips-paper", known="")
+    for norm in (1.0, 1.0, 9.0):
+        said = story.round("a", norm * norm)
+        assert said.accepted and "no score" in said.reason
+    assert "no score" not in story.judge("a", 1.0).reason
 
 
 # ---- edit ------------------------------------------------------------------------------------------------------------
@@ -581,6 +588,14 @@ def test_a_loss_far_above_the_others_is_gated_and_one_below_is_not() -> None:
     assert not said.accepted and said.gate is GateName.LOSS and "others' median 2" in said.reason
     assert story.judge("a", loss=0.5).accepted
     assert "no loss" in story.judge("a").reason
+
+
+def test_a_loss_just_at_the_margin_has_not_risen() -> None:
+    """It passes without a flag, and the next one above is the first."""
+    story = warm_losses(loss_rises=True)
+    said = story.round("a", loss=2.0 * (1 + MARGIN))
+    assert said.accepted and not said.flags
+    assert story.round("a", loss=2.0 * (1 + MARGIN) + 0.1).flags
 
 
 def test_harder_data_becomes_usual_while_it_is_accepted() -> None:
