@@ -394,14 +394,18 @@ class Snapshots:
 
     def merge_momentum(self, thetas: Iterable[tuple[int, F32]], momentum_of: VersionId | None) -> Iterator[F32]:
         """Iterate over θ of each layer, as given, and m of it from a snapshot, 0 without one; in one layer's memory."""
-        folder = None if momentum_of is None else self._path_of(momentum_of)
-        manifest = None if folder is None else read_manifest(folder)
-        records = {} if manifest is None else {record.index: record for record in manifest.layers}
+        if momentum_of is None:
+            for _, theta in thetas:
+                yield theta
+                yield np.zeros_like(theta)
+            return
+        folder = self._path_of(momentum_of)
+        manifest = read_manifest(folder)
+        records = {record.index: record for record in manifest.layers}
         for index, theta in thetas:
             yield theta
-            momentum = np.zeros_like(theta)
-            if folder is not None and manifest is not None:
-                read_layer(folder, manifest, records[index], None, momentum)
+            momentum = np.empty_like(theta)
+            read_layer(folder, manifest, records[index], None, momentum)
             yield momentum
 
     def map_theta(self, version: VersionId) -> Arrays | None:

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from dips.errors import CorruptSnapshot
 from dips.ids import GENESIS
+from dips.protocol.manifest import Manifest
 from dips.slave import snapshots as snapshots_module
 from dips.slave.snapshots import Snapshots
 from dips.store.files import delete_version
@@ -26,9 +27,14 @@ EVERY = (0, 1, 2, 3)
 
 def of_layers(path: Path, layers: tuple[int, ...] = EVERY, given: Path | None = None) -> Snapshots:
     snapshots = Snapshots(path, "r", "s", given, structlog.get_logger())
-    genesis = arrays(EVERY, 0)
-    snapshots.bind_layers(MANIFEST, layers, [xxhash.xxh3_128_hexdigest(genesis[i].tobytes()) for i in layers], 1)
+    bind(snapshots, layers)
     return snapshots
+
+
+def bind(snapshots: Snapshots, layers: tuple[int, ...], model: Manifest = MANIFEST) -> None:
+    """The master names layers of a model to it, with their digests at v0@r0."""
+    genesis = arrays(EVERY, 0)
+    snapshots.bind_layers(model, layers, [xxhash.xxh3_128_hexdigest(genesis[i].tobytes()) for i in layers], 1)
 
 
 def empty(layers: tuple[int, ...]) -> Arrays:
@@ -127,6 +133,49 @@ def test_other_layers_are_lacking(tmp_path: Path) -> None:
     write_initial(tmp_path / "initial", arrays(EVERY, 0))
     with closing(of_layers(tmp_path / "s", EVERY, tmp_path / "initial")) as snapshots:
         assert snapshots.holds_initial() and same(read(snapshots)[0], arrays(EVERY, 0))
+
+
+def test_each_binding_asks_anew_whether_it_fits(tmp_path: Path) -> None:
+    """For other layers, or another model of the same bytes; for the same ones what was found damaged stays so."""
+    reshaped = Manifest.from_shapes([("a.0.10.w", (3, 2)), ("a.0.2.b", (2,)), ("b.w", (4, 1)), ("scale", ())])
+    layers = (0, 2)
+    with closing(of_layers(tmp_path, layers)) as snapshots:
+        snapshots.keep_initial({i: arrays(EVERY, 0)[i] for i in layers})
+        assert snapshots.holds_initial()
+        bind(snapshots, EVERY)
+        assert not snapshots.holds_initial()
+        bind(snapshots, layers)
+        assert snapshots.holds_initial()
+        bind(snapshots, layers, reshaped)
+        assert not snapshots.holds_initial()
+        bind(snapshots, layers)
+        assert snapshots.holds_initial()
+        flip_bit(tmp_path / str(GENESIS), "theta.")
+        with pytest.raises(CorruptSnapshot):
+            read(snapshots, layers)
+        bind(snapshots, layers)
+        assert not snapshots.holds_initial()
+
+
+def test_a_first_model_that_is_here_is_not_missed(tmp_path: Path) -> None:
+    """Nothing is logged while it is held, nor if `dips seed` is to bring it; once, if what was named is gone."""
+    write_initial(tmp_path / "initial", arrays(EVERY, 0))
+    with capture_logs() as logs:
+        with closing(of_layers(tmp_path / "waiting")) as waiting:
+            assert not waiting.holds_initial() and waiting.map_theta(GENESIS) is None
+        with closing(of_layers(tmp_path / "s", given=tmp_path / "initial")) as snapshots:
+            assert snapshots.holds_initial()
+            assert not logs
+            shutil.rmtree(tmp_path / "initial")
+            assert not snapshots.holds_initial() and not snapshots.holds_initial()
+    assert [entry["event"] for entry in logs] == ["initial_model_missing"]
+
+
+def test_a_first_model_is_not_mapped_before_the_layers_are_known(tmp_path: Path) -> None:
+    """Any v0@r0 counts as held until then, and none is served."""
+    write_initial(tmp_path / "initial", arrays(EVERY, 0))
+    with closing(Snapshots(tmp_path / "s", "r", "s", tmp_path / "initial", structlog.get_logger())) as unbound:
+        assert unbound.holds_initial() and unbound.map_theta(GENESIS) is None
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:

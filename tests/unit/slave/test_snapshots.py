@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO
 
@@ -669,6 +669,71 @@ def test_a_recovered_version_has_the_momentum_of_the_newest_whole_one(tmp_path: 
     assert with_nothing.keep_model(made, theta, digests)[1] is None
     assert not any(flat.any() for flat in read(with_nothing, made, layers)[1].values())
     with_nothing.close()
+
+
+@pytest.mark.parametrize("version", [GENESIS, V1])
+def test_what_is_brought_is_read_back_before_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: VersionId
+) -> None:
+    """A disk that changes a bit of what was written to it leaves no version here: the model can be brought again."""
+    real, theta = snapshots_module.read_manifest, arrays((0, 1, 2, 3), 0)
+    snapshots = opened(tmp_path / "s")
+
+    def keep() -> None:
+        if version == GENESIS:
+            snapshots.keep_initial(theta)
+        else:
+            snapshots.keep_model(version, theta, tuple(digest_of(flat) for flat in theta.values()))
+
+    def damage(folder: Path) -> VersionManifest:
+        flip_bit(folder, THETA)
+        return real(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots_module, "read_manifest", damage)
+        with pytest.raises(CorruptSnapshot, match=r"theta\.a\.0: expected xxh3-128"):
+            keep()
+    assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
+    keep()
+    assert same(read(snapshots, version)[0], theta)
+    snapshots.close()
+
+
+# ---- staged by a rebalance ------------------------------------------------------------------------------------------
+
+
+def stage(root: Path, version: VersionId, layers: tuple[int, ...]) -> None:
+    """Leaves a version of these layers staged in a slave's root, as `dips rebalance` does."""
+    (aside := root / "aside").mkdir()
+    flat = [part[i] for i in layers for part in (arrays(layers, 1), arrays(layers, 2))]
+    write_version(aside, ("r", "s", 4), version, MANIFEST, layers, flat)
+    files.stage_version(aside, version)
+
+
+def test_a_staged_version_is_offered_before_the_layers_are_known(tmp_path: Path) -> None:
+    """A slave registers with it: the master, which may have written the row, is to name its layers."""
+    opened(tmp_path / "s").close()
+    stage(tmp_path / "s", V1, (0, 1))
+    with closing(Snapshots(tmp_path / "s", "r", "s", None, structlog.get_logger())) as unbound:
+        assert unbound.complete_versions() == (V1,)
+    with closing(opened(tmp_path / "s")) as of_others:
+        assert of_others.complete_versions() == ()
+    with closing(opened(tmp_path / "s", layers=(0, 1))) as promoted:
+        assert promoted.complete_versions() == (V1,)
+        assert same(read(promoted, V1, (0, 1))[1], arrays((0, 1), 2))
+
+
+def test_a_promoted_version_is_read_before_it_is_offered(tmp_path: Path) -> None:
+    """Also if the one of the former layers, which it replaces, was found whole."""
+    snapshots = opened(tmp_path / "s")
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    stage(tmp_path / "s", V1, (0, 1))
+    flip_bit(tmp_path / "s" / f"{files.STAGED}{V1}", MOMENTUM)
+    assert snapshots.complete_versions() == (V1,)
+    genesis = [digest_of(arrays((0, 1, 2, 3), 0)[i]) for i in (0, 1)]
+    snapshots.bind_layers(MANIFEST, (0, 1), genesis, sinc=4)
+    assert snapshots.complete_versions() == ()
+    snapshots.close()
 
 
 # ---- archives --------------------------------------------------------------------------------------------------------
