@@ -232,7 +232,7 @@ class Planner:
         if n > 1:
             gather = tuple(ring_seconds(ring, n, size.whole) for size in sizes)
             reduce = tuple(ring_seconds(ring, n, size.gradients) for size in sizes)
-        uses = tuple(thing for thing, _ in ring.uses if thing[0] != "ring")  # type: ignore[index]
+        uses = tuple(thing for thing, _ in ring.uses if thing != "ring")
         depth = choice.depths[s] if choice.depths else 1 << 30
         return PipelineStage(tuple(devices), gather, reduce, uses, depth, held)
 

@@ -349,6 +349,20 @@ def test_fewer_layers_than_stages_and_fewer_microbatches_than_devices() -> None:
         planner.make_pipeline(PipelineChoice(ScheduleName.COMPACT_ZB, groups[:2], (0, 1, 2), 1))
 
 
+def test_collectives_of_stages_wait_for_each_other_only_at_a_card_of_both() -> None:
+    """Stages inside nodes of their own gather at the same time; those that span the same two nodes share both cards."""
+    planner = Planner(small_cluster((100, 100), gbit=1.0, devices=2), small_model(8))
+    inside = (("n0.0", "n0.1"), ("n1.0", "n1.1"))
+    across = (("n0.0", "n1.0"), ("n0.1", "n1.1"))
+    uses = {}
+    for groups in (inside, across):
+        choice = PipelineChoice(ScheduleName.BREADTH_FIRST, groups, (0, 2, 4, 6, 8), 1, 2)
+        uses[groups] = [set(stage.collective_uses) for stage in planner.make_pipeline(choice).stages]
+    assert uses[inside][0].isdisjoint(uses[inside][1])
+    cards = {("out", "n0"), ("in", "n0"), ("out", "n1"), ("in", "n1")}
+    assert cards <= uses[across][0] & uses[across][1]
+
+
 def test_what_shared_parameters_take_is_planned() -> None:
     """After the last action gradients go from the last stage to the first, and values back; each of two devices holds
     half. A copy has no optimizer state, and in one stage nothing goes anywhere.
