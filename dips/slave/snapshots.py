@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
-from dips.files import PidLock, make_directory, sync_path
+from dips.files import PidLock, make_directory
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Layer, Manifest
 from dips.slave.ports import READ_AT_START, Arrays
 from dips.store.files import (
     ASIDE,
+    delete_version,
     map_version,
     promote_if_ours,
     put_version,
@@ -448,11 +449,9 @@ class Snapshots:
         for version in versions:
             if version == GENESIS:
                 continue
-            path, aside = self._directory / str(version), self._aside_path(version)
+            path = self._directory / str(version)
             if path.exists() and not self._is_foreign(path):
-                path.rename(aside)
-                sync_path(self._directory)
-                shutil.rmtree(aside)
+                delete_version(path)
             if (staged := staged_path(self._directory, version)).exists():  # of a rebalance that failed
                 shutil.rmtree(staged)
             self._whole.discard(version)

@@ -161,20 +161,25 @@ def require_sizes(manifest: VersionManifest, sizes: Mapping[str, int], where: st
 
 
 def find_complete(root: Path) -> dict[VersionId, VersionManifest]:
-    """Return the manifests of all versions in a root with complete files, but for v0@r0; raise ConfigError if there
-    is no such directory.
-    """
-    if not root.is_dir():
-        raise ConfigError(f"{root}: expected a slave's snapshot directory, there is none")
+    """Return the manifests of all versions in a root whose files are complete, but for v0@r0."""
     found = {}
-    for path in sorted(root.glob("v*@r*")):
-        version = version_of(path)
+    for version, path in find_versions(root).items():
         try:
-            if version is not None and version != GENESIS:
-                found[version] = read_manifest(path)
+            found[version] = read_manifest(path)
         except CorruptSnapshot:  # not complete, so not offered; messages list those that are
             continue
     return found
+
+
+def find_versions(root: Path) -> dict[VersionId, Path]:
+    """Return the versions in a root with their directories, ascending, but for v0@r0; raise ConfigError if there is no
+    such directory.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"{root}: expected a slave's snapshot directory, there is none")
+    found = {version: path for path in root.iterdir() if (version := version_of(path)) is not None}
+    found.pop(GENESIS, None)
+    return dict(sorted(found.items()))
 
 
 def read_layer(
@@ -376,14 +381,8 @@ class Checked:
 
 def version_sizes(root: Path) -> dict[VersionId, int]:
     """Return the versions in a root with their bytes, ascending; raise ConfigError if there is no directory."""
-    if not root.is_dir():
-        raise ConfigError(f"{root}: expected a slave's snapshot directory, there is none")
-    found = dict[VersionId, int]()
-    for path in root.glob("v*@r*"):
-        version = version_of(path)
-        if version is not None and version != GENESIS:
-            found[version] = sum(file.stat().st_size for file in path.iterdir())
-    return dict(sorted(found.items()))
+    found = find_versions(root)
+    return {version: sum(file.stat().st_size for file in path.iterdir()) for version, path in found.items()}
 
 
 def check_version(

@@ -58,7 +58,7 @@ def test_a_snapshot_has_lost_its_name_on_the_disk_before_it_is_removed(
     snapshots.write_snapshot(V1, filled(1.0), filled(2.0))
     journal = DiskCalls(tmp_path / "d", monkeypatch)
     snapshots.delete_snapshots((V1,))
-    assert journal.calls == ["rename v1@r1 .unfinished-v1@r1", "fsync .", "remove .unfinished-v1@r1"]
+    assert journal.calls == ["rename v1@r1 .unfinished-old-v1@r1", "fsync .", "remove .unfinished-old-v1@r1"]
     snapshots.close()
 
 

@@ -35,6 +35,7 @@ MANIFEST = Manifest.from_shapes(
     [("a.0.10.w", (2, 3)), ("a.0.2.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())]
 )
 V1, V2 = VersionId(1, 1), VersionId(2, 5)
+NBYTES = 2 * sum(layer.nbytes for layer in MANIFEST.layers)  # of θ and m
 Arrays = dict[int, np.ndarray]
 
 
@@ -507,10 +508,25 @@ def open_files() -> list[str]:
     return found
 
 
+def test_room_is_reserved_for_all_that_is_written(tmp_path: Path) -> None:
+    """Each layer's file has its size from then on, with space on the disk, and the manifest no less than it takes."""
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    snapshots.reserve_room(V1, NBYTES)
+    reserved = {file.name: file.stat() for file in (path / f"{files.ASIDE}{V1}").iterdir()}
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    written = {file.name: file.stat().st_size for file in (path / str(V1)).iterdir()}
+    listing = written.pop("manifest.json")
+    assert reserved.pop("manifest.json").st_size >= listing
+    assert {name: stat.st_size for name, stat in reserved.items()} == written
+    assert all(stat.st_blocks * 512 >= stat.st_size for stat in reserved.values())
+    snapshots.close()
+
+
 def test_room_that_is_released_leaves_nothing(tmp_path: Path) -> None:
     """Of a round that was aborted: the disk has it again at once, not at the next start."""
     snapshots = opened(tmp_path / "s")
-    snapshots.reserve_room(V1, 2 * sum(layer.nbytes for layer in MANIFEST.layers))
+    snapshots.reserve_room(V1, NBYTES)
     assert len(list((tmp_path / "s").iterdir())) == 2, "the lock and the room"
     snapshots.release_room(V1)
     assert [path.name for path in (tmp_path / "s").iterdir()] == [".lock"]
@@ -697,6 +713,45 @@ def test_what_is_brought_is_read_back_before_it_is_kept(
     keep()
     assert same(read(snapshots, version)[0], theta)
     snapshots.close()
+
+
+# ---- looked at by a person -------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_verified_as_a_slave_does(tmp_path: Path) -> None:
+    """By whose it is, by the ledger's digest of its manifest and by all its bytes; one that went meanwhile is none."""
+    root, pieces = tmp_path / "s", list[int]()
+    snapshots = opened(root)
+    digest = snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    snapshots.close()
+
+    def problem(run: str = "r", slave: str = "s", digest: str | None = None) -> str:
+        checked = files.check_version(root, run, slave, V1, digest, pieces.append)
+        assert checked is not None
+        return checked.problem
+
+    assert files.check_version(root, "r", "s", V1, digest, pieces.append) == files.Checked(V1, NBYTES, "")
+    assert sum(pieces) == NBYTES
+    assert "of slave s" in problem(slave="t") and "run r" in problem(run="q")
+    assert "the ledger says 0" in problem(digest="0")
+    flip_bit(root / str(V1), MOMENTUM)
+    assert "momentum.a.0: expected xxh3-128" in problem()
+    files.delete_version(root / str(V1))
+    assert files.check_version(root, "r", "s", V1, digest, pieces.append) is None
+
+
+def test_what_is_no_version_is_not_listed(tmp_path: Path) -> None:
+    """Neither the first model, which is no snapshot, nor what a person has put aside beside one."""
+    root = tmp_path / "s"
+    snapshots = opened(root)
+    snapshots.keep_initial(arrays((0, 1, 2, 3), 0))
+    for version in (V2, V1):
+        snapshots.write_snapshot(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    snapshots.close()
+    shutil.copytree(root / str(V1), root / f"{V1}.damaged")
+    assert list(files.find_complete(root)) == [V1, V2]
+    size = sum(file.stat().st_size for file in (root / str(V1)).iterdir())
+    assert files.version_sizes(root) == {V1: size, V2: size}
 
 
 # ---- staged by a rebalance ------------------------------------------------------------------------------------------
