@@ -37,6 +37,7 @@ APART = (
     "admission",
     "against_one",
     "attach",
+    "calibrate",
     "codec_losses",
     "convergence",
     "lanes",
@@ -55,6 +56,7 @@ APART = (
 LIMIT_S = 400.0  # for one of them,
 LIMITS_S = {
     "against_one": 2400.0,
+    "calibrate": 3600.0,
     "endtoend": 3 * 3600.0,
     "goodput": 3 * 3600.0,
     "peers": 3600.0,

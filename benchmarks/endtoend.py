@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from benchmarks.harness import Bench, commit, main
 from benchmarks.lone_slave import equal_layers
@@ -168,11 +169,18 @@ def _read(file: Path) -> list[Stretch]:
 
 
 def _run_dips(directory: Path, cell: Cell, hosts: Mapping[str, End], within_s: float) -> dict[str, list[Stretch]]:
-    keys = {"pace": {DIPS[cell.method]["pace"]: cell.inner_steps}, "overlap": DIPS[cell.method]["overlap"]}
     plans = {name: cell.plan(name) for name in cell.clusters}
-    with TimedRun(directory, equal_layers(PARAMETERS, LAYERS), plans, keys, slaves=SLAVES, hosts=hosts) as run:
+    with TimedRun(
+        directory, equal_layers(PARAMETERS, LAYERS), plans, make_keys(cell), slaves=SLAVES, hosts=hosts
+    ) as run:
         run.finish(within_s)
         return {name: run.stretches(name) for name in cell.clusters}
+
+
+def make_keys(cell: Cell) -> dict[str, Any]:
+    """What stands in each cluster's file."""
+    way = DIPS[cell.method]
+    return {"pace": {way["pace"]: cell.inner_steps}, "overlap": way["overlap"]}
 
 
 def live(cell: Cell) -> CellSeen:
@@ -181,10 +189,10 @@ def live(cell: Cell) -> CellSeen:
     with tempfile.TemporaryDirectory(prefix="dips-bench-") as made, network(cell.links) as hosts:
         run = _run_serverless if cell.method in METHODS else _run_dips
         found = run(Path(made) / "run", cell, hosts, within_s)
-    return CellSeen({name: _counted(cell, stretches) for name, stretches in found.items()})
+    return CellSeen({name: counted(cell, stretches) for name, stretches in found.items()})
 
 
-def _counted(cell: Cell, stretches: list[Stretch]) -> list[Stretch]:
+def counted(cell: Cell, stretches: list[Stretch]) -> list[Stretch]:
     """The stretches that began after the settling rounds and ended within the time."""
     counted, at_s = [], 0.0
     for stretch in stretches:

@@ -297,7 +297,8 @@ class MasterProcess:
                 self.exit = action
 
     def _write_time(self, *args: object) -> float:
-        return WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3) * self.machine.disk.slowness
+        drawn_s = WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3)
+        return self.world.scenario.short * drawn_s * self.machine.disk.slowness
 
     def _report_records(self, records: Sequence[Record]) -> None:
         self.writing = ()

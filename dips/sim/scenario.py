@@ -80,6 +80,11 @@ class Scenario:
     run: str = "simulated"
     config_digest: str = "config"
 
+    @property
+    def short(self) -> float:
+        """The share of their usual time that short orders and transactions take."""
+        return 1.0 if self.sizes is None else self.sizes.short
+
     def least_work_s(self, order: type) -> float:
         """Return the least time of a slave's order of this class, or of a load as of Persist."""
         return self.work_s if self.sizes is None else self.sizes.work_s.get(order, 0.0)

@@ -43,6 +43,7 @@ class Sizes:
     slave: float  # bytes per second of each slave's link, in each direction
     work_s: Mapping[type, float] = field(default_factory=dict)  # least time of a slave's order, by its class
     settles_s: float = 0.0  # until links are shared anew after a transfer has begun or ended: many do so together
+    short: float = 1.0  # share of their usual time that short orders and transactions take
 
 
 Pair = tuple[str, str, bool]  # cluster, slave, and whether it is up to the slave

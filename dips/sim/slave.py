@@ -193,10 +193,12 @@ LOAD_S = 0.3
 GROWS = frozenset({Measure, Fold, Apply, Persist})  # orders whose work grows with the model
 
 
-def order_s(body: type, disk: SimDisk, rng: Random, least_s: float) -> float:
-    """Draw the duration of an order of this class; at least `least_s` if its work grows with the model."""
+def order_s(body: type, disk: SimDisk, rng: Random, least_s: float, short: float) -> float:
+    """Draw the duration of an order of this class, the usual one times `short`; at least `least_s` if its work grows
+    with the model.
+    """
     slowness = disk.slowness if body in (Persist, Retire, KeepSeed) else 1.0
-    drawn_s = WORK_S.get(body, 0.0) * slowness * (1.0 + rng.random())
+    drawn_s = short * WORK_S.get(body, 0.0) * slowness * (1.0 + rng.random())
     return max(drawn_s, least_s) if body in GROWS else drawn_s
 
 
@@ -468,24 +470,25 @@ class SlaveProcess:
 
     def _draw_work_s(self, work: object) -> float:
         """Draw the duration of work on the shard, or beside it on the disk; events of the data flow take no time."""
-        disk, rng, least_work_s = self.machine.disk, self.machine.rng, self.world.scenario.least_work_s
+        disk, rng, scenario = self.machine.disk, self.machine.rng, self.world.scenario
+        least_work_s, load_s = scenario.least_work_s, scenario.short * LOAD_S
         if self._ending_s is not None:
             return STOPPING_S
         match work:
             case ReadSnapshot():
-                return max(LOAD_S, least_work_s(Persist))
+                return max(load_s, least_work_s(Persist))
             case WorkOnDisk():
                 body = type(work.order.body)
                 if body is OpenPull:  # a pull of an archive reads it first
-                    return max(LOAD_S, least_work_s(Persist))
-                drawn_s = order_s(body, disk, rng, least_work_s(body))
+                    return max(load_s, least_work_s(Persist))
+                drawn_s = order_s(body, disk, rng, least_work_s(body), scenario.short)
                 return drawn_s + disk.fsync_s if written_by(work) is not None else drawn_s
             case ShardWork(ShardMethod.EXECUTE):
                 body = type(work.order.body)
                 least_s = least_work_s(body)
                 if least_s and self.shard.fences.has_answered(work.order.number):
                     return 0.0  # the answer is repeated without the work
-                return order_s(body, disk, rng, least_s)
+                return order_s(body, disk, rng, least_s, scenario.short)
         return 0.0
 
     def stop_vain_writer(self) -> None:

@@ -12,7 +12,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from math import ceil
@@ -32,6 +32,7 @@ from dips.protocol.effects import Apply, Note, Outcome, Persist
 from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
 from dips.sim.agent import SimAgent
 from dips.sim.master import MasterProcess
+from dips.sim.network import CLEAR
 from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario, name_clusters
 from dips.sim.sizes import SAMPLE_S, LinkUse, SimLinkRate, Sizes, SlaveUse, share_fairly
@@ -102,6 +103,7 @@ class SimulatedRun(Section):
     aligned: bool = True  # all push together, slow ones after fewer steps
     window_s: Positive | None = None
     heartbeat_s: Positive = 10.0
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.02  # of a message; short work scales with it
     slave_failures: Count = 0
     master_failures: Count = 0
     restart_s: Positive = 120.0  # mean time until a slave or master that failed is started again
@@ -123,6 +125,7 @@ def read_scenario(path: Path) -> SimulatedRun:
 
 # ---- the world ------------------------------------------------------------------------------------------------------
 
+USUAL_LATENCY_S = CLEAR.delay_s + CLEAR.spread_s / 2
 LAYER_ELEMENTS, CHUNK_BYTES = 512, 1024  # of each slave's one layer: four chunks of fp32, each of whole blocks
 JITTER = 0.02  # of an inner step
 SETTLES = 1e-3  # of the fastest transfer: until links are shared anew
@@ -139,7 +142,7 @@ def make_scenario(run: SimulatedRun) -> Scenario:
     fastest_s = ITEM_BYTES * run.parameters / max(max(rate.up, rate.down) for rate in rates.values())
     sizes = Sizes(
         run.parameters / elements, rates, run.slave_gbit * GBIT_BYTES, {Apply: run.update_s, Persist: run.persist_s},
-        settles_s=SETTLES * fastest_s,
+        settles_s=SETTLES * fastest_s, short=run.latency_s / USUAL_LATENCY_S,
     )  # fmt: skip
     aligned, stall_s = run.inner_steps if run.aligned else 0, _stall_s(run)
     timing = TimingOptions(
@@ -462,6 +465,7 @@ class SizedReport:
 def simulate_sizes(run: SimulatedRun) -> SizedReport:
     """Play a scenario. Raises ConfigError if it is too short for a round of each cluster."""
     world = World(run.seed, make_scenario(run))
+    world.network.weather = replace(CLEAR, delay_s=run.latency_s / 2, spread_s=run.latency_s)
     watch = PhaseClock(world, run.members)
     failures = Failures(world, run, watch)
     with _rare_collections():
