@@ -74,8 +74,7 @@ def window_s(run: RunState) -> float:
 
 def can_open(run: RunState) -> bool:
     """Whether a push waits for a round, and every slave can take one."""
-    free = run.round is None and run.flipping is None and not run.finished
-    return free and bool(run.waiting) and not run.roster.missing
+    return bool(run.waiting) and run.round is None and run.flipping is None and not run.roster.missing
 
 
 def open_window(run: RunState) -> None:
@@ -733,8 +732,8 @@ def _settle_push(
     if not (same_incarnation and cluster.live):
         run.ranges.release_lease(push.id.cluster, push.id.inc)
         return None
-    if cluster.push is push:
-        cluster.push = None
+    assert cluster.push is push  # it asks for no other before its outcome
+    cluster.push = None
     cluster.outcome = cluster.last_outcome
     cluster.outcome_version = version if kind is OutcomeKind.ACCEPTED else None
     return cluster if cluster.state is ClusterState.COMMITTED else None

@@ -213,7 +213,7 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
 
 def delete_garbage(run: RunState) -> None:
     """Retire versions on disks that have no row, once it is certain that this ledger has all rows."""
-    if not run.roster.garbage or not run.is_proven:
+    if not run.is_proven:
         return
     for name, garbage in run.roster.garbage.items():
         run.fan_out(FanoutKind.STANDALONE, run.head, {name: Retire(garbage)}, run.options.timing.compute_s)

@@ -57,3 +57,14 @@ def test_an_action_is_taken_once() -> None:
     outbox = filled(note("a"))
     assert outbox.take_actions() == [note("a")]
     assert outbox.take_actions() == []
+
+
+def test_a_record_is_unwritten_until_it_is_durable() -> None:
+    """While it waits among others, and while it is being written; what is no record never is."""
+    outbox = filled(note("a"), row(1))
+    assert outbox.has_unwritten()
+    outbox.take_actions()
+    assert outbox.has_unwritten()
+    outbox.on_written()
+    outbox.put_item(note("b"))
+    assert not outbox.has_unwritten()
