@@ -399,7 +399,6 @@ class MasterCore:
             return
         self._expected_at = now
         self._judge.skip_gap(gap_s)
-        self._alignment.skip_gap(gap_s)
         self._patience.skip_gap(gap_s)
         self._step_event(Blind(gap_s), now)
         self._judging_from = now + self._timing.heartbeat_s / 2  # first read what is still in the sockets

@@ -5,9 +5,9 @@ how many seconds are left until its push should begin, so H follows from its spe
 fast ones many, and none waits. The period is the median time that the clusters would take for their own H, and changes
 slowly. Pushes that share slots begin one after the other, so that the last of them is complete when the window opens.
 
-What must stay true: a window that did not open leaves the grid as it is; a cluster that just misses a window still
-pushes for it; one that would have too few steps pushes for the next one; a silent cluster is forgotten. Messages carry
-durations, not times. Pure: heartbeats and `now` are arguments.
+What must stay true: a window that did not open, or a master that did not run, leaves the grid as it is; a cluster that
+just misses a window still pushes for it; one that would have too few steps pushes for the next one; a silent cluster is
+forgotten. Messages carry durations, not times. Pure: heartbeats and `now` are arguments.
 
 Source: docs/architecture.md#pace; in the emulation aligned clusters ended below synchronous DiLoCo's loss at equal
 tokens.
@@ -95,11 +95,6 @@ class Alignment:
         """Remove a cluster that has left or whose trainer stands still; the grid is not changed."""
         if self._members.pop(cluster, None) is not None:
             self._changed = True
-
-    def skip_gap(self, gap_s: float) -> None:
-        """Shift the grid by whole periods after the master did not run for `gap_s`, since the clusters kept working."""
-        if self._anchor is not None:
-            self._anchor += self.period_s * (gap_s // self.period_s)
 
     def push_in_s(self, cluster: str, timing: WindowTiming, now: float) -> float:
         """Seconds until the cluster's push should begin, 0 if it is due; OWN_PACE if it keeps its own pace."""

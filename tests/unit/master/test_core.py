@@ -22,7 +22,20 @@ from dips.master.core import (
 )
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.data import Intervals
-from dips.protocol.effects import Acknowledged, Dropped, Effect, Grant, Joined, Note, OpenPull, Order, Pending, Reply
+from dips.protocol.effects import (
+    Acknowledged,
+    Committed,
+    Dropped,
+    Effect,
+    Grant,
+    Joined,
+    Note,
+    OpenPull,
+    OpenPush,
+    Order,
+    Pending,
+    Reply,
+)
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import (
     Blind,
@@ -36,6 +49,8 @@ from dips.protocol.events import (
     PullFinished,
     PullRequested,
     PushFinished,
+    PushRequested,
+    PushStaged,
     SlaveRegistered,
     SlaveSilent,
     Ticked,
@@ -45,6 +60,7 @@ from dips.protocol.heartbeats import (
     OWN_PACE,
     ClusterHeartbeat,
     ClusterHeartbeatAnswer,
+    OrderWait,
     SlaveHeartbeat,
     SlaveHeartbeatAnswer,
 )
@@ -150,9 +166,13 @@ class Shell:
         self._carry_out()
         return self.answers.get(self.req)
 
-    def heartbeat_slave(self, term: int = 3, work_bytes: int = 0, live: int = 0) -> Any:
+    def heartbeat_slave(
+        self, term: int = 3, work_bytes: int = 0, live: int = 0, waits: tuple[OrderWait, ...] = ()
+    ) -> Any:
         self.req += 1
-        heartbeat = SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0, work_bytes, live=live)
+        heartbeat = SlaveHeartbeat(
+            "s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0, work_bytes, live=live, waits=waits
+        )
         self.core.on_heartbeat(self.req, heartbeat, self.now)
         self._carry_out()
         return self.answers.get(self.req)
@@ -286,6 +306,26 @@ def test_a_slave_that_works_is_told_from_one_that_hangs(shell: Shell) -> None:
     assert told() <= 3
 
 
+def test_a_gap_is_not_time_in_which_a_disk_hangs(shell: Shell) -> None:
+    """An order that waits for it has as much time as before: nobody heard what it did meanwhile."""
+    waits = (OrderWait(7, "Persist", 1.0),)
+    shell.heartbeat_slave(waits=waits)
+    shell.stop_until(2 * TIMING.compute_s)
+    shell.heartbeat_slave(waits=waits)
+    extended = [action for action in shell.left if isinstance(action, SlaveProgress)]
+    left_s = TIMING.compute_s - TIMING.heartbeat_s
+    assert [e.most_s for e in extended] == [TIMING.compute_s, pytest.approx(left_s, abs=TIMING.heartbeat_s)]
+
+
+def test_a_deadline_is_acted_upon_when_it_comes(shell: Shell) -> None:
+    """A pull that nobody named is over at its time, and not at the next look."""
+    shell.join()
+    shell.ask_pull()
+    shell.answer_orders(OpenPull)
+    shell.run_to(TIMING.transfer_s, "a")
+    assert isinstance(shell.answers[shell.ask_pull()], Dropped)
+
+
 def test_a_delay_of_a_heartbeat_is_no_gap(shell: Shell) -> None:
     """A busy machine that runs the loop a little late moves nothing."""
     shell.stop_until(2 * TIMING.heartbeat_s)
@@ -345,6 +385,17 @@ def test_what_changes_nothing_wakes_no_question(shell: Shell) -> None:
     assert shell.core.next_deadline() == before
 
 
+def test_a_question_that_changes_something_wakes_the_others(shell: Shell) -> None:
+    """At once, and not at the next time when all are asked again."""
+    shell.join()
+    shell.ask_pull()
+    shell.run_to(0.5)
+    shell.events.clear()
+    shell.join("b")
+    shell.run_to(0.51)
+    assert any(isinstance(event, PullRequested) for event in shell.events)
+
+
 # ---- who begins and who ends --------------------------------------------------------------------------------------
 
 
@@ -371,6 +422,26 @@ def test_what_heartbeats_reported_is_known_before_a_push_is_judged_and_a_cluster
     shell.put(ClusterExpelled("a", "its certificate was revoked"))
     (ended,) = shell.ended()
     assert ended.tokens_lost == 70
+
+
+def test_a_commit_that_waits_for_a_heartbeat_is_answered_by_it(shell: Shell) -> None:
+    """At once, not when it is asked again; without a push nobody waits, and the Coordinator is told nothing."""
+    shell.join()
+    shell.heartbeat(tokens_consumed=50, inner_steps=5)
+    assert not any(isinstance(event, TokensReported) for event in shell.events)
+    shell.ask_pull()
+    shell.answer_orders(OpenPull)
+    shell.ask(lambda r: PullFinished(r, PULL, True))
+    push = PushId("a", 1, 2)
+    shell.ask(lambda r: PushRequested(r, push, GENESIS, 1))
+    shell.answer_orders(OpenPush)
+    shell.put(PushStaged("s", 1, push, 4))
+    commit = shell.ask(lambda r: PushFinished(r, push, 80, 8, (), 1.0))
+    shell.run_to(0.5)
+    assert commit not in shell.answers
+    shell.heartbeat(tokens_consumed=80, inner_steps=8)
+    shell.run_to(0.51)
+    assert shell.answers[commit] == Committed()
 
 
 def test_who_has_ended_is_forgotten(shell: Shell) -> None:
