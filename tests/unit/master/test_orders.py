@@ -70,6 +70,34 @@ def test_a_deadline_that_passes_while_the_master_is_stopped_begins_again(monkeyp
     assert answer == OrderAnswered("s", 2, 7, Done()) and peer.asked == 2
 
 
+class BusyPeer:
+    """A slave that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.done = asyncio.Event()
+
+    async def ask(self, request: object, *, needs_listener: bool = False) -> object:
+        await self.done.wait()
+        return Answer(done=messages.to_proto(Done()))
+
+    async def close(self) -> None: ...
+
+
+async def test_an_order_whose_slave_works_outlives_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for the disk have their time again with each heartbeat, and no other order has."""
+    monkeypatch.setattr("dips.master.core.MISSED_S", 0.02)  # a machine that is busy for longer begins a deadline anew
+    peer = BusyPeer()
+    links = SlaveLinks(dial=lambda *_: cast(Any, peer))
+    links.learn_address("s", "h:1")
+    waits, other = (asyncio.ensure_future(links.execute_order(Order("s", 2, 3, n, Ping(), 0.1))) for n in (7, 9))
+    while not other.done():
+        await asyncio.sleep(0.01)
+        links.on_progress(SlaveProgress("s", frozenset({7})))
+    assert other.result().error is UnresponsiveSlave
+    peer.done.set()
+    assert await waits == OrderAnswered("s", 2, 7, Done())
+
+
 class ClosingPeer:
     """The connection to an address, which takes a moment to close where there is another since."""
 
