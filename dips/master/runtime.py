@@ -256,9 +256,7 @@ class MasterOutside:
     def complete_view(self, view: RunView) -> RunView:
         """Return the view with the newest version, the ledger's mirror and its lease, `master.on_version` and so on."""
         lease = None if self._lease is None else self._lease.view()
-        older = (
-            () if lease is None or view.protocol == view.protocol_newest else lease.find_holdouts(view.protocol_newest)
-        )
+        older = () if lease is None else lease.find_holdouts(view.protocol_newest)
         return replace(
             view,
             newest=self._newest,

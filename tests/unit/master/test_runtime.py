@@ -20,6 +20,7 @@ from dips.errors import RemoteProtocolError, UnavailableMaster
 from dips.identity.names import PeerRole
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.core import EXIT_LEDGER, MasterCore, SlaveProgress
+from dips.master.journal import Journal
 from dips.master.runtime import EXIT_BUG, Runtime, StatusServicer
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import (
@@ -51,7 +52,7 @@ from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import IncarnationGiven, Record
 from dips.protocol.slaves import EXIT_STALE
-from dips.protocol.view import ClusterView, RunView
+from dips.protocol.view import ClusterView, JournalView, RunView
 from dips.telemetry.timeline import Timeline, read_marks
 from tests.guarded_master import GuardedMaster
 
@@ -122,6 +123,9 @@ class RecordingOutside:
             raise OSError("disk full")
         self.written += records
 
+    def complete_view(self, view: RunView) -> RunView:
+        return view
+
     def on_progress(self, progress: SlaveProgress) -> None:
         self.progress.append(progress)
 
@@ -155,9 +159,11 @@ class RunningMaster:
         core = MasterCore(self.coordinator, self.judge, TIMING, self.clock())
         log = structlog.get_logger()
         self.left_s = inf
+        self.journal = Journal(tmp_path, "r", 3, 1, log)
         self.runtime = Runtime(
-            core, self.outside, clock=self.clock, log=log, timeline=self.timeline, left_s=lambda: self.left_s
-        )
+            core, self.outside, clock=self.clock, log=log, timeline=self.timeline, journal=self.journal,
+            left_s=lambda: self.left_s,
+        )  # fmt: skip
 
     async def heard(self, kind: type) -> Any:
         """Return the first event of a kind, when it has come."""
@@ -180,11 +186,18 @@ async def running(tmp_path: Path) -> AsyncIterator[RunningMaster]:
         made.runtime.stop()
         await task
         made.timeline.close()
+        made.journal.close()
 
 
 def joins(event: ClusterJoined) -> list[Effect]:
     given = IncarnationGiven(Role.CLUSTER, event.cluster, 1, event.nonce)
     return [given, Reply(event.req, Joined(3, 1, GENESIS, Progress(0, 0, None), ()))]
+
+
+async def test_the_view_has_the_journal(tmp_path: Path) -> None:
+    """Nothing is written yet, and no step waits."""
+    async with running(tmp_path) as h:
+        assert h.runtime.build_view().journal == JournalView(False, 0, 0)
 
 
 async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
