@@ -257,6 +257,25 @@ def test_an_object_of_any_size_has_no_more_parts_than_a_store_takes(
     assert mirror.read_file("large", len(content)) == content and not store.counts["too large"]
 
 
+def test_what_another_machine_writes_is_seen_at_once(store: RealStore) -> None:
+    """Its client remembers what it has listed, and a standby, a new master and a person write to the same place."""
+    mirror, path = MirrorStore(f"s3://{BUCKET}/mirror", "r", "s"), f"{BUCKET}/mirror/r/s"
+    other = s3fs.S3FileSystem(skip_instance_cache=True)
+    mirror.write_file("a", b"1")
+    assert mirror.list_names() == ["a"] and mirror.list_sizes("") == {"a": 1}
+    other.pipe_file(f"{path}/b", b"22")
+    assert mirror.list_names() == ["a", "b"]
+    other.pipe_file(f"{path}/b", b"333")
+    assert mirror.file_size("b") == 3
+    assert mirror.list_sizes("") == {"a": 1, "b": 3}
+    other.pipe_file(f"{path}/b", b"4444")
+    assert mirror.list_sizes("") == {"a": 1, "b": 4}
+    other.pipe_file(f"{path}/c", b"")
+    mirror.remove_path("c")
+    other.invalidate_cache()
+    assert not other.exists(f"{path}/c")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_hundred_gigabytes_reach_no_limit(store: RealStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,12 @@ from dips.slave import app, snapshot_mirror
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store import mirror as mirror_store
+from dips.store.files import ASIDE
 from dips.store.mirror import MirrorStore, bring_back, copy_out, read_copy
 from dips.transport.backoff import Backoff
 from tests.busy_store import BusyFileSystem, persist
 from tests.damage import flip_bit
+from tests.disk_calls import DiskCalls
 from tests.unit.slave.test_snapshots import MANIFEST, arrays, opened, read, same
 
 V1, V2, V3 = VersionId(1, 1), VersionId(2, 5), VersionId(3, 6)
@@ -284,6 +286,16 @@ def test_a_file_as_long_as_is_allowed_is_read(url: str) -> None:
     assert store.read_file("b", 8) is None
 
 
+def test_of_files_of_one_name_the_first_stays(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It appears whole, also as the first in its folder, and durably on a disk; of a refused one nothing is left."""
+    store, disk = MirrorStore(url, "r", "s"), DiskCalls(tmp_path, monkeypatch)
+    assert store.create_whole("leases/first", b"one")
+    assert url.startswith("memory") or disk.calls[-2] == "fsync mirror/r/s/leases"
+    assert not store.create_whole("leases/first", b"two")
+    assert store.read_file("leases/first", 8) == b"one"
+    assert not list((tmp_path / "mirror").rglob(f"{ASIDE}*"))
+
+
 def test_a_mirror_that_is_gone_is_not_made(tmp_path: Path) -> None:
     """Below the mount point of a disk that is not mounted nothing is written; the message says what to do."""
     store = MirrorStore(str(tmp_path / "unmounted"), "r", "s")
@@ -314,6 +326,10 @@ def test_a_mount_point_whose_disk_is_not_mounted_is_refused(tmp_path: Path) -> N
             again.list_names()
         with pytest.raises(FailedMirror, match=refused):
             again.write_file("v2@r5/manifest.json", b"{}")
+        with pytest.raises(FailedMirror, match=refused):
+            again.create_whole("lease", b"{}")
+        with pytest.raises(FailedMirror, match=refused), again.create_file("large", 1):
+            pytest.fail("a file was begun there")
     assert not list(mount.iterdir())
     mount.rmdir()
     disk.rename(mount)
