@@ -50,13 +50,10 @@ def reserve_file(path: Path, size: int) -> None:
         _reserve_space(file.fileno(), size)
 
 
-def write_tensors(
-    path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32], on_piece: OnPiece = lambda _: None
-) -> int:
-    """Write tensors in the order of `shapes` and return the file's size once it is on the disk: see `write_behind`."""
-    size = write_behind(path, make_header(metadata, shapes), sum(prod(s) for _, s in shapes), data, on_piece)
+def write_tensors(path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32]) -> None:
+    """Write tensors in the order of `shapes`, durably: see `write_behind`."""
+    write_behind(path, make_header(metadata, shapes), sum(prod(s) for _, s in shapes), data, lambda _: None)
     sync_path(path)
-    return size
 
 
 def write_behind(path: Path, header: bytes, numel: int, data: Iterable[F32], on_piece: OnPiece) -> int:
@@ -119,9 +116,8 @@ def map_floats(path: Path, begin: int, numel: int) -> F32:
 class Reader:
     """An open file; every defect raises CorruptSnapshot with the file's name."""
 
-    def __init__(self, path: Path, on_piece: OnPiece = lambda _: None) -> None:
-        """`on_piece` is called with the bytes of each piece that was read."""
-        self.path, self._on_piece = path, on_piece
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = path.open("rb", buffering=0)
         try:
             self.metadata, self._entries, self._begin = self._read_header()
@@ -144,7 +140,6 @@ class Reader:
             count = self._file.readinto(view[:PIECE_BYTES])
             if not count:
                 raise CorruptSnapshot(f"{self.path}: ends within tensor {name!r}")
-            self._on_piece(count)
             view = view[count:]
 
     def _tensor_span(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:

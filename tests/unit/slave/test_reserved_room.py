@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dips.errors import CorruptSnapshot
-from dips.store.tensorfile import Reader, make_header, reserve_file, write_behind
+from dips.store.tensorfile import Reader, make_header, map_behind, map_new, reserve_file, write_behind
 from tests.unit.slave.test_snapshots import open_files
 
 SIZE = 1 << 22  # bytes
@@ -51,6 +51,16 @@ def test_room_that_is_not_used_is_released(tmp_path: Path) -> None:
     with Reader(tmp_path / "f") as reader:
         reader.read_into("w", (3,), read := np.zeros(3, np.float32))
     assert read.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_new_file_is_zeros_whatever_was_there(tmp_path: Path) -> None:
+    """It has room on the disk for all that is written into its map, and ends there; so does one that was longer."""
+    (tmp_path / "f").write_bytes(b"\xff" * 2 * SIZE)
+    header = make_header({}, shapes := [("w", (SIZE // 4,))])
+    assert not map_new(tmp_path / "f", {}, shapes).any()
+    assert (tmp_path / "f").stat().st_size == len(header) + SIZE <= (tmp_path / "f").stat().st_blocks * 512
+    assert map_behind(tmp_path / "f", header, 3).tolist() == [0.0, 0.0, 0.0]
+    assert (tmp_path / "f").stat().st_size == len(header) + 12
 
 
 def test_a_file_that_is_refused_is_closed(tmp_path: Path) -> None:

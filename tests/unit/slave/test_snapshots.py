@@ -569,8 +569,10 @@ def two_slaves(tmp_path: Path) -> tuple[list[Path], dict[VersionId, Arrays]]:
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, V2), (V1, V1)])
-def test_export_assembles_a_version(tmp_path: Path, asked: VersionId | None, given: VersionId) -> None:
-    """The newest version complete on all slaves, or the named one, under the model's own names and shapes.
+def test_export_assembles_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: VersionId | None, given: VersionId
+) -> None:
+    """The newest version complete on all slaves, or the named one, under the model's own names and shapes; durably.
 
     What only looks like a version has no name to export it by.
     """
@@ -578,7 +580,11 @@ def test_export_assembles_a_version(tmp_path: Path, asked: VersionId | None, giv
     for directory in directories:
         shutil.copytree(directory / str(V1), directory / f"{V1}.aside")
     output = tmp_path / "out" / "model.safetensors"
+    output.parent.mkdir()
+    disk = DiskCalls(output.parent, monkeypatch)
     assert export_snapshot(directories, asked, output) == given
+    aside = ".unfinished-model.safetensors"
+    assert disk.calls == [f"fsync {aside}", f"rename {aside} model.safetensors", "fsync ."]
     found, expected = load_file(output), tensors(thetas[given])
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -636,6 +642,8 @@ def test_tensors_are_read_in_any_order(tmp_path: Path) -> None:
     with tensorfile.Reader(tmp_path / "m") as reader:
         reader.read_into("a", (3,), a)
         reader.read_into("b", (2, 2), b)
+        with pytest.raises(CorruptSnapshot, match=r"tensor 'b': expected .*\[4\]"):
+            reader.read_into("b", (4,), b)
     assert (a.tolist(), b.tolist()) == ([1, 1, 1], [0, 1, 2, 3])
 
 
