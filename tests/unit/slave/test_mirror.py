@@ -257,6 +257,31 @@ def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
     assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == (V1,)
 
 
+def test_a_copy_that_was_killed_is_made_again(url: str, tmp_path: Path) -> None:
+    """What its process had linked is no part of the next copy, and goes with it."""
+    written(tmp_path / "s", V1)
+    left = tmp_path / "s" / f"{ASIDE}mirrored-{V1}"
+    left.mkdir()
+    (left / "00000.safetensors").write_bytes(b"of a version that had this name in a former run")
+    copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1)
+    assert snapshot_mirror.list_copies(MirrorStore(url, "r", "s"), "r", "s", LOG).whole == (V1,)
+    assert not left.exists()
+
+
+def test_what_vanishes_from_the_mirror_while_it_is_copied_is_missed(url: str, tmp_path: Path) -> None:
+    """The copy fails, and has no manifest: nobody takes it for whole."""
+    written(tmp_path / "s", V1)
+    store, first = MirrorStore(url, "r", "s"), f"{V1}/00000.safetensors"
+
+    def remove_first(_: int) -> None:
+        if str(V1) in store.list_names() and "00001.safetensors" in store.list_sizes(str(V1)):
+            store.remove_path(first)
+
+    with pytest.raises(FailedMirror, match=r"00000\.safetensors of .* is missing; it was written just now"):
+        copy_out(store, tmp_path / "s", V1, remove_first)
+    assert store.file_size(f"{V1}/manifest.json") is None
+
+
 @pytest.mark.parametrize(("error", "copied"), [(errno.EPERM, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
 def test_a_disk_without_links_is_copied_from_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, copied: bool
@@ -350,11 +375,20 @@ def test_an_object_store_that_was_emptied_is_refused_until_a_person_says_so(url:
     assert again.list_names() == ["v2@r5"]
 
 
+def test_a_mirror_that_was_looked_at_is_marked_by_the_first_write(url: str, tmp_path: Path) -> None:
+    """A slave lists what is there before it copies anything."""
+    store = marked(tmp_path, url)
+    assert store.list_names() == []
+    store.write_file("v1@r1/manifest.json", b"{}")
+    marker = store.read_file("dips-mirror", 64)
+    assert marker and (tmp_path / "s" / "mirror.seen").read_text() == f"{store.url}\n{marker.decode()}\n"
+
+
 def test_a_new_machine_knows_its_mirror_from_the_first_look(url: str, tmp_path: Path) -> None:
     """It has restored from there; if the disk goes away before the first copy, that is noticed."""
     marked(tmp_path, url).write_file("v1@r1/manifest.json", b"{}")
     shutil.rmtree(tmp_path / "s")
-    assert marked(tmp_path, url).list_names() == ["v1@r1"]
+    assert MirrorStore(url, "r", "s", of=tmp_path / "s").list_names() == ["v1@r1"]
     MirrorStore(url, "r", "s").remove_path("")
     with pytest.raises(FailedMirror, match="a place without one"):
         marked(tmp_path, url).write_file("v2@r5/manifest.json", b"{}")
