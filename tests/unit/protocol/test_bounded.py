@@ -1,4 +1,4 @@
-"""A week of rounds leaves the Coordinator as small as the first days of it (docs/architecture.md#invariant-11)."""
+"""Days of rounds leave the Coordinator as small as the first of them (docs/architecture.md#invariant-11)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from dips.protocol.options import Options, PenaltyOptions, TimingOptions
 from dips.protocol.records import LedgerState, RunRow, ScoreHistory, VersionRow
 from tests.push_digest import digest_push
 
-ROUNDS, EVERY_S = 3_000, 200.0  # a week
+ROUNDS, EVERY_S = 2_300, 200.0  # five days
 FULL = 2_000  # rounds after which every history is as long as it may become
+LEFT = 100  # bytes by which the text of one state may be longer than that of another: digits of its numbers
 CLUSTERS = ("a", "b")
 
 
@@ -111,7 +112,7 @@ def largest(spelled: Any, path: str = "") -> Iterator[tuple[int, str]]:
 
 @pytest.mark.timeout(300)
 def test_the_state_of_a_long_run_is_bounded() -> None:
-    """After 3,000 rounds nothing that the Coordinator holds is larger than after 2,000, but for counters.
+    """After 2,300 rounds nothing that the Coordinator holds is larger than after 2,000, but for counters.
 
     A byte that each round left behind would be seen.
     """
@@ -125,4 +126,4 @@ def test_the_state_of_a_long_run_is_bounded() -> None:
                 number, sizes[-1], sorted(largest(codec.encode_value(run.machine.capture_state())[1]), reverse=True)[:4]
             )
     assert run.machine.build_view(run.now).rounds.applied == ROUNDS
-    assert sizes[1] < sizes[0] + ROUNDS - FULL
+    assert sizes[1] < sizes[0] + LEFT < sizes[0] + ROUNDS - FULL
