@@ -6,7 +6,8 @@ torchrun with as many ranks; all-reduce of θ − θ_j and SGD(nesterov=True) on
 
 A version is durable before it exists (`durability: commit`, the default). What is compared is the
 round without its phase of persisting: nothing else goes on between Prepared and Persisted, so it is what a round
-without durability takes. The whole round stands beside it, with its snapshots on a tmpfs and on the disk.
+without durability takes. The whole round stands beside it, with its snapshots on a tmpfs and on the disk, and on the
+tmpfs once more with certificates, so that lanes are encrypted.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dips.telemetry import timeline
 LAYERS, SLAVES = 16, 2
 TMPFS = Path("/dev/shm")
 LEAST = 1 / 2.0  # at most twice gloo's time
+SECURE = 1 / 1.15  # at most 1.15 times the plain round
 APPLY_BANKS, CLOSING = 5, 0.6  # Apply reads three and writes two
 PHASES = ("ask", "push", "measure and fold", "apply", "persist", "commit", "pull", "install and rest")
 Mark = Mapping[str, Any]
@@ -45,12 +47,19 @@ def measure(bench: Bench) -> None:
         for place, directory in (("tmpfs", TMPFS), ("disk", None)):
             bench.say(f"{clusters} clusters: Di-PS with {SLAVES} slaves, snapshots on {place}")
             rounds[place] = dips(numel, clusters, bench.runs, directory)
+        bench.say(f"{clusters} clusters: Di-PS with certificates, so that lanes are encrypted")
+        secure = dips(numel, clusters, bench.runs, TMPFS, secure=True)
         times += gloo(numel, clusters, bench.runs)
         plain = statistics.median(times)
         bench.row(f"gloo, {clusters} ranks", plain, "s")
         memory_s = APPLY_BANKS * BYTES * numel / triad_rate()
         for place, each in rounds.items():
             _rows(bench, f"{clusters} clusters, {place}", each, plain)
+        bench.row(
+            f"round with certificates, {clusters} clusters, tmpfs", statistics.median(r["round"] for r in secure), "s",
+            against="without", of=statistics.median(r["round"] for r in rounds["tmpfs"]),
+            least=SECURE if clusters == min(bench.args.clusters) else None, less=True,
+        )  # fmt: skip
         # Space is reserved before Apply; to reserve it on a tmpfs is to fill pages with zeros.
         closing = statistics.median(r["apply"] for r in rounds["disk"])
         bench.row(
@@ -89,12 +98,14 @@ def gloo(numel: int, ranks: int, runs: int) -> list[float]:
     return times[1:]
 
 
-def dips(numel: int, clusters: int, runs: int, parent: Path | None) -> list[dict[str, float]]:
+def dips(numel: int, clusters: int, runs: int, parent: Path | None, secure: bool = False) -> list[dict[str, float]]:
     """The seconds of each round and of its phases, but the first round's."""
     with tempfile.TemporaryDirectory(dir=parent, prefix="dips-bench-") as made:
         directory = Path(made)
         manifest = equal_layers(numel, LAYERS)
-        with WholeRun(directory / "run", manifest, clusters=clusters, slaves=SLAVES, versions=runs + 1) as run:
+        with WholeRun(
+            directory / "run", manifest, clusters=clusters, slaves=SLAVES, versions=runs + 1, secure=secure
+        ) as run:
             run.finish(250)
             steps = {name: _lines(run.meeting / f"{name}.jsonl") for name in run.clusters}
             marks = {name: list(timeline.read_marks(run.timeline(name))) for name in run.clusters}

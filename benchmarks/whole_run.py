@@ -30,8 +30,10 @@ from benchmarks.namespaces import End
 from benchmarks.record import ROOT
 from dips.client.agent.trainer import list_descendants
 from dips.config import load_run
+from dips.identity.names import PeerRole
 from dips.master import genesis
 from dips.protocol.manifest import Manifest
+from tests.enrolled import enroll_all
 
 END_S = 30.0
 STEPS = 20  # inner steps between two pushes, with `inner_s`
@@ -119,10 +121,12 @@ class WholeRun:
         window_s: float | None = 60.0,
         inner_s: float = 0.0,
         hosts: Mapping[str, End] | None = None,
+        secure: bool = False,
     ) -> None:
         """`slots` None: one for each cluster; `window_s` is closed early, when every cluster is in.
 
         inner_s  seconds that each cluster trains before each push; 0: all meet, and push together
+        secure   with certificates, so that lanes are encrypted
         """
         self.directory, self._manifest = directory, manifest
         self.clusters = [f"c{i}" for i in range(clusters)]
@@ -137,9 +141,16 @@ class WholeRun:
             "penalty": {"gates": []},
         }
         self._processes = Processes(directory)
+        self._secure = secure
+        self._tls: dict[str, Any] = {"tls": False}
 
     def __enter__(self) -> Self:
         self.meeting.mkdir(parents=True)
+        if self._secure:
+            peers = [("master", PeerRole.MASTER), *((name, PeerRole.SLAVE) for name in self.slaves)]
+            peers += [(name, PeerRole.CLUSTER) for name in self.clusters]
+            (certificates := self.directory / "certs").mkdir()
+            self._tls = enroll_all(certificates, str(self._shared["run"]), peers)
         file = self.directory / "dips.yaml"
         file.write_text(yaml.safe_dump(self._run_file()))
         genesis.make_run(load_run(file), self._tensors())
@@ -183,8 +194,8 @@ class WholeRun:
     def _start_cluster(self, name: str) -> subprocess.Popen[bytes]:
         file = self.directory / f"{name}.yaml"
         cluster = {
-            "shared": self._shared, "cluster": name, "master": self._address, "directory": name, "tls": False,
-            "max_restarts": 0, **self._keys(name),
+            "shared": self._shared, "cluster": name, "master": self._address, "directory": name,
+            "max_restarts": 0, **self._tls, **self._keys(name),
         }  # fmt: skip
         file.write_text(yaml.safe_dump(cluster))
         trainer = [sys.executable, "-m", *self._words(name)]
@@ -224,7 +235,7 @@ class WholeRun:
                 {"name": name, "directory": name, "listen": at, "lanes": [at] * self._lanes, **slave}
                 for name, at in listen.items()
             ],
-            "tls": False,
+            **self._tls,
         }  # fmt: skip
 
 
