@@ -135,8 +135,8 @@ def _open_seed(run: RunState, event: SeedAsked | RecoverAsked, takers: dict[str,
 
 def on_seed_opened(run: RunState, fanout: Fanout) -> None:
     """Open the transfer: every slave that lacks the model has a slot for it."""
-    if run.seed is not None and run.seed.push == fanout.subject:
-        run.seed.opened = True
+    assert run.seed is not None and run.seed.push == fanout.subject
+    run.seed.opened = True
 
 
 def take_staged(run: RunState, event: PushStaged) -> bool:

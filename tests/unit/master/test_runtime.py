@@ -151,12 +151,12 @@ class Clock:
 class RunningMaster:
     """A running runtime with everything that a test watches."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, timing: TimingOptions = TIMING) -> None:
         self.coordinator, self.outside, self.clock = ScriptedCoordinator(), RecordingOutside(), Clock()
-        self.judge = Judge(TIMING)
+        self.judge = Judge(timing)
         self.path = tmp_path / "timeline.jsonl"
         self.timeline = Timeline(tmp_path, "r", "master", "master")
-        core = MasterCore(self.coordinator, self.judge, TIMING, self.clock())
+        core = MasterCore(self.coordinator, self.judge, timing, self.clock())
         log = structlog.get_logger()
         self.left_s = inf
         self.journal = Journal(tmp_path, "r", 3, 1, log)
@@ -176,8 +176,8 @@ class RunningMaster:
 
 
 @asynccontextmanager
-async def running(tmp_path: Path) -> AsyncIterator[RunningMaster]:
-    made = RunningMaster(tmp_path)
+async def running(tmp_path: Path, timing: TimingOptions = TIMING) -> AsyncIterator[RunningMaster]:
+    made = RunningMaster(tmp_path, timing)
     task = asyncio.create_task(made.runtime.run())
     try:
         async with asyncio.timeout(10):
@@ -198,6 +198,13 @@ async def test_the_view_has_the_journal(tmp_path: Path) -> None:
     """Nothing is written yet, and no step waits."""
     async with running(tmp_path) as h:
         assert h.runtime.build_view().journal == JournalView(False, 0, 0)
+
+
+async def test_what_arrives_wakes_the_master(tmp_path: Path) -> None:
+    """It sleeps for a heartbeat if nothing is due; a caller does not wait for that."""
+    async with running(tmp_path, TimingOptions(heartbeat_s=60.0)) as h:
+        for _ in range(2):  # at the second it sleeps
+            await h.runtime.take_heartbeat(heartbeat())
 
 
 async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
