@@ -578,13 +578,15 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     run.step_norms[version] = r.step_norm
     run.met.append((len(row.folds), sum(c.trains for c in run.clusters.values())))
     run.durability.again_at = 0.0  # a new version tries the disks anew
+    is_lost = bool(run.roster.lacking)  # on a disk, since it was written there: older ones may be all that is left
     run.offers_changed()
     run.tokens_accepted += tokens
     run.counts[RoundResult.APPLIED] += 1
     run.emit_note("version_committed", version=version, round=r.number, contributions=len(r.folded), tokens=tokens)
     pulling = [c for c in (_settle_push(run, p, _kind_of(p), version) for p in r.pushes) if c is not None]
     push_pull.flip_slaves(run, version, pulling)
-    durability.retire_versions(run)
+    if not is_lost:
+        durability.retire_versions(run)
     finish_if_due(run)
 
 

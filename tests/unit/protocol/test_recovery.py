@@ -32,6 +32,7 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, StopOptions
 from dips.protocol.records import (
     LedgerState,
+    RolledBack,
     RoundReserved,
     RunRow,
     ScoreHistory,
@@ -189,6 +190,8 @@ def test_a_common_version_that_comes_back_ends_it() -> None:
     run.open()
     run.register("s", OLDER, HEAD)
     assert run.register("t", OLDER) == LoadVersion(OLDER) and run.machine.head() == OLDER
+    assert run.register("s", OLDER, HEAD) == LoadVersion(OLDER)
+    assert len(run.records(RolledBack)) == 1, "nobody lacks the head any more"
     assert run.recover() == Dropped(f"the head is {OLDER} now")
 
 
