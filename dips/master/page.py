@@ -114,8 +114,9 @@ class SlaveRates:
         """Record the newest sums; return (received, sent) in bytes/s of each slave with at least two samples."""
         self._samples = {name: self._samples.get(name, deque(maxlen=SAMPLES)) for name in slaves}
         for name, peer in slaves.items():
-            if peer.heartbeat is None or peer.heard_s is None:
+            if peer.heartbeat is None:
                 continue
+            assert peer.heard_s is not None  # they come together
             at, received, sent = now - peer.heard_s, peer.heartbeat.bytes_in, peer.heartbeat.bytes_out
             samples = self._samples[name]
             if samples and (received < samples[-1][1] or sent < samples[-1][2]):

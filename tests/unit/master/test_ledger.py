@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf, isnan, nan
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from dips.master.ledger import MEMORY, Ledger
 from dips.master.ledger_chain import ChainedRows
 from dips.master.ledger_history import removed_slaves
 from dips.master.ledger_rows import RowReader, _insert
+from dips.master.page import MasterPage
 from dips.master.restore import MirroredLedger, MirroredTransaction, build_file
 from dips.outer_step import OuterStep, nesterov_step
 from dips.protocol.data import BegunRange, Intervals
@@ -46,6 +48,7 @@ from dips.protocol.records import (
     VersionDurable,
     VersionsRetired,
 )
+from dips.protocol.view import RunView
 
 ROW = RunRow(
     "run", "d1", '{"format":1,"layers":[]}', (("s0", (0, 2)), ("s1", (1,))), ("aa", "bb", "cc"), (1.0, 2.5, 0.0)
@@ -143,6 +146,18 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
     assert state.penalty == (penalty("a", 1), penalty("b", 2))
     assert state.history == ScoreHistory((0.5, 0.5), (3.0, 3.0))
     assert (state.leased, (*state.settled,)) == ((("a", 1, 1, (1,)),), (0,))
+
+
+def test_the_page_of_a_new_master_has_the_rounds_before_it(ledger: Ledger) -> None:
+    """With the tokens that the lineage had after each of them."""
+    ledger.write_records([RoundReserved(1, 1.0), committed(V1, GENESIS, A1, B1)])
+    ledger.write_records([RoundReserved(3, 4.0), committed(V2, V1, A2)])
+    page = MasterPage({})
+    page.recall_ledger(ledger, ledger.read_state())
+    runtime: Any = SimpleNamespace(build_view=RunView)
+    document = page.read_state(runtime)
+    assert [told["version"] for told in document["history"]] == [str(V2), str(V1)]
+    assert [point[0] for point in document["curves"]["run"]] == [20, 30]
 
 
 def test_ranges_that_are_trained_in_part(ledger: Ledger) -> None:
