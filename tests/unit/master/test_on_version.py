@@ -39,6 +39,7 @@ from dips.protocol.records import (
     VersionResult,
     VersionsRetired,
 )
+from dips.protocol.view import VersionProcessView
 from dips.store.files import write_version
 from dips.telemetry import logs
 
@@ -260,10 +261,17 @@ async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Pat
     assert processes.view().running == str(second)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     await processes.stop()
+    assert processes._child is not None and not processes._child.alive, "it waits for that"
     async with asyncio.timeout(RESULT_S):
         while any(is_alive(pid) for pid in pids):
             await asyncio.sleep(0.01)
     assert place.ledger.find_unprocessed(2) == second
+
+
+async def test_who_has_run_nothing_stops_at_once(make_place: MakePlace) -> None:
+    processes = make_place(command=["true"]).begin()
+    await processes.stop()
+    assert processes.view() == VersionProcessView(every=2)
 
 
 MASTER = """
