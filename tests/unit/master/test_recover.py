@@ -18,7 +18,7 @@ from dips.master import genesis, recover
 from dips.master.app import cli
 from dips.master.ledger import Ledger
 from dips.master.restore import SPARE
-from dips.protocol.records import IncarnationGiven, RoundReserved
+from dips.protocol.records import IncarnationGiven, RoundReserved, VersionsRetired
 
 
 @pytest.fixture
@@ -92,6 +92,9 @@ def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
     """It becomes the head, child of the ledger's, without folds, with the digests that its slaves' manifests have."""
     here = config.master.directory.parent
     for name in ("s0", "s1"):
+        (here / name / "v0@r8").mkdir(parents=True)
+    assert plan(config).newer is None, "no version is named twice in a lineage"
+    for name in ("s0", "s1"):
         for version in ("v3@r8", "v4@r9"):
             (here / name / version).mkdir(parents=True)
             (here / name / version / "manifest.json").write_text(name + version)
@@ -106,10 +109,12 @@ def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
         plan(config, adopt=VersionId(0, 8))
     carry_out(config, adopt=VersionId(3, 8))
     with recover.open_ledger(config) as ledger:
-        state, digests = ledger.read_state(), ledger.read_digests()
+        state, digests, (acted,) = ledger.read_state(), ledger.read_digests(), ledger.read_audit()
     assert [v.version for v in state.versions] == [VersionId(0, 0), VersionId(3, 8)]
     assert state.next_round == 9 + SPARE + 1
     assert digests[8, "s0"] == xxhash.xxh3_128_hexdigest(b"s0v3@r8")
+    assert (acted.action, acted.refused) == ("dips-master recover", False)
+    assert acted.arguments == f"term {state.term}, round {9 + SPARE} --adopt v3@r8"
 
 
 def test_the_first_round_that_the_ledger_does_not_know_is_adopted(config: RunFile) -> None:
@@ -153,6 +158,9 @@ def test_what_stands_only_in_a_mirror_counts(config: RunFile, tmp_path: Path) ->
         assert ledger.read_state().next_round == 11 + SPARE + 1
     (tmp_path / "s0" / "v3@r8").rename(tmp_path / "mirror/r/s1/aside")
     assert "v3@r8 is not in all slaves' directories or mirrors any more" in plan(mirrored).describe_lines()
+    with recover.open_ledger(mirrored) as ledger:  # from then on nobody offers the initial model
+        ledger.write_records([VersionsRetired((VersionId(3, 8),))])
+    assert plan(mirrored).head is None and "no version of this ledger is in all" in plan(mirrored).describe_lines()
 
 
 def test_it_asks(config: RunFile, tmp_path: Path) -> None:
