@@ -67,6 +67,7 @@ from tests.unit.slave.shard_rig import read_prepared
 MANIFEST = Manifest.from_shapes([("a.w", (3,))])
 PUSH = PushId("x", 1, 1)
 HEARTBEAT_S = 0.01
+BUSY_RETRY_S = 0.02
 
 
 class BufferFlow:
@@ -196,6 +197,10 @@ class ScriptedMirror(SnapshotMirror):
 
     def __init__(self, restore: Callable[[tuple[VersionId, ...], tuple[VersionId, ...]], Restored]) -> None:
         self.restore = restore  # type: ignore[assignment,method-assign]
+        self.wanted: list[tuple[VersionId, ...]] = []
+
+    def want(self, versions: tuple[VersionId, ...]) -> None:
+        self.wanted.append(versions)
 
 
 class RunningSlave:
@@ -219,15 +224,15 @@ class RunningSlave:
         who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
         self.core = SlaveCore(
             who,
-            SlaveTiming(HEARTBEAT_S),
+            SlaveTiming(HEARTBEAT_S, busy_retry_s=BUSY_RETRY_S),
             lambda: self.thread.standing,
             self.flow.list_transfers,
             self.meters,
             Random(),
         )
-        mirror = None if restore is None else ScriptedMirror(restore)
+        self.copies = None if restore is None else ScriptedMirror(restore)
         link = SlaveServiceLink(master, master, master_peer("m:1", None))
-        self.runtime = SlaveRuntime(self.core, self.thread, link, log, mirror)
+        self.runtime = SlaveRuntime(self.core, self.thread, link, log, self.copies)
         self.task = asyncio.create_task(self.runtime.run())
         self.master = master
         self.number = 0
@@ -297,6 +302,44 @@ async def test_it_registers_when_its_mirror_was_looked_at() -> None:
         await master.until(lambda: bool(master.registered))
         assert (len(master.registered), master.registered[0].reason) == (1, "is it mounted?")
     gate.set()
+
+
+async def test_what_the_master_wants_mirrored_is_passed_on() -> None:
+    """To the mirror; a slave without one goes on as before."""
+    wanted = (VersionId(1, 1), VersionId(2, 2))
+    for restore in (lambda *_: Restored(()), None):
+        master = ScriptedMaster(LoadVersion(GENESIS), Hold())
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, LiveTransfers(1, (), ()), wanted)
+        async with living(master, restore=restore) as incarnation:
+            await incarnation.ready()
+            seen = len(master.heartbeats)
+            await master.until(lambda seen=seen, master=master: len(master.heartbeats) >= seen + 2)
+            assert not incarnation.task.done()
+            assert incarnation.copies is None or set(incarnation.copies.wanted) == {wanted}
+
+
+async def test_its_calls_end_with_it() -> None:
+    """Those that are over are kept by nobody, and one that hangs is given up: no task outlives the slave."""
+
+    class HangingMaster(ScriptedMaster):
+        hangs = False
+
+        async def Heartbeat(self, request: Any, timeout: float) -> Any:
+            answer = await super().Heartbeat(request, timeout)
+            if self.hangs:
+                await asyncio.Event().wait()
+            return answer
+
+    master = HangingMaster(LoadVersion(GENESIS), Hold())
+    async with living(master) as incarnation:
+        await incarnation.ready()
+        await master.until(lambda: len(master.heartbeats) >= 5)
+        assert len(incarnation.runtime._tasks) <= 1
+        master.hangs = True
+        seen = len(master.heartbeats)
+        await master.until(lambda: len(master.heartbeats) > seen)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_it_registers_again_when_a_heartbeat_says_so() -> None:
@@ -459,7 +502,9 @@ async def test_a_heartbeat_heals_what_the_master_does_not_list() -> None:
 
 
 async def test_busy_is_tried_again_until_the_deadline() -> None:
-    """An OpenPush that finds no slot waits for a DropPush behind it; without one it is refused before its deadline."""
+    """An OpenPush that finds no slot waits for a DropPush behind it; without one it is refused before its deadline, and
+    one whose caller has hung up is not tried again.
+    """
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     other = PushId("y", 1, 1)
     master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, LiveTransfers(1, (), ()))
@@ -471,8 +516,14 @@ async def test_busy_is_tried_again_until_the_deadline() -> None:
         waiting = asyncio.create_task(incarnation.order(OpenPush(other, 1, 60.0)))
         await incarnation.order(Ping())
         assert not waiting.done()
+        given_up = asyncio.create_task(incarnation.order(OpenPush(PushId("z", 1, 1), 1, 60.0)))
+        await incarnation.order(Ping())
+        given_up.cancel()  # the master has hung up
         await incarnation.order(DropPush(PUSH, "over"))
         assert await waiting == Done()
+        await incarnation.order(DropPush(other, "over"))
+        await asyncio.sleep(4 * BUSY_RETRY_S)
+        assert not incarnation.flow.pushes
 
 
 async def test_orders_of_a_round_through_the_servicer() -> None:
@@ -515,6 +566,9 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
         assert await again == Persisted(VersionId(1, 1), "d1ge57")
         assert read_prepared(await apply) == VersionId(2, 2)
         assert disk.writes == 1
+        await master.until(lambda: master.heartbeats[-1].persist_s >= 0.05)
+        assert incarnation.thread.spent["persist"].list_buckets()[-1] == ("+Inf", 1.0)
+        assert incarnation.thread.spent["persist"].total >= 0.05
 
 
 async def make_version(incarnation: RunningSlave, round_: int, push: PushId, head: VersionId) -> Any:
