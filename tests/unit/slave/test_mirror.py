@@ -519,6 +519,30 @@ def test_what_is_older_than_the_newest_on_the_disk_stays_in_the_mirror(url: str,
     assert kept(tmp_path, url).restore((V1, V3)) == Restored(())
 
 
+def test_a_copy_that_takes_long_is_no_failure_while_bytes_move(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes in all: each piece is one every half a minute here."""
+    now, said = [0.0], list[str]()
+    written(tmp_path / "s", V1)
+    mirror = SnapshotMirror(MirrorStore(url, "r", "s"), tmp_path / "s", "r", "s", LOG, lambda: now[0])
+
+    def copy_slowly(store: MirrorStore, root: Path, version: VersionId, on_piece: Callable[[int], None]) -> None:
+        def on_moved(nbytes: int) -> None:
+            now[0] += STALL_S / 2
+            on_piece(nbytes)
+            said.append(mirror.report().reason)
+
+        copy_out(store, root, version, on_moved)
+
+    monkeypatch.setattr(snapshot_mirror, "copy_out", copy_slowly)
+    mirror.want((V1,))
+    mirror.start()
+    until(lambda: mirror.report().held == (V1,))
+    mirror.close()
+    assert len(said) > 3 and not any(said)
+
+
 def test_the_thread_ends_with_its_slave(url: str, tmp_path: Path) -> None:
     """It waits for a wish, an hour at a time; the end is one."""
     mirror = kept(tmp_path, url)
