@@ -140,7 +140,7 @@ class OrderedCalls:
                         sent[place] = call
                         await stream.write(call.request)
                 self._news.clear()
-                if not reading.done() and not self._unsent:
+                if not reading.done():
                     await self._news.wait()
             if reading.done():
                 reading.result()
@@ -219,7 +219,6 @@ async def answer_in_order(
             async for request in requests:
                 await room.acquire()
                 calls.create_task(answer_request(next(places), request))
-        replies.put_nowait(None)
 
     reading = asyncio.create_task(read_requests())
     reading.add_done_callback(lambda _: replies.put_nowait(None))

@@ -18,17 +18,21 @@ from dips.wire.generated.slave_pb2 import Answer, Done, Order, OrderReply
 
 
 class ReadyChannel:
-    """A connection that stands."""
+    """A connection that stands until it is closed."""
+
+    closed = False
 
     def get_state(self, try_to_connect: bool = False) -> ChannelConnectivity:
         return ChannelConnectivity.READY
 
     async def close(self) -> None:
-        """It has no socket."""
+        self.closed = True
 
 
 class ScriptedStream:
     """Replies to what is written; with `broken` it is over, as a write finds first; with `refused` it only ends."""
+
+    cancelled = False
 
     def __init__(self, broken: bool = False, place: int = 1, refused: bool = False) -> None:
         self._broken, self._place, self._refused, self._asked = broken, place, refused, asyncio.Event()
@@ -64,13 +68,16 @@ class ScriptedStream:
         return aio.Metadata()
 
     def cancel(self) -> None:
-        """It is over anyway."""
+        self.cancelled = True
 
 
 def calls_on(*streams: ScriptedStream) -> OrderedCalls:
-    channel: Any = ReadyChannel()
-    peer, left = slave_peer("s", "127.0.0.1:1", None), list(streams)
-    return OrderedCalls(channel, lambda: left.pop(0), peer, _to_error)
+    return calls_by(ReadyChannel(), list(streams))
+
+
+def calls_by(channel: Any, left: list[ScriptedStream]) -> OrderedCalls:
+    """Each stream is taken from `left` when it is opened."""
+    return OrderedCalls(channel, lambda: left.pop(0), slave_peer("s", "127.0.0.1:1", None), _to_error)
 
 
 def _to_error(error: aio.AioRpcError) -> DipsError:
@@ -101,9 +108,38 @@ async def test_a_reply_to_nothing_is_the_peers_fault() -> None:
     await calls.close()
 
 
-async def test_a_stream_that_is_refused_fails_who_waits() -> None:
-    """The next one would be refused as well: the caller hears why, instead of waiting while streams come and go."""
-    calls = calls_on(*(ScriptedStream(refused=True) for _ in range(9)))
+async def test_no_stream_is_opened_while_nobody_asks() -> None:
+    """One has ended with the call that it carried: the peer is left alone until the next call, and after the end."""
+    channel, last = ReadyChannel(), ScriptedStream()
+    calls = calls_by(channel, left := [ScriptedStream(place=7), last])
+    async with asyncio.timeout(20):
+        with pytest.raises(RemoteProtocolError):
+            await calls.ask(Order())
+        await asyncio.sleep(2 * ordered_calls.RECONNECT_PAUSE_S)
+        assert len(left) == 1
+        assert (await calls.ask(Order())).HasField("done") and not left
+    assert not channel.closed and not last.cancelled
+    await calls.close()
+    assert channel.closed and last.cancelled, "a server learns that its caller is gone"
+
+
+async def test_streams_that_break_at_once_follow_each_other_with_a_pause() -> None:
+    """A peer that is falling over is not flooded with connections meanwhile."""
+    left = [ScriptedStream(broken=True) for _ in range(99)]
+    calls = calls_by(ReadyChannel(), left)
+    asking = asyncio.create_task(calls.ask(Order()))
+    await asyncio.sleep(2.5 * ordered_calls.RECONNECT_PAUSE_S)
+    assert 96 <= len(left) < 99
+    asking.cancel()
+    await calls.close()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_stream_that_is_refused_fails_who_waits(broken: bool) -> None:
+    """The next one would be refused as well: the caller hears why, instead of waiting while streams come and go; also
+    if it is a write that finds the stream over.
+    """
+    calls = calls_on(*(ScriptedStream(broken, refused=True) for _ in range(9)))
     async with asyncio.timeout(20):
         with pytest.raises(Denied):
             await calls.ask(Order())
