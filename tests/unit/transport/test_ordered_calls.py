@@ -187,3 +187,27 @@ async def test_a_server_begins_no_more_calls_than_it_has_room_for(monkeypatch: p
         may_end.release()
         await serving
     assert len(replies) == 5
+
+
+async def test_what_a_caller_asked_ends_when_it_is_gone() -> None:
+    """A reply that cannot be written ends the others' answers, too: nobody would hear them."""
+
+    async def requests() -> AsyncIterator[int]:
+        for number in range(3):
+            yield number
+        await asyncio.Event().wait()
+
+    async def answer(request: int) -> Answer:
+        if request:
+            await asyncio.Event().wait()
+        return Answer(done=Done())
+
+    class GoneCaller:
+        async def write(self, reply: Any) -> None:
+            raise ConnectionResetError("it is gone")
+
+    caller: Any = GoneCaller()
+    async with asyncio.timeout(20):
+        with pytest.raises(ConnectionResetError):
+            await answer_in_order(requests(), caller, answer)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
