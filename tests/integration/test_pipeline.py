@@ -77,7 +77,7 @@ def test_six_plans_have_the_gradients_of_one_process(found: dict[str, Any]) -> N
     """Each schedule, stages of 1 to 3 ranks, unequal shares, ministages, recompute: gradients within 1e-6 in fp32 and
     1e-12 in float64, three AdamW steps within 1e-5 and 1e-10; check_pipeline.py holds each to its bound.
     """
-    assert [of["gradient"] > 1e-9 for of in found["six"]] == [False, True, False, False, True, False], found["six"]
+    assert [gradient > 1e-9 for gradient in found["six"]] == [False, True, False, False, True, False], found["six"]
 
 
 def test_gears_have_the_gradients_of_one_process(found: dict[str, Any]) -> None:
