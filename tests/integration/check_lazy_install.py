@@ -44,8 +44,8 @@ class Side:
         self.layout = lay_out(self.model, collectives, spread_items=SPREAD_ITEMS)
         self.memory = memory(self.layout.adapter, self.layout.held, self.layout.plan, collectives)
         self.inner = self.model.module if kind == "ddp" else self.model
-        one_mesh = kind not in ("tp", "tp_fsdp")  # one call for all parameters spares dispatches of DTensor
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=one_mesh)
+        one_mesh = kind not in ("tp", "tp_fsdp")  # one call for all spares dispatches of DTensor, as does SGD
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, foreach=one_mesh)
 
     def begin_transfer(self) -> None:
         """As every transfer begins: ranks of one host may still install from memory that they share."""

@@ -35,7 +35,8 @@ class _CpuAsCuda(TorchFunctionMode):
 
 @cache
 def shim() -> None:
-    """Let megatron-core run without a GPU, for the rest of this process."""
+    """Let megatron-core run without a GPU and without a compiler of C++, for the rest of this process."""
+    torch.compiler.set_stance("force_eager")
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
     from megatron.core.transformer.moe import moe_utils

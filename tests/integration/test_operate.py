@@ -50,7 +50,7 @@ def test_a_run_is_operated_without_a_restart(run: harness.Run, tmp_path: Path) -
     master = run.start_master()
     run.start_slaves()
     west, east = (
-        run.start_cluster(name, [sys.executable, TINY, "steps", str(tmp_path / f"{name}.out")])
+        run.start_cluster(name, [sys.executable, TINY, "steps", str(tmp_path / f"{name}.out")], steps=20)  # 0.4 s
         for name in ("west", "east")
     )
     config, viewer = ("--config", str(run.file)), str(tmp_path / "certs" / "eve.viewer.crt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,15 @@ from dips.client.parallel.layout import choose_adapter
 from dips.client.parallel.tensors import TorchAdapter
 from dips.errors import ConfigError
 
-megatron = pytest.importorskip(
-    "dips.client.parallel.megatron", reason="megatron-core is not installed: NOT tested here"
-)
 PLACES = ("tensor_model_parallel", "expert_model_parallel", "expert_tensor_parallel")
+
+
+@cache
+def megatron() -> Any:
+    """Import it with the first test: it takes two seconds, and every worker collects this file."""
+    return pytest.importorskip(
+        "dips.client.parallel.megatron", reason="megatron-core is not installed: NOT tested here"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +40,8 @@ def alone() -> Iterator[None]:
 
 def place(kind: str, size: int | None, rank: int | None) -> None:
     """Tell Megatron this rank's place, as its own tests do."""
-    getattr(megatron.parallel_state, f"set_{kind}_world_size")(size)
-    getattr(megatron.parallel_state, f"set_{kind}_rank")(rank)
+    getattr(megatron().parallel_state, f"set_{kind}_world_size")(size)
+    getattr(megatron().parallel_state, f"set_{kind}_rank")(rank)
 
 
 class ModuleOf(nn.Module):
@@ -83,7 +89,7 @@ def test_names_are_those_of_the_whole_model(experts: nn.Module) -> None:
     """Layers are numbered over all stages, experts over all ranks of their group, of either kind alike."""
     place("expert_model_parallel", 4, 1)
     model = chunk(experts, tied=True)
-    names = megatron.GlobalNames(model)
+    names = megatron().GlobalNames(model)
     of_layer = ("self_attention.weight", "mlp.router.weight", *(
         f"mlp.experts.local_experts.{expert}.linear_fc1.weight" for expert in (2, 3)
     ))  # fmt: skip
@@ -91,12 +97,12 @@ def test_names_are_those_of_the_whole_model(experts: nn.Module) -> None:
         *(f"decoder.layers.{layer}.{name}" for layer in (2, 3) for name in of_layer),
         "decoder.final_layernorm.weight", "embedding.word_embeddings.weight", "head.layers.0.weight",
     }  # fmt: skip
-    assert megatron.GlobalNames(chunk(experts)).name_of("output_layer.weight") == "output_layer.weight"
+    assert megatron().GlobalNames(chunk(experts)).name_of("output_layer.weight") == "output_layer.weight"
 
 
 def test_experts_in_one_parameter_are_refused_over_several_ranks() -> None:
     """The legacy GroupedMLP has them one after the other, which no name and no rectangle describes."""
-    names = megatron.GlobalNames(chunk(ModuleOf(num_local_experts=2, weight1=parameter(2))))
+    names = megatron().GlobalNames(chunk(ModuleOf(num_local_experts=2, weight1=parameter(2))))
     path = "decoder.layers.0.mlp.experts.weight1"
     assert names.name_of(path) == "decoder.layers.2.mlp.experts.weight1"
     place("expert_tensor_parallel", 2, 0)
@@ -106,7 +112,7 @@ def test_experts_in_one_parameter_are_refused_over_several_ranks() -> None:
 
 
 def held(model: nn.Module, optimizer: Any = None) -> dict[str, HeldParameter]:
-    return {one.name: one for one in megatron.MegatronAdapter([model], optimizer).held_parameters()}
+    return {one.name: one for one in megatron().MegatronAdapter([model], optimizer).held_parameters()}
 
 
 def elements(blocks: tuple[TensorBlock, ...]) -> list[tuple[int, float]]:
@@ -170,7 +176,7 @@ def test_shared_buffers_are_held_whole() -> None:
     router = ModuleOf(weight=parameter(2))
     router.register_buffer("expert_bias", torch.ones(4))
     model = ModuleOf(router=router)
-    adapter = megatron.MegatronAdapter([model], share_buffers=("*expert_bias",))
+    adapter = megatron().MegatronAdapter([model], share_buffers=("*expert_bias",))
     assert [(one.name, one.shape) for one in adapter.held_parameters()] == [
         ("router.weight", (2,)), ("router.expert_bias", (4,)),
     ]  # fmt: skip
@@ -248,14 +254,14 @@ def test_masters_are_reloaded_by_an_optimizer_that_can() -> None:
     """After a pull; one that steps the parameters themselves has none, and no optimizer is none, too."""
     optimizer = Optimizer()
     for given in (optimizer, SimpleNamespace(), None):
-        megatron.MegatronAdapter([ModuleOf(w=parameter(2))], given).reload_masters()
+        megatron().MegatronAdapter([ModuleOf(w=parameter(2))], given).reload_masters()
     assert optimizer.reloads == 1
 
 
 def test_a_lazy_install_is_refused() -> None:
     """Its optimizer's masters are made from parameters all at once."""
     with pytest.raises(ConfigError, match="not supported for a Megatron-core model: use install: whole"):
-        megatron.MegatronAdapter([nn.Linear(2, 2)]).read_groups()
+        megatron().MegatronAdapter([nn.Linear(2, 2)]).read_groups()
 
 
 class OfMegatron(ModuleOf):
@@ -267,5 +273,5 @@ class OfMegatron(ModuleOf):
 def test_one_module_of_megatron_makes_a_model_its_own() -> None:
     """Tensors of a wrapper's own or of a script's head do not matter."""
     model = nn.Sequential(nn.Linear(2, 2), OfMegatron(weight=parameter(2, 2)))
-    assert isinstance(choose_adapter(model), megatron.MegatronAdapter)
+    assert isinstance(choose_adapter(model), megatron().MegatronAdapter)
     assert isinstance(choose_adapter(model[:1]), TorchAdapter)
