@@ -44,6 +44,7 @@ from dips.wire.frame import (
 # push's source is hashed whenever it is sent. Any thread may call; two at once may compute the same number twice.
 
 
+Place = tuple[int, int]  # rank and lane
 KEPT = 1 << 15  # chunks, over all versions: 32 GiB of parameters in chunks of 1 MiB, some 10 MB of memory
 
 
@@ -168,6 +169,7 @@ class OutgoingPull:
     out: int = 0  # bytes that libzmq has sent
     chain: tuple[Update, ...] = ()  # the updates that led to the version, pinned as long as it is
     former: list[PullSource] = field(default_factory=list)  # earlier sources that still have chunks in flight
+    latest: dict[Place, OutStream] = field(default_factory=dict)  # newest stream of each rank and lane
 
     def find_updates(self, held: str) -> tuple[tuple[Update, ...], tuple[VersionId | None, ...]]:
         """Return the updates from the version that a rank holds to the pull's, and the versions to which they lead; ()
@@ -284,7 +286,7 @@ class Sender:
         self._pulls: dict[PullId, OutgoingPull] = {}
         self._streams: dict[tuple[int, bytes, int], OutStream] = {}
         self._parked: dict[OutStream, None] = {}  # streams with parked chunks, in order
-        self._latest: dict[tuple[PullId, int, int], OutStream] = {}  # (pull, rank, lane)
+        self._places = 0  # ranks and lanes that have a newest stream, of all pulls together
         self._closed = Tombstones()
         self._lock = threading.Lock()
         self._layout: LayerLayout | None = None
@@ -331,15 +333,17 @@ class Sender:
     def on_hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """Register a rank's stream; a HELLO at or below the stream's epoch is refused and changes nothing."""
         pull_id = PullId(name.cluster, name.inc, name.seq)
-        place = (pull_id, name.rank, lane)
+        place = name.rank, lane
         with self._lock:
-            refusal = self._refuse_hello(pull_id, place, lane, name, pieces)
+            refusal = self._refuse_hello(pull_id, place, name, pieces)
             if refusal is not None:
                 return [error_message(lane, peer, name.stream_id, *refusal)]
             pull = self._pulls[pull_id]
             pull.moved_at = now
-            if place in self._latest:
-                self._end_stream(self._latest[place])
+            if place in pull.latest:
+                self._end_stream(pull.latest[place])
+            else:
+                self._places += 1
             updates, led_to = pull.find_updates(name.held)
             dtype = updates[0].codec.update_dtype if updates else Codec.FP32.dtype
             ranges = range_type(dtype, len(updates))
@@ -348,21 +352,21 @@ class Sender:
                 pull, lane, peer, name.epoch, name.stream_id, named, updates=updates, led_to=led_to, ranges=ranges
             )
             pull.streams.append(stream)
-            self._streams[lane, peer, name.stream_id] = self._latest[place] = stream
+            self._streams[lane, peer, name.stream_id] = pull.latest[place] = stream
             body = encode_welcome(Welcome(named, self._chunk_bytes, dtype.number, len(updates)))
             return [Say(lane, peer, Kind.WELCOME, name.stream_id, body)]
 
     def _refuse_hello(
-        self, pull_id: PullId, place: tuple[PullId, int, int], lane: int, name: StreamName, pieces: tuple[Range, ...]
+        self, pull_id: PullId, place: Place, name: StreamName, pieces: tuple[Range, ...]
     ) -> tuple[str, str] | None:
         pull = self._pulls.get(pull_id)
         if pull is None:
             return self._closed.explain_not_open(name)
         assert self._layout is not None
-        known = pull.refuse_hello(self._latest.get(place), lane, name)
+        known = pull.refuse_hello(pull.latest.get(place), place[1], name)
         if known is not None:
             return known
-        if place not in self._latest and len(self._latest) >= MOST_STREAMS:
+        if place not in pull.latest and self._places >= MOST_STREAMS:
             return "unknown", f"{MOST_STREAMS} streams of pulls are open, no more are kept: try again"
         wrong = self._layout.describe_misfit(pieces)
         return None if wrong is None else ("ranges", f"rank {name.rank}: {wrong}")
@@ -550,8 +554,7 @@ class Sender:
     def _release_pull(self, pull: OutgoingPull) -> Released:
         del self._pulls[pull.pull]
         self._closed.close(pull.pull)
-        for place in [place for place in self._latest if place[0] == pull.pull]:
-            del self._latest[place]
+        self._places -= len(pull.latest)
         return Released(pull.pull, pull.closed)
 
     @property

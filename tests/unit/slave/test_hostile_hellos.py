@@ -54,7 +54,7 @@ class OpenDoor:
         pushes, pulls = self.receiver._pushes.values(), self.sender._pulls.values()
         ranges = sum(len(stream.pieces) for push in pushes for stream in push.streams.values())
         assert ranges == self.receiver._ranges
-        open_streams = len(self.receiver._streams) + len(self.sender._streams) + len(self.sender._latest)
+        open_streams = len(self.receiver._streams) + len(self.sender._streams) + self.sender._places
         return open_streams + ranges + sum(len(pull.streams) for pull in pulls)
 
 
