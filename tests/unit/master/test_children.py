@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dips.master.supervisor import Child, truncate_log
+from tests.unit.master.test_on_version import is_alive
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 DEAF = [
@@ -53,6 +55,32 @@ async def test_no_descriptor_is_left_of_a_child(ends: bool) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+async def test_the_next_one_is_seen_to_end_too(tmp_path: Path) -> None:
+    """The kernel gives it the descriptor of one that is not watched any more, or has ended."""
+    unwatched = subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL)
+    Child(unwatched.pid, unwatched).stop_watching()
+    try:
+        for _ in range(2):
+            assert await Child.start(["true"], tmp_path / "log").wait(5.0)
+    finally:
+        unwatched.kill()
+        unwatched.wait()
+
+
+async def test_what_a_leader_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """Its group would go on beside the next one's."""
+    leaves = ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/left"]
+    for whole in (False, True):
+        assert await Child.start(leaves, tmp_path / "log", whole_group=whole).wait(10.0)
+        left = int((tmp_path / "left").read_text())
+        if not whole:
+            assert is_alive(left)
+            os.kill(left, signal.SIGKILL)
+        async with asyncio.timeout(5.0):
+            while is_alive(left):
+                await asyncio.sleep(0.01)
 
 
 async def test_one_that_does_not_hear_is_killed(tmp_path: Path) -> None:

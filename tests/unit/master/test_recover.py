@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,11 @@ def test_what_stands_only_in_a_mirror_counts(config: RunFile, tmp_path: Path) ->
         plan(mirrored, adopt=VersionId(3, 8))
     with pytest.raises(ConfigError, match="v4@r11 is not in the directory of s0, nor in its mirror"):
         plan(mirrored, adopt=VersionId(4, 11))
+    (tmp_path / "s1" / "v3@r8").mkdir()
+    (tmp_path / "s1" / "v3@r8" / "manifest.json").write_text("of the disk, which is read first")
+    own = xxhash.xxh3_128_hexdigest(b"of the disk, which is read first")
+    assert dict(plan(mirrored, adopt=VersionId(3, 8)).digests)["s1"] == own
+    rmtree(tmp_path / "s1" / "v3@r8")
     (tmp_path / "mirror/r/s1/v3@r8/manifest.json").write_text("s1")
     carry_out(mirrored, adopt=VersionId(3, 8))
     with recover.open_ledger(mirrored) as ledger:
