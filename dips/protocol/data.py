@@ -44,10 +44,6 @@ class Intervals:
         made._append(begin, total)
         return made
 
-    def __contains__(self, number: int) -> bool:
-        i = bisect_right(self.begins, number) - 1
-        return i >= 0 and number < self.ends[i]
-
     def __iter__(self) -> Iterator[int]:
         for begin, end in zip(self.begins, self.ends, strict=True):
             yield from range(begin, end)

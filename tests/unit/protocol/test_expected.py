@@ -8,6 +8,7 @@ import pytest
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply
 from tests.transcripts.story import Teller
+from tests.unit.protocol.scripted_run import ScriptedRun
 
 
 def closed_after_one_commit(pace_s: float, bytes_per_s: float) -> bool:
@@ -40,3 +41,15 @@ def closed_after_one_commit(pace_s: float, bytes_per_s: float) -> bool:
 def test_a_window_waits_for_pushes_not_for_requests(pace_s: float, bytes_per_s: float, closed: bool) -> None:
     """A pace runs from request to request; the 32 bytes of the model take their time besides."""
     assert closed_after_one_commit(pace_s, bytes_per_s) is closed
+
+
+def test_a_push_is_expected_later_by_the_time_that_its_link_takes() -> None:
+    """As soon as its cluster's bandwidth is known."""
+    run = ScriptedRun()
+    run.train("a")
+    for _ in range(2):
+        run.outcome(run.push("a"))
+        run.wait(30.0)
+    before = run.machine._run.next_pushes.first_at()
+    run.step(ev.BandwidthMeasured("a", 1, run.manifest.numel * 4 / 3.0))
+    assert run.machine._run.next_pushes.first_at() == pytest.approx(before + 3.0)

@@ -116,6 +116,14 @@ def test_an_epoch_begins_where_the_one_before_ends(begin: int, intervals: int) -
     assert list(numbers) == [0, 3, begin, begin + 1] and len(numbers.begins) == intervals and numbers.count == 4
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_number_that_is_removed_leaves_no_trace(number: int) -> None:
+    """The set is the same as one that never had it."""
+    numbers = Intervals.of([1, 2, 3])
+    assert numbers.remove_number(number)
+    assert numbers == Intervals.of({1, 2, 3} - {number})
+
+
 def test_a_restored_book_repeats_its_last_answer() -> None:
     """After a restart of the master a repeated question gets the same ranges, and no range is leased twice."""
     book = RangeBook(
