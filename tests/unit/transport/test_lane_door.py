@@ -15,7 +15,7 @@ import zmq
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport import lane
 from dips.transport.lane import Lane, LaneDoor, Outgoing, _listen, most_connections
-from dips.transport.seal import new_keys
+from dips.transport.seal import Greeter, new_keys
 from dips.wire.frame import Header, Kind
 
 MOST = 4
@@ -46,7 +46,10 @@ def wait_for(door: LaneDoor, connections: int) -> None:
 def test_a_full_house_lets_nobody_in_until_there_is_room(door: LaneDoor) -> None:
     """Who comes meanwhile waits at its TCP, and is not told that nobody listens."""
     before = refusals_by_reason().get("lane_full", 0)
-    inside = [socket.create_connection(("127.0.0.1", door.port), 2.0) for _ in range(MOST)]
+    inside = [socket.create_connection(("127.0.0.1", door.port), 2.0) for _ in range(MOST - 1)]
+    wait_for(door, MOST - 1)
+    assert refusals_by_reason().get("lane_full", 0) == before, "there is a place left"
+    inside.append(socket.create_connection(("127.0.0.1", door.port), 2.0))
     wait_for(door, MOST)
     assert refusals_by_reason()["lane_full"] == before + 1
     with pytest.raises(TimeoutError):
@@ -198,3 +201,65 @@ def test_a_lane_sleeps_until_there_is_something_to_do(monkeypatch: pytest.Monkey
     assert time.monotonic() - begun < 30
     Lane(3, "127.0.0.1", int(served.address.rpartition(":")[2]), 10.0).close()  # the port is free
     assert served._waker.theirs.fileno() == -1
+
+
+class HearingHandler:
+    """Notes who sent what."""
+
+    def __init__(self) -> None:
+        self.heard = queue.SimpleQueue[tuple[bytes, bytes]]()
+
+    def on_message(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None:
+        self.heard.put((peer, parts[0].bytes))
+
+    def on_turn(self, lane: int) -> None:
+        """Nothing is due."""
+
+
+def test_a_sleeping_lane_sees_who_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long its poll may last: a rank's proof is answered, and who is not admitted is counted."""
+    monkeypatch.setattr(lane, "_POLL_MS", 60_000)
+    key, rank, before = new_keys(), new_keys(), refusals_by_reason().get("lane_handshake", 0)
+    served = Lane(0, "::1", 0, 10.0, key, lambda key: key == rank.public)
+    served.start(handler := HearingHandler())
+    assert served.address.startswith("[::1]:")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer, context.socket(zmq.DEALER) as stranger:
+        for caller, keys in ((peer, rank), (stranger, new_keys())):
+            caller.setsockopt(zmq.IPV6, 1)
+            caller.setsockopt(zmq.LINGER, 0)
+            keys.speak_to(caller, key.public)
+        peer.connect(f"tcp://{served.address}")
+        peer.send(b"1")
+        assert handler.heard.get(timeout=10)[1] == b"1"
+        stranger.connect(f"tcp://{served.address}")
+        until = time.monotonic() + 10
+        while refusals_by_reason().get("lane_handshake", 0) == before:
+            assert time.monotonic() < until, "nobody has counted it"
+            time.sleep(0.005)
+    served.close()
+
+
+def test_who_still_sends_is_not_forgotten_for_who_greets() -> None:
+    """A lane has room for so many sessions, and ranks that are gone do not end theirs."""
+    key = new_keys()
+    served = Lane(0, "127.0.0.1", 0, 10.0, key, most=2)
+    served.start(handler := HearingHandler())
+    sessions = served.sessions
+    assert sessions is not None
+
+    def greet(name: bytes) -> bytes:
+        sessions.greet_peer(name, Greeter(rank, key.public).greeting)
+        return name
+
+    rank = new_keys()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        rank.speak_to(peer, key.public)
+        peer.connect(f"tcp://{served.address}")
+        peer.send(b"1")
+        sender = greet(handler.heard.get(timeout=10)[0])
+        gone = [greet(rank.public.encode() + str(number).encode()) for number in range(3)]
+        peer.send(b"2")
+        assert handler.heard.get(timeout=10) == (sender, b"2")
+        greet(rank.public.encode() + b"new")
+    assert served.find_guard(sender) is not None and served.find_guard(gone[0]) is None
+    served.close()
