@@ -83,13 +83,14 @@ class MirrorPlan:
         return self._find_job()
 
     def _find_job(self) -> MirrorJob | None:
-        if self._held is None or self._list_due:
+        if self._list_due:
             return MirrorJob(MirrorJobKind.LIST)
         if not self._wanted:
             return None
-        if self._wanted[-1] not in self._held:
+        held = self._held or ()
+        if self._wanted[-1] not in held:
             return MirrorJob(MirrorJobKind.COPY, self._wanted[-1:])
-        superfluous = tuple(v for v in (*self._held, *self._outdated) if v not in self._wanted)
+        superfluous = tuple(v for v in (*held, *self._outdated) if v not in self._wanted)
         return MirrorJob(MirrorJobKind.DELETE, superfluous) if superfluous else None
 
     def on_listed(self, held: tuple[VersionId, ...], outdated: tuple[VersionId, ...] = ()) -> None:
@@ -119,7 +120,7 @@ class MirrorPlan:
 
     def on_failed(self, reason: str, now: float) -> None:
         """Record that the mirror is full, gone or too slow; its contents are listed anew before the next try."""
-        self._listing_failed = self._held is None or self._list_due
+        self._listing_failed = self._list_due
         self._busy, self._list_due = False, True
         self._reason = reason
         self._again_at = now + self._backoff.next_pause_s()

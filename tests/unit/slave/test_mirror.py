@@ -92,6 +92,26 @@ def test_a_failure_is_told_and_tried_again_with_growing_pauses() -> None:
     assert pauses[0] <= 1.0 and pauses[3] >= 4.0
     plan.on_done(copy(V1))
     assert plan.report(now).reason == ""
+    plan.want((V1, V2))
+    assert plan.next_job(now) == copy(V2)
+    plan.on_failed("it is full again", now)
+    assert plan.next_deadline(now) - now <= 1.0, "a success begins the pauses anew"
+
+
+def test_a_reason_stands_as_long_as_what_failed_is_still_to_be_done() -> None:
+    """A listing that fails, and then does not, says nothing more of it; nor does a copy that lies there after all."""
+    plan = MirrorPlan(Backoff(1.0, 8.0, Random(1)))
+    plan.want((V1,))
+    assert plan.next_job(0.0) == LIST
+    plan.on_failed("it is away", 0.0)
+    assert plan.next_job(10.0) == LIST
+    plan.on_listed(())
+    assert plan.report(10.0).reason == ""
+    assert plan.next_job(10.0) == copy(V1)
+    plan.on_failed("its answer was lost", 10.0)
+    assert plan.next_job(20.0) == LIST
+    plan.on_listed((V1,))
+    assert plan.report(20.0) == MirrorReport((V1,), "")
 
 
 def test_what_was_never_listed_is_not_told_as_nothing() -> None:

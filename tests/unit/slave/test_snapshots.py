@@ -585,6 +585,7 @@ def test_export_assembles_a_version(
     assert export_snapshot(directories, asked, output) == given
     aside = ".unfinished-model.safetensors"
     assert disk.calls == [f"fsync {aside}", f"rename {aside} model.safetensors", "fsync ."]
+    assert output.stat().st_mode & 0o777 == 0o600, "a model is its owner's"
     found, expected = load_file(output), tensors(thetas[given])
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
