@@ -180,7 +180,6 @@ def cut_lightest(weights: F64) -> tuple[float, list[int]]:
     weights  f64[n, n]  symmetric, zero on the diagonal; n > 1
     """
     w = weights.astype(float).copy()
-    np.fill_diagonal(w, 0.0)
     merged = [[i] for i in range(len(w))]
     alive = np.ones(len(w), bool)
     best: tuple[float, list[int]] = (float("inf"), [])

@@ -92,11 +92,30 @@ def test_a_cut_link_changes_to_the_gear_that_is_predicted_best() -> None:
 
 
 def test_a_window_that_is_not_full_says_nothing() -> None:
-    """19 transfers of each way; the twentieth ends its window."""
+    """19 transfers of each way; the twentieth ends its window. Nor does a step without transfers count as a window."""
     gears = make_gears(fixed=0.4, link_s=0.02)
     adapter, transfers = GearAdapter(gears), list(window(gears, 1, 100))
     assert adapter.take_transfers(t for i, t in enumerate(transfers) if i % WINDOW) is None
     assert adapter.take_transfers(transfers[::WINDOW]) is not None
+    assert adapter.take_transfers(window(gears, adapter.gear, 1)) is None, "the next change takes two"
+    assert all(adapter.take_transfers([]) is None for _ in range(3))
+    assert adapter.take_transfers(window(gears, adapter.gear, 1)) is not None
+
+
+def test_the_link_that_is_worst_is_named() -> None:
+    """Of several that are slow, by a change of gear and by a wish for a plan."""
+    gears = make_gears(fixed=0.4, link_s=0.02)
+
+    def transfers() -> Iterator[TimedTransfer]:
+        for one in window(gears, 1, 100):
+            worst = (one.sender, one.receiver) == ("g1", "g2")
+            yield replace(one, seconds=2 * one.seconds) if worst else one
+
+    change = GearAdapter(gears).take_transfers(transfers())
+    assert change is not None and change.way == (1, 2)
+    watch = PlanWatch(gears)
+    wanted = [watch.take_transfers(transfers()) for _ in range(3)][-1]
+    assert wanted is not None and wanted.link == ("g1", "g2")
 
 
 def test_what_nobody_waited_for_is_only_a_bound() -> None:
@@ -258,8 +277,12 @@ def test_links_that_are_near_their_rates_are_not_searched_for(slow: float, searc
 
 
 def test_windows_that_end_in_one_step_count_each() -> None:
-    """Three of each link, of which one is as planned: nothing; three that are slow: a search."""
+    """Three of each link, of which one is as planned: nothing, be the others slow or fast; three that are slow: a
+    search.
+    """
     gears = make_gears()
+    fast = [*window(gears, 1, 0.25), *window(gears, 1, 1), *window(gears, 1, 0.25)]
+    assert PlanWatch(gears).take_transfers(fast) is None
     watch = PlanWatch(gears)
     assert watch.take_transfers([*window(gears, 1, 4), *window(gears, 1, 1), *window(gears, 1, 4)]) is None
     assert watch.take_transfers([*window(gears, 1, 4), *window(gears, 1, 4)]) is not None
