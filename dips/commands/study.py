@@ -140,9 +140,11 @@ def _print_result(result: StudyResult, directory: Path) -> None:
 
 def _draw(result: StudyResult, path: Path) -> str:
     """Draw the picture if matplotlib is installed; return text about it for the output."""
+    from dips.study.report import draw_study
+
     try:
-        from dips.study.report import draw_study
+        figure = draw_study(result)
     except ImportError:
         return f"; {path.name} needs matplotlib: pip install 'di-ps[plot]'"
-    draw_study(result).savefig(path, dpi=130)
+    figure.savefig(path, dpi=130)
     return f", {path}"

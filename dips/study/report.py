@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from math import inf, sqrt
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
-
-import matplotlib as mpl
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from dips.study.fleet import Fault
 from dips.study.runner import Numbers, StudyResult
 from dips.study.study_file import Settings, list_tunings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
 # Paired comparisons: the same seed in two rows starts from the same θ and draws the same batches.
@@ -74,14 +74,16 @@ def student_quantile(freedom: int) -> float:
 # ---- drawing --------------------------------------------------------------------------------------------------------
 
 
-mpl.use("Agg")  # writes files only, without a screen
-
 ROW_INCHES, LEAST_INCHES, WIDTH_INCHES = 0.32, 2.5, 9.0
 SEED, MEAN, COMPARED = "#88aadd", "#1f3f77", "#d62728"
 
 
 def draw_study(result: StudyResult) -> Figure:
-    """Draw a line for each row, the best at the top."""
+    """Draw a line for each row, the best at the top; raise ImportError without matplotlib."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.use("Agg")  # writes files only, without a screen
     found = {row.name: losses_of(result, row.name) for row in result.study.rows}
     rows = sorted((row for row in found if found[row]), key=lambda row: -mean(found[row].values()))
     figure = Figure(figsize=(WIDTH_INCHES, max(LEAST_INCHES, 1.0 + ROW_INCHES * len(rows))), layout="constrained")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -327,7 +328,9 @@ def test_the_command_says_what_it_would_run(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("in_place")
 def test_the_command_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Table, sentences and picture, into a directory that is made; the printed sentences are those of the file."""
+    """Table, sentences and picture, into a directory that is made; the printed sentences are those of the file. All
+    but the picture is there without matplotlib.
+    """
     monkeypatch.chdir(tmp_path)
     rows = {"synchronous": CONTENT["rows"]["synchronous"]}
     Path("study.yaml").write_text(yaml.safe_dump({**CONTENT, "rows": rows}))
@@ -339,6 +342,14 @@ def test_the_command_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.Mo
     said = (out / "recommendation.txt").read_text()
     assert said.strip() and said in done.stdout and "losses.png" in done.stdout
     assert (out / "losses.png").read_bytes()[1:4] == b"PNG"
+    (out / "losses.png").unlink()
+    (out / "results.csv").unlink()
+    monkeypatch.delitem(sys.modules, "dips.study.report")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    bare = CliRunner().invoke(cli, ["study", "study.yaml", "-j", "1", "--output", "deep/out"])
+    assert bare.exit_code == 0, repr(bare.exception)
+    assert "losses.png needs matplotlib" in bare.stdout and said in bare.stdout
+    assert not (out / "losses.png").exists() and (out / "results.csv").read_text().splitlines() == lines
 
 
 @pytest.mark.parametrize(
