@@ -25,7 +25,7 @@ from benchmarks.timed_rank import Stretch
 from benchmarks.timed_run import TimedRun
 from dips.config import Shared
 from dips.protocol.manifest import BYTES_PER_PARAMETER
-from dips.study.sized_run import SimulatedClusters, SimulatedRun, SizedReport, simulate_sizes
+from dips.study.sized_run import HOUR_S, SimulatedClusters, SimulatedRun, SizedReport, simulate_sizes
 from dips.telemetry import timeline
 
 METHOD = "aligned"
@@ -183,8 +183,14 @@ def play(cell: Cell, fit: Fit) -> SizedReport:
 
 
 def predict(cell: Cell, report: SizedReport) -> dict[str, float]:
-    """Return by OFF's names what was simulated."""
-    shares = {member.cluster: member.standstill for member in report.clusters}
+    """Return by OFF's names what was simulated, after the rounds in which a cell settles."""
+    lasted_s = report.hours * HOUR_S - cell.settling_s
+    names = {member.cluster: member.kind for member in report.timeline.clusters}
+    stands_s = dict.fromkeys(cell.clusters, 0.0)
+    for span in report.timeline.spans:
+        if span.begin_s >= cell.settling_s:
+            stands_s[names[span.cluster]] += span.end_s - span.begin_s
+    shares = {name: stands / lasted_s for name, stands in stands_s.items()}
     return {
         "tokens a second": sum((1.0 - shares[name]) / cell.steps_s[name] for name in cell.clusters),
         "standstill in a minute": endtoend.MINUTE_S * sum(shares.values()),

@@ -36,6 +36,7 @@ from dips.sim.network import CLEAR
 from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario, name_clusters
 from dips.sim.sizes import SAMPLE_S, LinkUse, SimLinkRate, Sizes, SlaveUse, share_fairly
+from dips.sim.streams import STEADY
 from dips.sim.work import Frozen
 from dips.sim.world import World
 
@@ -466,6 +467,7 @@ def simulate_sizes(run: SimulatedRun) -> SizedReport:
     """Play a scenario. Raises ConfigError if it is too short for a round of each cluster."""
     world = World(run.seed, make_scenario(run))
     world.network.weather = replace(CLEAR, delay_s=run.latency_s / 2, spread_s=run.latency_s)
+    world.data.links = replace(STEADY, chunk_s=run.latency_s / 2, spread_s=run.latency_s)
     watch = PhaseClock(world, run.members)
     failures = Failures(world, run, watch)
     with _rare_collections():
