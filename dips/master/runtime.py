@@ -161,7 +161,9 @@ class SlaveLinks:
 
     def on_progress(self, progress: SlaveProgress) -> None:
         """Restart the deadlines of a slave's orders, since it has worked or waits for its disk."""
-        self._links[progress.slave].on_progress(progress)
+        link = self._links.get(progress.slave)
+        if link is not None:
+            link.on_progress(progress)
 
     async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         """Have an order carried out by the slave that it names."""
