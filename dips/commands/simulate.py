@@ -62,23 +62,24 @@ def simulate(
         return
     if scenario is None:
         raise typer.BadParameter("which scenario? name its file, or print one with --template", param_hint="SCENARIO")
+    from dips.study.figures import draw_figures, find_matplotlib
     from dips.study.sized_run import read_scenario, simulate_sizes
 
+    if plots is not None:
+        find_matplotlib()
     report = simulate_sizes(read_scenario(find_scenario(scenario)))
+    if as_json:
+        print(json.dumps(asdict(report)))
+    else:
+        console = Console()
+        console.print(_draw_clusters(report))
+        console.print(_draw_slaves(report))
+        print(describe_slaves(report))
+        print(describe_run(report))
     if timeline is not None:
         write_timeline(report, timeline)
     if plots is not None:
-        from dips.study.figures import draw_figures
-
         draw_figures(report, plots)
-    if as_json:
-        print(json.dumps(asdict(report)))
-        return
-    console = Console()
-    console.print(_draw_clusters(report))
-    console.print(_draw_slaves(report))
-    print(describe_slaves(report))
-    print(describe_run(report))
 
 
 def find_scenario(name: str) -> Path:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from dips.errors import ConfigError
 from dips.study.sized_run import HOUR_S, ClusterPhase, ClusterTimeline, RunTimeline, SizedReport
@@ -32,21 +32,26 @@ COLORS = {
 }  # fmt: skip
 
 
+def find_matplotlib() -> type[Figure]:
+    """Return its Figure. Raises ConfigError if it is not installed: better before a simulation than after it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"--plots needs matplotlib ({error}): pip install 'di-ps[plot]'") from error
+    return Figure
+
+
 def draw_figures(report: SizedReport, directory: Path) -> list[Path]:
     """Draw all that the run has something for into a directory, which is made; return the files.
 
     Raises ConfigError without matplotlib, and if they cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"--plots needs matplotlib ({error}): pip install 'di-ps[plot]'") from error
-    drawn = []
+    make_figure, drawn = find_matplotlib(), []
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, draw in FIGURES.items():
-            figure = Figure(figsize=(12, 4.5), layout="constrained")
-            if draw(report, figure, figure.subplots()):
+            figure = make_figure(figsize=(12, 4.5), layout="constrained")
+            if draw(report, figure.subplots()):
                 figure.savefig(directory / name, dpi=130)
                 drawn.append(directory / name)
     except OSError as error:
@@ -93,10 +98,10 @@ def _by_kind(timeline: RunTimeline) -> Iterator[tuple[str, list[ClusterTimeline]
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def _draw_timeline(report: SizedReport, figure: Figure, axes: Axes) -> bool:
+def _draw_timeline(report: SizedReport, axes: Axes) -> bool:
     timeline = report.timeline
     names: Sequence[str] = [cluster.cluster for cluster in timeline.clusters][:MOST_SHOWN]
-    figure.set_size_inches(13, 1.5 + 0.35 * len(names))
+    _size_for_rows(axes, len(names))
     for row, name in enumerate(names):
         for phase, color in COLORS.items():
             spans = [s for s in timeline.spans if s.cluster == name and s.phase is phase]
@@ -114,8 +119,7 @@ def _draw_timeline(report: SizedReport, figure: Figure, axes: Axes) -> bool:
     return True
 
 
-def _draw_devices(report: SizedReport, figure: Figure, axes: Axes) -> bool:
-    del figure
+def _draw_devices(report: SizedReport, axes: Axes) -> bool:
     labels, heights = [], []
     for label, members in _by_kind(report.timeline):
         labels.append(label)
@@ -126,8 +130,7 @@ def _draw_devices(report: SizedReport, figure: Figure, axes: Axes) -> bool:
     return True
 
 
-def _draw_throughput(report: SizedReport, figure: Figure, axes: Axes) -> bool:
-    del figure
+def _draw_throughput(report: SizedReport, axes: Axes) -> bool:
     for label, members in _by_kind(report.timeline):
         each = [list_speeds(report.timeline, cluster) for cluster in members]
         axes.plot([_mean(hour) for hour in zip(*each, strict=True)], drawstyle="steps-post", lw=1, label=label)
@@ -136,9 +139,9 @@ def _draw_throughput(report: SizedReport, figure: Figure, axes: Axes) -> bool:
     return True
 
 
-def _draw_slaves(report: SizedReport, figure: Figure, axes: Axes) -> bool:
+def _draw_slaves(report: SizedReport, axes: Axes) -> bool:
     slaves = report.slaves[:MOST_SHOWN]
-    figure.set_size_inches(12, 1.5 + 0.3 * len(slaves))
+    _size_for_rows(axes, len(slaves))
     works = sorted({o for slave in slaves for o, share in slave.orders.items() if DAY_MINUTES * share >= LEAST_MINUTES})
     rows: dict[str, list[float]] = {order: [slave.orders.get(order, 0.0) for slave in slaves] for order in works}
     rows["other orders"] = [slave.worked - sum(slave.orders.get(o, 0.0) for o in works) for slave in slaves]
@@ -154,8 +157,7 @@ def _draw_slaves(report: SizedReport, figure: Figure, axes: Axes) -> bool:
     return True
 
 
-def _draw_link(report: SizedReport, figure: Figure, axes: Axes) -> bool:
-    del figure
+def _draw_link(report: SizedReport, axes: Axes) -> bool:
     middle = report.hours / 2
     first, last = max(0.0, middle - WINDOW_H / 2), min(report.hours, middle + WINDOW_H / 2)
     for label, rates in (("receives", report.timeline.received_gbit), ("sends", report.timeline.sent_gbit)):
@@ -166,8 +168,7 @@ def _draw_link(report: SizedReport, figure: Figure, axes: Axes) -> bool:
     return True
 
 
-def _draw_downtime(report: SizedReport, figure: Figure, axes: Axes) -> bool:
-    del figure
+def _draw_downtime(report: SizedReport, axes: Axes) -> bool:
     if not report.failures:
         return False
     labels, own, returns = [], [], []
@@ -186,6 +187,10 @@ def _draw_downtime(report: SizedReport, figure: Figure, axes: Axes) -> bool:
     return True
 
 
+def _size_for_rows(axes: Axes, rows: int) -> None:
+    cast("Figure", axes.figure).set_size_inches(12, 1.5 + 0.35 * rows)
+
+
 def _label(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -197,7 +202,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else nan
 
 
-FIGURES: dict[str, Callable[[SizedReport, Figure, Any], bool]] = {  # each returns whether there is something to see
+FIGURES: dict[str, Callable[[SizedReport, Axes], bool]] = {  # each returns whether there is something to see
     "timeline.png": _draw_timeline,
     "devices.png": _draw_devices,
     "throughput.png": _draw_throughput,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -233,6 +234,13 @@ def test_a_timeline_has_the_rounds_and_figures_what_there_is_to_see(tmp_path: Pa
         write_timeline(report, tmp_path / "none" / "run.json")
     with pytest.raises(ConfigError, match=r"run\.json: cannot be written"):
         draw_figures(report, tmp_path / "run.json")
+
+
+def test_without_matplotlib_nothing_is_simulated_for_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said at once, not after minutes."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    refused = CliRunner().invoke(cli, ["simulate", "nowhere.yaml", "--plots", "plots"])
+    assert isinstance(refused.exception, ConfigError) and "--plots needs matplotlib" in str(refused.exception)
 
 
 def test_hours_count_what_a_cluster_was_there_for() -> None:
