@@ -113,15 +113,10 @@ def _median_phases(path: Path, stretches: Sequence[Stretch]) -> dict[str, float]
 
 
 def measure_cell(bench: Bench, what: str, cell: Cell) -> CellTimes:
-    """Run a cell until the machine is quiet enough, some times at most; return its quietest run."""
-    tries = []
-    for number in range(1, endtoend.MOST_TRIES + 1):
-        bench.say(f"{what}, try {number} of at most {endtoend.MOST_TRIES}")
-        tries.append(live(cell))
-        if tries[-1].seen.late <= endtoend.MOST_LATE:
-            return tries[-1]
-    best = min(tries, key=lambda times: times.seen.late)
-    bench.note(f"the machine was busy in {len(tries)} tries: steps ended {best.seen.late:.1%} late, {what}")
+    """Run a cell when the machine is quiet enough, or say that it was not."""
+    best = endtoend.run_until_quiet(bench, what, lambda: live(cell), lambda times: times.seen.late)
+    if best.seen.late > endtoend.MOST_LATE:
+        bench.note(f"the machine was busy in all tries: steps ended {best.seen.late:.1%} late, {what}")
     return best
 
 
