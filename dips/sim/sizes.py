@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import field
-from heapq import heapify, heappop, heappush
 from math import inf
-from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
 
 from dips.dataclass import dataclass
 from dips.sim.heap import Action, Heap, Timer
@@ -47,46 +48,33 @@ class Sizes:
 
 
 Pair = tuple[str, str, bool]  # cluster, slave, and whether it is up to the slave
-Link = tuple[str, bool]  # of a cluster or slave, in one direction
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 
-def share_fairly(flows: Iterable[Pair], rates: Mapping[Link, float]) -> dict[Pair, float]:
-    """Return the max-min fair rate of each flow, by progressive filling; `rates` are those of the links.
+def share_fairly(ends: Integers, rates: Floats) -> Floats:
+    """Return the max-min fair rate of each flow, by progressive filling.
 
-    The link whose equal shares are the least fixes its flows' rates; what they leave on other links is for the rest.
-    Cost: (flows + links) × log links: as flows are fixed a link's equal share only rises, so a heap's stale one comes
-    too early and is put back.
+    ends   (flows, 2): the numbers of the two links that each passes
+    rates  (links,): bytes per second of each
+
+    A link on which none of the flows would get less elsewhere fixes their rates; what they leave on other links is for
+    the rest. Cost: flows + links for each of the few steps in which such links are found.
     """
-    waiting: dict[Link, list[Pair]] = {}
-    for flow in flows:
-        for link in _links_of(flow):
-            waiting.setdefault(link, []).append(flow)
-    number = {link: len(waits) for link, waits in waiting.items()}  # of flows that are not fixed
-    left = {link: rates[link] for link in waiting}
-    tightest = [(left[link] / count, i, link) for i, (link, count) in enumerate(number.items())]
-    heapify(tightest)
-    shares: dict[Pair, float] = {}
-    while tightest:
-        share, i, link = heappop(tightest)
-        if not number[link]:
-            continue
-        present = left[link] / number[link]
-        if present > share:
-            heappush(tightest, (present, i, link))
-            continue
-        share = max(LEAST_RATE, share)
-        for flow in waiting[link]:
-            if flow not in shares:
-                shares[flow] = share
-                for shared in _links_of(flow):
-                    left[shared] -= share
-                    number[shared] -= 1
+    shares, left, links = np.zeros(len(ends)), rates.astype(np.float64), len(rates)
+    waiting = np.arange(len(ends))  # flows whose rates are not fixed
+    while waiting.size:
+        passed = ends[waiting]
+        number = np.bincount(passed.ravel(), minlength=links)
+        equal = np.maximum(LEAST_RATE, left / np.maximum(1, number))
+        most = equal[passed].min(axis=1)  # of each flow, by the tighter of its links
+        least = np.full(links, inf)
+        np.minimum.at(least, passed, most[:, None])
+        fixed = (least >= equal)[passed].any(axis=1)
+        shares[waiting[fixed]] = most[fixed]
+        left -= np.bincount(passed[fixed].ravel(), weights=most[fixed].repeat(2), minlength=links)
+        waiting = waiting[~fixed]
     return shares
-
-
-def _links_of(flow: Pair) -> tuple[Link, Link]:
-    cluster, slave, up = flow
-    return (cluster, up), (slave, up)
 
 
 class LinkUse:
@@ -167,25 +155,23 @@ class PairFlow:
 
     pair: Pair
     chunks: deque[MovingChunk]
-    rate: float = 0.0  # bytes per second
-    left: float = 0.0  # bytes of the first chunk when the rate was set
-    due: float = inf  # when it arrives at this rate
+    row: int = -1  # in the columns of its direction; -1 until links are shared
 
 
 class SharedLinks:
     """Moves chunks over the links of clusters and slaves, and keeps account of what each slave did.
 
     Rates change only where a pair begins or ends to move something, and then those of its direction; between such
-    moments each arrival costs its own pair alone.
+    moments an arrival costs a look at the times of all pairs, as an array.
     """
 
     def __init__(self, heap: Heap, sizes: Sizes, slaves: Iterable[str]) -> None:
         self._heap, self._sizes = heap, sizes
         self.use = {slave: SlaveUse(keeps=number == 0) for number, slave in enumerate(slaves)}
-        self._rates: dict[Link, float] = {(slave, up): sizes.slave for slave in self.use for up in (True, False)}
-        for cluster, rate in sizes.clusters.items():
-            self._rates |= {(cluster, True): rate.up, (cluster, False): rate.down}
-        self._ways = {up: _Way() for up in (True, False)}
+        ups = dict.fromkeys(self.use, sizes.slave) | {name: rate.up for name, rate in sizes.clusters.items()}
+        downs = ups | {name: rate.down for name, rate in sizes.clusters.items()}
+        self._numbers = {name: number for number, name in enumerate(ups)}  # of links; those of slaves come first
+        self._ways = {up: _Way(up, rates, len(self.use)) for up, rates in ((True, ups), (False, downs))}
 
     def carry(self, pair: Pair, nbytes: int, owner: object, what: str, arrive: Action) -> None:
         """Move a simulated chunk of `nbytes`, after what this pair has under way; then call `arrive`."""
@@ -194,7 +180,7 @@ class SharedLinks:
         if flow is not None:
             flow.chunks.append(chunk)
             return
-        way.flows[pair] = PairFlow(pair, deque([chunk]), left=chunk.nbytes)
+        way.flows[pair] = PairFlow(pair, deque([chunk]))
         self.use[pair[1]].begin(self._heap.now)
         self._plan_sharing(way)
 
@@ -211,8 +197,8 @@ class SharedLinks:
             self._heap.call_later(0.0, chunk.what, chunk.arrive)
         if not flow.chunks:
             self._end_flow(way, flow)
-        elif flow.chunks[0] is not first:
-            flow.left, flow.due = flow.chunks[0].nbytes, inf  # it stands until links are shared anew
+        elif flow.chunks[0] is not first and flow.row >= 0:
+            way.left[flow.row], way.due[flow.row] = flow.chunks[0].nbytes, inf  # it stands until links are shared anew
         self._plan_sharing(way)
 
     def note_work(self, slave: str, order: type, seconds: float) -> None:
@@ -230,14 +216,10 @@ class SharedLinks:
     def _share_links(self, way: _Way) -> None:
         way.planned = False
         self._advance(way)
-        shares, now = share_fairly(way.flows, self._rates), self._heap.now
-        way.sums.clear()
-        for pair, flow in way.flows.items():
-            flow.rate = shares[pair]
-            flow.due = now + max(0.0, flow.left) / flow.rate
-            way.sums[pair[1]] = way.sums.get(pair[1], 0.0) + flow.rate
-        way.arrivals = [(flow.due, number, flow) for number, flow in enumerate(way.flows.values())]
-        heapify(way.arrivals)
+        way.renew_rows(self._numbers)
+        way.rate = share_fairly(way.ends, way.rates)
+        way.due = self._heap.now + np.maximum(0.0, way.left) / way.rate
+        way.sums = np.asarray(np.bincount(way.ends[:, 1], way.rate, len(self.use)), np.float64)
         self._plan_arrival(way)
 
     def _advance(self, way: _Way) -> None:
@@ -246,32 +228,28 @@ class SharedLinks:
         way.since = now
         if now == since:
             return
-        for flow in way.flows.values():
-            if flow.due < inf:
-                flow.left = (flow.due - now) * flow.rate
-        for slave, rate in way.sums.items():
-            self.use[slave].links[way is self._ways[True]].move(since, now, rate)
+        moving = way.due < inf
+        way.left[moving] = (way.due[moving] - now) * way.rate[moving]
+        for use, rate in zip(self.use.values(), way.sums.tolist(), strict=True):
+            if rate:
+                use.links[way.up].move(since, now, rate)
 
     def _plan_arrival(self, way: _Way) -> None:
         if way.timer is not None:
             way.timer.cancel()
             way.timer = None
-        if way.arrivals:
-            way.timer = self._heap.call_at(way.arrivals[0][0], "chunks arrive", lambda: self._on_arrival(way))
+        first = way.due.min(initial=inf)
+        if first < inf:
+            way.timer = self._heap.call_at(float(first), "chunks arrive", lambda: self._on_arrival(way))
 
     def _on_arrival(self, way: _Way) -> None:
         """Let all chunks arrive that are due, in the order in which their pairs began."""
-        now, arrived = self._heap.now, list[tuple[int, PairFlow]]()
-        while way.arrivals and way.arrivals[0][0] <= now + ARRIVED_S:
-            due, number, flow = heappop(way.arrivals)
-            if due == flow.due:  # else its chunks were dropped
-                arrived.append((number, flow))
-        for number, flow in sorted(arrived, key=itemgetter(0)):
+        for row in np.flatnonzero(way.due <= self._heap.now + ARRIVED_S).tolist():
+            flow = way.rows[row]
             chunk = flow.chunks.popleft()
             self._heap.call_later(0.0, chunk.what, chunk.arrive)
             if flow.chunks:
-                flow.due += flow.chunks[0].nbytes / flow.rate
-                heappush(way.arrivals, (flow.due, number, flow))
+                way.due[row] += flow.chunks[0].nbytes / way.rate[row]
             else:
                 self._end_flow(way, flow)
                 self._plan_sharing(way)
@@ -279,17 +257,37 @@ class SharedLinks:
 
     def _end_flow(self, way: _Way, flow: PairFlow) -> None:
         del way.flows[flow.pair]
-        flow.due = inf
+        if flow.row >= 0:
+            way.due[flow.row] = inf
         self.use[flow.pair[1]].end(self._heap.now)
 
 
 class _Way:
-    """The flows of one direction, up to the slaves or down from them."""
+    """The flows of one direction, up to the slaves or down from them, in columns; a flow that begins gets its row as
+    links are shared, one that ends loses it then.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, up: bool, rates: Mapping[str, float], slaves: int) -> None:
+        self.up, self.rates = up, np.array(list(rates.values()))
         self.flows: dict[Pair, PairFlow] = {}
-        self.sums: dict[str, float] = {}  # bytes per second at each slave, since `since`
+        self.rows: list[PairFlow] = []
+        self.ends: Integers = np.zeros((0, 2), np.int64)  # the links that each passes: cluster's and slave's
+        self.rate: Floats = np.zeros(0)  # bytes per second
+        self.left: Floats = np.zeros(0)  # bytes of the first chunk when the rates were set
+        self.due: Floats = np.zeros(0)  # when it arrives at this rate; inf: none moves
+        self.sums: Floats = np.zeros(slaves)  # bytes per second at each slave, since `since`
         self.since = 0.0
-        self.arrivals: list[tuple[float, int, PairFlow]] = []  # a heap: when the first chunk of each flow arrives
         self.timer: Timer | None = None  # of the next arrival
         self.planned = False  # whether rates will be computed anew
+
+    def renew_rows(self, numbers: Mapping[str, int]) -> None:
+        """Give each flow a row, in the order in which they began; `numbers` are those of the links."""
+        rows = list(self.flows.values())
+        begun = next((i for i, flow in enumerate(rows) if flow.row < 0), len(rows))
+        kept = np.array([flow.row for flow in rows[:begun]], np.int64)
+        fresh = [(numbers[flow.pair[0]], numbers[flow.pair[1]]) for flow in rows[begun:]]
+        self.ends = np.concatenate([self.ends[kept], np.array(fresh, np.int64).reshape(-1, 2)])
+        self.left = np.concatenate([self.left[kept], [flow.chunks[0].nbytes for flow in rows[begun:]]])
+        for row, flow in enumerate(rows):
+            flow.row = row
+        self.rows = rows

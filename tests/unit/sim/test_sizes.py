@@ -6,14 +6,17 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dips.cli import cli
 from dips.commands.simulate import describe_run, describe_slaves, find_scenario, write_timeline
 from dips.errors import ConfigError
 from dips.sim.heap import Heap
-from dips.sim.sizes import SAMPLE_S, LinkUse, Pair, SharedLinks, SimLinkRate, Sizes, share_fairly
+from dips.sim.sizes import SAMPLE_S, LinkUse, SharedLinks, SimLinkRate, Sizes, share_fairly
 from dips.study.figures import FIGURES, draw_figures, list_available, list_speeds
 from dips.study.sized_run import (
     GBIT_BYTES,
@@ -41,9 +44,23 @@ def play(heap: Heap) -> None:
 
 def test_nobody_can_get_more_without_taking_it_from_who_has_no_more() -> None:
     """By hand: s is shared by three, 2 each; what `b` then has left goes to t, which `a` does not fill."""
-    flows: list[Pair] = [("a", "s", True), ("b", "s", True), ("c", "s", True), ("b", "t", True)]
-    rates = {(name, True): rate for name, rate in {"a": 100.0, "b": 10.0, "c": 100.0, "s": 6.0, "t": 50.0}.items()}
-    assert share_fairly(flows, rates) == pytest.approx(dict(zip(flows, (2.0, 2.0, 2.0, 8.0), strict=True)))
+    a, b, c, s, t = range(5)
+    rates = np.array([100.0, 10.0, 100.0, 6.0, 50.0])
+    shares = share_fairly(np.array([(a, s), (b, s), (c, s), (b, t)]), rates)
+    assert shares == pytest.approx([2.0, 2.0, 2.0, 8.0])
+
+
+@given(st.data())
+def test_every_flow_has_a_full_link_on_which_nobody_has_more(data: st.DataObject) -> None:
+    """What max-min fair means, on drawn links; no link carries more than its rate."""
+    ends = np.array(data.draw(st.lists(st.tuples(st.integers(0, 4), st.integers(5, 8)), min_size=1, max_size=20)))
+    rates = np.array(data.draw(st.lists(st.floats(1.0, 100.0), min_size=9, max_size=9)))
+    shares = share_fairly(ends, rates)
+    carried = np.bincount(ends.ravel(), weights=shares.repeat(2), minlength=9)
+    assert (carried <= rates * (1 + 1e-9)).all()
+    for flow, share in enumerate(shares):
+        full = [link for link in ends[flow] if carried[link] >= rates[link] * (1 - 1e-9)]
+        assert any(shares[(ends == link).any(axis=1)].max() <= share * (1 + 1e-9) for link in full)
 
 
 def test_a_slow_cluster_leaves_the_rest_to_the_fast_one() -> None:
