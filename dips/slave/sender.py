@@ -284,6 +284,7 @@ class Sender:
         self._stall_s = stall_s
         self._clock = clock
         self._pulls: dict[PullId, OutgoingPull] = {}
+        self._moving: dict[PullId, OutgoingPull] = {}  # with chunks in flight or an end to come: `tick` looks at them
         self._streams: dict[tuple[int, bytes, int], OutStream] = {}
         self._parked: dict[OutStream, None] = {}  # streams with parked chunks, in order
         self._places = 0  # ranks and lanes that have a newest stream, of all pulls together
@@ -323,6 +324,7 @@ class Sender:
             if pull is not None and not pull.closed:
                 pull.former.append(pull.source)
                 pull.source = served
+                self._moving[pull_id] = pull
 
     def _make_source(self, arrays: Arrays) -> PullSource:
         assert self._layout is not None, "set_layers() comes before open_pull()"
@@ -414,6 +416,8 @@ class Sender:
             jobs.append(
                 ChunkSend(self, stream, chunk, source, b"" if stream.updates else self._view_chunk(source, chunk))
             )
+        if jobs:
+            self._moving[stream.pull.pull] = stream.pull
         if stream.parked:
             self._parked[stream] = None
         else:
@@ -504,6 +508,7 @@ class Sender:
 
     def _end_stream(self, stream: OutStream) -> None:
         stream.over = True
+        self._moving[stream.pull.pull] = stream.pull
         self._parked.pop(stream, None)
         self._streams.pop((stream.lane, stream.peer, stream.stream), None)
 
@@ -523,6 +528,7 @@ class Sender:
 
     def _close_pull(self, pull: OutgoingPull, reason: str) -> None:
         pull.closed = pull.closed or reason
+        self._moving[pull.pull] = pull
         for stream in pull.streams:
             self._end_stream(stream)
 
@@ -537,7 +543,7 @@ class Sender:
         """Close pulls that stall; release sources that are no longer read."""
         moves: list[Move] = []
         with self._lock:
-            for pull in list(self._pulls.values()):
+            for pull in list(self._moving.values()):
                 for stream in pull.streams:
                     self._reap_stream(stream, now)
                 pull.rate.record_bytes(pull.out, now)
@@ -549,10 +555,12 @@ class Sender:
                 elif pull.former and not any(source.in_flight for source in pull.former):
                     pull.former.clear()
                     moves.append(SourceMoved(pull.pull))
+                if pull.idle and not (pull.closed or pull.former):
+                    del self._moving[pull.pull]
         return moves
 
     def _release_pull(self, pull: OutgoingPull) -> Released:
-        del self._pulls[pull.pull]
+        del self._pulls[pull.pull], self._moving[pull.pull]
         self._closed.close(pull.pull)
         self._places -= len(pull.latest)
         return Released(pull.pull, pull.closed)
@@ -564,17 +572,12 @@ class Sender:
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         """Return the transfers that move now."""
+        now = self._clock()
         with self._lock:
-            return tuple(
-                Transfer(
-                    p.pull.cluster,
-                    p.pull.inc,
-                    p.pull.seq,
-                    False,
-                    p.out,
-                    sum(s.named for s in p.streams),
-                    p.rate.bytes_per_s,
-                )
-                for p in self._pulls.values()
-                if not p.closed
-            )
+            return tuple(self._describe_pull(pull, now) for pull in self._pulls.values() if not pull.closed)
+
+    def _describe_pull(self, pull: OutgoingPull, now: float) -> Transfer:
+        pull.rate.record_bytes(pull.out, now)  # of a pull that waits `tick` records nothing
+        named = sum(stream.named for stream in pull.streams)
+        cluster, inc, seq = pull.pull.cluster, pull.pull.inc, pull.pull.seq
+        return Transfer(cluster, inc, seq, push=False, nbytes=pull.out, total=named, bytes_per_s=pull.rate.bytes_per_s)

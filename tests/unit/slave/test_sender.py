@@ -253,7 +253,7 @@ def test_a_want_outside_of_the_layer_or_too_long_is_refused(wrong: Range):
 
 
 def test_of_two_pulls_the_first_to_stall_is_waited_for_and_both_end_with_the_slave():
-    """What moved is in their rate; another incarnation believes no checksum of this one, and serves none of them."""
+    """What moved is in their rate for a time; another incarnation believes no checksum of this one and serves none."""
     now = [0.0]
     sender = Sender(4096, 10.0, lambda: now[0])
     sender.set_layers(LayerLayout(MANIFEST, (0,)))
@@ -266,13 +266,16 @@ def test_of_two_pulls_the_first_to_stall_is_waited_for_and_both_end_with_the_sla
             job.make_frame(7)
             job.on_sent(tracker)
             tracker.done = number == 2
-    assert sender.tick(6.0) == [] and sender.list_transfers()[1].bytes_per_s == 400.0
+    now[0] = 6.0
+    assert sender.tick(6.0) == [] and sender.list_transfers()[-1].bytes_per_s == 400.0
+    now[0] = 12.0
+    assert sender.tick(12.0) == [] and sender.list_transfers()[-1].bytes_per_s == 0.0
     sender.on_done(0, b"p", who.stream_id)
     with pytest.raises(BadFrame, match="no stream"):
-        sender.on_want(0, b"p", who.stream_id, (CHUNK,), 6.0)
+        sender.on_want(0, b"p", who.stream_id, (CHUNK,), 12.0)
     sender.close_all("the slave ends")
     assert sender.list_transfers() == () and len(sender.checksums) == 0
-    assert sender.tick(6.0) == [Released(PullId("fast", 1, 2), "the slave ends")]
+    assert sender.tick(12.0) == [Released(PullId("fast", 1, 2), "the slave ends")]
     with pytest.raises(BadFrame, match="no stream"):
         sender.on_want(0, b"p", name().stream_id, (CHUNK,), 6.0)
 
