@@ -17,7 +17,7 @@ from dips.config import ClusterFile, RunFile, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.files import find_program
 from dips.local import run as local
-from dips.local.run import LocalProcess, LocalProcesses, exit_on_sigterm
+from dips.local.run import LocalProcess, LocalProcesses, ProcessEnded, exit_on_sigterm
 from dips.master.genesis import ledger_path
 from dips.transport.endpoints import Endpoint
 from dips.view import terminal
@@ -91,7 +91,11 @@ def _make_run(config: Path, factory: str | None, model: Path | None, seed: int) 
         *(["--factory", factory, "--seed", str(seed)] if factory else []),
         *(["--model", str(model)] if model else []),
     ]
-    print(local.run_word("init", "--config", str(config), *source).partition("\n")[0])
+    try:
+        print(local.run_word("init", "--config", str(config), *source).partition("\n")[0])
+    except ProcessEnded as ended:
+        print(f"error: {ended}", file=sys.stderr)
+        raise typer.Exit(ended.code or 1) from ended
 
 
 def _train(config: Path, run_file: RunFile, cluster_path: Path, cluster_file: ClusterFile, command: list[str]) -> int:

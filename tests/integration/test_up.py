@@ -145,7 +145,7 @@ def test_what_is_missing_is_said(place: Path, tmp_path: Path) -> None:
     (place / "model.py").rename(place / "other.py")
     assert "expected --factory MODULE:FUNCTION" in say(place, "up", *TRAIN, code=78)
     (place / "other.py").rename(place / "model.py")
-    said = say(place, "up", "--model", "nowhere.safetensors", *TRAIN, code=1)
+    said = say(place, "up", "--model", "nowhere.safetensors", *TRAIN, code=78)
     assert "nowhere.safetensors: expected a safetensors file" in said
     assert "--factory" not in said, "the model.py beside the run file is for who names none"
     import socket
