@@ -75,7 +75,7 @@ MESH = ReportCell("mesh", (), None, 400)
 ADAPTER = ReportCell("adapter", ("--part", "cut"), None, 1800)
 CONVERGENCE = ReportCell("convergence")
 GATES = ReportCell("gates")  # `convergence --part bad`, written down
-SIMULATION = ReportCell("simulation")  # `python -m tests.simulation --days 33`, written down
+SIMULATION = ReportCell("simulation")  # `dips simulate month`, written down
 GOODPUT = ReportCell("goodput")
 PEERS = ReportCell("peers", (), 100, 600)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from dips.codecs import ITEM_BYTES, Codec
@@ -463,13 +464,18 @@ class SizedReport:
     timeline: RunTimeline = field(repr=False)
 
 
-def simulate_sizes(run: SimulatedRun) -> SizedReport:
-    """Play a scenario. Raises ConfigError if it is too short for a round of each cluster."""
+def make_world(run: SimulatedRun) -> tuple[World, PhaseClock, Failures]:
+    """Return a scenario's world with what plans its failures and what watches it, to be run by `World.run`."""
     world = World(run.seed, make_scenario(run))
     world.network.weather = replace(CLEAR, delay_s=run.latency_s / 2, spread_s=run.latency_s)
     world.data.links = replace(STEADY, chunk_s=run.latency_s / 2, spread_s=run.latency_s)
     watch = PhaseClock(world, run.members)
-    failures = Failures(world, run, watch)
+    return world, watch, Failures(world, run, watch)
+
+
+def simulate_sizes(run: SimulatedRun) -> SizedReport:
+    """Play a scenario. Raises ConfigError if it is too short for a round of each cluster."""
+    world, watch, failures = make_world(run)
     with _rare_collections():
         world.run([watch, failures], failures.plan)
     short = next((run.members[name].name for name, phases in watch.phases.items() if not phases.pull_s), None)
@@ -478,7 +484,7 @@ def simulate_sizes(run: SimulatedRun) -> SizedReport:
     shared, lasted_s, rate = world.data.shared, 3600.0 * run.hours, run.slave_gbit * GBIT_BYTES
     assert shared is not None
     slaves = tuple(_report_slave(name, use, rate, lasted_s) for name, use in shared.use.items())
-    lost, members = _count_lost(world), run.members
+    lost, members = count_lost(world), run.members
     clusters = tuple(
         _report_cluster(members[name], phases, lost[name], lasted_s) for name, phases in watch.phases.items()
     )
@@ -523,7 +529,7 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _count_lost(world: World) -> Counter[str]:
+def count_lost(world: World) -> Counter[str]:
     """Return how many inner steps of each cluster will never be in a version."""
     books = world.books
     return Counter(work.cluster for work in books.work if work.lost and id(work) not in books.settled)
@@ -551,12 +557,11 @@ def _report_slave(name: str, use: SlaveUse, rate: float, lasted_s: float) -> Sla
 
 def pull_at_once(run: SimulatedRun) -> tuple[float, float | None]:
     """Return Gbit/s at each slave while all clusters pull, by their rates, and by pulls that were measured."""
-    members, slaves = run.members, [f"slave-{i}" for i in range(run.slaves)]
-    rates = {(slave, False): run.slave_gbit * GBIT_BYTES for slave in slaves}
-    rates |= {(name, False): kind.rate(run.parameters).down for name, kind in members.items()}
-    shares = share_fairly([(name, slave, False) for name in members for slave in slaves], rates)
-    ours = sum(share for (_, slave, _), share in shares.items() if slave == slaves[0]) / GBIT_BYTES
-    measured = [kind.expected_pull_s or kind.pull_s for kind in members.values()]
+    members, slaves = run.members.values(), run.slaves
+    rates = [run.slave_gbit * GBIT_BYTES] * slaves + [kind.rate(run.parameters).down for kind in members]
+    ends = [(slaves + cluster, slave) for cluster in range(len(members)) for slave in range(slaves)]
+    ours = share_fairly(np.array(ends), np.array(rates))[::slaves].sum() / GBIT_BYTES
+    measured = [kind.expected_pull_s or kind.pull_s for kind in members]
     if None in measured:
         return ours, None
     nbytes = ITEM_BYTES * run.parameters / run.slaves

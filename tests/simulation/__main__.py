@@ -18,12 +18,10 @@ from tests.simulation.coverage import POINTS, ROWS, WAYS
 from tests.simulation.last_range import play_last_range
 from tests.simulation.long import play_long
 from tests.simulation.mix import core, former, swarm
-from tests.simulation.month import Month
 from tests.simulation.sabotage import SABOTAGES
-from tests.simulation.trial import Result, Trial, play
+from tests.simulation.trial import Result, play
 
 SEEDS_EACH = 64  # then a process is replaced: its garbage, about 4 MB a seed, goes with it uncollected
-MONTH_PATIENCE = 30.0  # times the bounds of Liveness: the month's second stands for many
 GAMES = {
     "": play,
     "swarm": partial(play, mix=swarm),
@@ -94,26 +92,6 @@ def coverage(results: list[Result]) -> str:
     return "\n".join([heads[0], *rows, *heads[1:3], *points, *heads[3:], *ways])
 
 
-def play_month(days: float, seed: int) -> tuple[Month, str]:
-    """Play days at the failure rates of the paper; return them, and what was not as it must be."""
-    month = Month(days, seed)
-    failure = Trial(month.world, MONTH_PATIENCE).run([month], month.plan_failures).failure
-    if failure is not None:
-        return month, f"{failure.what}\n" + "\n".join(failure.trace)
-    return month, month.too_much_lost()
-
-
-def play_days(days: float, seed: int) -> int:
-    """Play days instead of seeds; print the figures."""
-    started = time.monotonic()
-    month, wrong = play_month(days, seed)
-    print(month.format_figures())
-    print(f"{time.monotonic() - started:.1f} s")
-    if wrong:
-        print(f"fails: {wrong}")
-    return 1 if wrong else 0
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=300, metavar="N", help="how many seeds (default 300)")
@@ -122,7 +100,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sabotage", choices=sorted(SABOTAGES), metavar="NAME", help=f"break a rule: {', '.join(SABOTAGES)}"
     )
-    parser.add_argument("--days", type=float, metavar="D", help="play D days at the paper's failure rates (month.py)")
     games = parser.add_mutually_exclusive_group()
     for flag, what in (
         ("swarm", "each seed draws its own faults, weather and deadlines (mix.py)"),
@@ -140,8 +117,6 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Play what the command line asks for; return the exit code."""
     options = _arguments()
-    if options.days is not None:
-        return play_days(options.days, options.seed or 0)
     seeds = (
         range(options.seed, options.seed + 1)
         if options.seed is not None
