@@ -53,11 +53,11 @@ def _share_of(others: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]])
     return float(sum(1 / m["step_s"] for m in others) / sum(1 / m["step_s"] for m in whole))
 
 
-def bad_rows() -> Rows:
-    """Every kind of bad data under every list of gates, and what they are held against under `dips`."""
+def bad_rows(seed: int = 1, lists: Iterable[str] = tuple(GATES)) -> Rows:
+    """Every kind of bad data under these lists of gates, and what they are held against under `dips`."""
     return {
-        f"{gates}: {fleet}": {"fleet": fleet, "inner_steps": 16, **keys, "seeds": [1]}
-        for gates, keys in GATES.items()
+        f"{gates}: {fleet}": {"fleet": fleet, "inner_steps": 16, **GATES[gates], "seeds": [seed]}
+        for gates in lists
         for fleet in bad_fleets()
         if fleet.partition(", ")[2] in KINDS or gates == "dips"
         if gates != "none" or fleet.startswith("one of four")

@@ -13,8 +13,8 @@ Rows = dict[str, dict[str, Any]]
 STEP_S = 4.0
 THIRD_S = 60.0  # about a third of a cycle of H 32: the longest window before all push together
 ROUNDS = 40  # of a run, and of every cluster in it: the fewer, the less is seen of the outer step
-FULL_STEPS, BAD_STEPS, QUICK_STEPS, LOOK_STEPS = ROUNDS * 4 * 64, 5_120, 6_000, 600
-SEEDS, QUICK_SEEDS, FACTOR_SEEDS = [1, 2, 3], [1, 2, 3, 4, 5], [1, 2]
+FULL_STEPS, BAD_STEPS, CLAIM_STEPS, LOOK_STEPS = ROUNDS * 4 * 64, 5_120, 6_000, 600
+SEEDS, FACTOR_SEEDS = [1, 2, 3], [1, 2]
 
 
 def make_fleet(*times: float, **keys: Any) -> list[dict[str, Any]]:
@@ -59,9 +59,9 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 WAITING = {"pace": "steps", "timing.window_s": 100_000.0}  # a window that closes when all are in: synchronous
 PAPER = {"pace": "steps", "outer.clip": {"norm": 1.0}}
-EDIT = {  # A-EDiT: its clusters train for a time, as with pace `aligned`
-    "outer.merge": "edit", "penalty.gates": ["edit"], "outer.lr": 0.8, "outer.momentum": 0.85,
-    "outer.clip": {"norm": 10.0, "per_layer": True},
+EDIT = {  # A-EDiT to the letter, with its warm-up: its clusters train for a time, as with pace `aligned`
+    "outer.merge": "edit-paper", "penalty.gates": ["edit"], "outer.lr": 0.8, "outer.momentum": 0.85,
+    "outer.clip": {"norm": 10.0, "per_layer": True}, "parallel": 0.1,
 }  # fmt: skip
 MUON = {"inner.optimizer": "muon"}
 SHARE = {"pace": "steps", "outer.step": "share"}
@@ -71,24 +71,12 @@ DP = "data parallel"
 LRS = {"inner.lr": [2e-3, 4e-3, 8e-3]}
 DP_LRS = {"inner.lr": [4e-3, 8e-3, 1.6e-2]}
 
-QUICK: Rows = {
-    "synchronous": {"method": "synchronous", "seeds": QUICK_SEEDS},
-    "aligned, 50 %": {"seeds": QUICK_SEEDS},
-    "steps with share in windows of 60 s, 50 %": {**SHARE, "timing.window_s": THIRD_S, "seeds": QUICK_SEEDS},
-    "the paper's preset, 50 %": {**PAPER, "seeds": [1]},
-    "naive asynchronous, 50 %": {"method": "naive", "seeds": [1]},
-    "aligned, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, "seeds": QUICK_SEEDS},
-    "aligned with rda, 5.23 ×, H 64": {"fleet": "fivefold", "inner_steps": 64, **RDA, "seeds": QUICK_SEEDS},
-    "aligned with Muon, 5.23 ×": {"fleet": "fivefold", **MUON, "seeds": [1]},
-    "data parallel": {"method": "data_parallel", "tune": DP_LRS, "seeds": [1]},
-}
-
 METHOD_ROWS: Rows = {  # each at the best of its inner learning rates
     "synchronous": {"method": "synchronous", "tune": LRS},
     "synchronous with Muon": {"method": "synchronous", **MUON, "tune": LRS},
     "data parallel": {"method": "data_parallel", "tune": DP_LRS},
     "data parallel with Muon": {"method": "data_parallel", **MUON, "tune": LRS},
-    "post-local SGD": {"method": "post_local", "tune": LRS},
+    "post-local SGD": {"method": "synchronous", "parallel": 0.1, "outer.lr": 1.0, "outer.momentum": 0.0, "tune": LRS},
     "naive asynchronous": {"method": "naive", "tune": LRS},
     "Di-PS, the paper's preset": {**PAPER, "tune": LRS},
     "EDiT": {**EDIT, **WAITING, "tune": LRS},
@@ -170,6 +158,19 @@ FACTOR_ROWS: Rows = {  # one factor at a time (Di-PS, Figures 7 and 12; EDiT, Fi
         "aligned, outer lr auto": {"outer.lr": "auto"},
     }),
 }  # fmt: skip
+
+# The best inner learning rate by the number of clusters (EDiT, Figures 6a and 6b), never at a grid's edge.
+RATE_LRS = {"inner.lr": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]}
+RATE_ROWS: Rows = {
+    **{
+        f"data parallel, {spell_clusters(n)}": {"method": "data_parallel", "fleet": spell_clusters(n), "tune": RATE_LRS}
+        for n in (1, 2, 4, 8)
+    },
+    **{
+        f"EDiT, {spell_clusters(n)}": {**EDIT, **WAITING, "fleet": spell_clusters(n), "tune": RATE_LRS}
+        for n in (2, 4, 8)
+    },
+}
 
 # One recipe without a knob, wherever it is put; `synchronous` beside it at the best of its inner learning rates.
 RECIPE = {**OURS, "codec": "int8", "pull_codec": "int8", "penalty.gates": ["dips", "direction", "loss", "replay"]}

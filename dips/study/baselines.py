@@ -18,7 +18,7 @@ from dips.outer import reference
 from dips.outer_step import nesterov_numbers
 from dips.slave.ports import F32
 from dips.study.fleet import Fleet
-from dips.study.learner import Inner, Recipe, fill, flatten
+from dips.study.learner import Inner, LastRounds, Recipe, fill, flatten
 from dips.study.task import BatchDraw, Task, make_model
 
 
@@ -26,7 +26,7 @@ from dips.study.task import BatchDraw, Task, make_model
 class BaselineResult:
     """The results of a baseline."""
 
-    loss: float
+    loss: float  # of the mean of θ at the ends of the last rounds
     first_loss: float
     tokens: int
     steps: int  # optimizer steps of each worker, or of the fastest
@@ -39,32 +39,32 @@ def train_data_parallel(task: Task, fleet: Fleet, recipe: Recipe, steps: int, se
     """Train on all clusters' batches in each step of one optimizer, as one process group would; `steps` counts all
     clusters'.
     """
-    workers, first = _begin_workers(task, fleet, recipe, seed)
+    workers, first = begin_workers(task, fleet, recipe, seed)
     worker, clusters = workers[0], len(workers)
-    rounds = steps // clusters
+    rounds, last = steps // clusters, LastRounds(steps // clusters * clusters, fleet)
     for step in range(rounds):
         worker.train_on([w.draw_batch() for w in workers], step / rounds)
+        if last.is_due((step + 1) * clusters):
+            last.note((step + 1) * clusters, {0: flatten(worker.parameters)})
     slowest_s = max(member.step_s for member in fleet.members)
-    return BaselineResult(
-        task.validate(worker.model), first, rounds * clusters * task.tokens, rounds, rounds * slowest_s
-    )
+    loss = _validate(task, worker, last, flatten(worker.parameters))
+    return BaselineResult(loss, first, rounds * clusters * task.tokens, rounds, rounds * slowest_s)
 
 
 def train_synchronous(
-    task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int, lr: float, momentum: float, alone: float = 0.0
+    task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int, lr: float, momentum: float, parallel: float = 0.0
 ) -> BaselineResult:
     """Train by DiLoCo (Douillard et al., Algorithm 1): H steps of every cluster, then one Nesterov step of their mean.
 
-    alone  share of the run that is first data parallel: post-local SGD (Lin et al.), with lr 1 and momentum 0
+    parallel  share of the run that is first data parallel; with lr 1 and momentum 0 it is post-local SGD (Lin et al.)
     """
-    workers, first = _begin_workers(task, fleet, recipe, seed)
+    workers, first = begin_workers(task, fleet, recipe, seed)
     clusters, inner_steps = len(workers), fleet.inner_steps
-    together = int(alone * (steps // clusters))
-    for step in range(together):
-        workers[0].train_on([w.draw_batch() for w in workers], step * clusters / steps)
+    together = train_together(workers, steps, parallel)
     theta = flatten(workers[0].parameters)
     rounds = ceil((steps // clusters - together) / inner_steps)  # no fewer tokens than Di-PS, which ends likewise
     total_steps, outer = together + rounds * inner_steps, _Outer(theta, lr, momentum)
+    last = LastRounds(total_steps * clusters, fleet)
     for number in range(rounds):
         progress = (together + number * inner_steps) / total_steps  # as with Di-PS: known at outer steps only
         mean = np.zeros_like(theta)
@@ -74,10 +74,10 @@ def train_synchronous(
                 worker.take_step(progress)
             mean += outer.theta - flatten(worker.parameters)
         outer.take_step(mean, 1.0 / clusters)
-    fill(workers[0].parameters, outer.theta)
+        last.note((together + (number + 1) * inner_steps) * clusters, {0: outer.theta})
     slowest_s = max(member.step_s for member in fleet.members)
     return BaselineResult(
-        task.validate(workers[0].model), first, total_steps * clusters * task.tokens, total_steps,
+        _validate(task, workers[0], last, outer.theta), first, total_steps * clusters * task.tokens, total_steps,
         total_steps * slowest_s, rounds, outer.mean_cosine,
     )  # fmt: skip
 
@@ -88,10 +88,11 @@ def train_naive(
     """Train asynchronously without corrections: each push is a whole Nesterov step of its difference to its own
     base.
     """
-    workers, first = _begin_workers(task, fleet, recipe, seed)
+    workers, first = begin_workers(task, fleet, recipe, seed)
     outer, inner_steps = _Outer(flatten(workers[0].parameters), lr, momentum), fleet.inner_steps
     rng, bases = Random(f"{seed}/naive"), [outer.theta] * len(workers)
     taken, now = [0] * len(workers), 0.0
+    last = LastRounds(steps, fleet)
     due = [(inner_steps * _draw_step_s(fleet, i, rng), i) for i in range(len(workers))]
     heapq.heapify(due)
     for _ in range(ceil(steps / inner_steps)):
@@ -101,11 +102,11 @@ def train_naive(
         taken[i] += inner_steps
         outer.take_step(bases[i] - flatten(workers[i].parameters), 1.0)
         bases[i] = outer.theta
+        last.note(sum(taken), {0: outer.theta})
         fill(workers[i].parameters, outer.theta)
         heapq.heappush(due, (now + inner_steps * _draw_step_s(fleet, i, rng), i))
-    fill(workers[0].parameters, outer.theta)
     return BaselineResult(
-        task.validate(workers[0].model), first, sum(taken) * task.tokens, max(taken), now,
+        _validate(task, workers[0], last, outer.theta), first, sum(taken) * task.tokens, max(taken), now,
         sum(taken) // inner_steps, outer.mean_cosine,
     )  # fmt: skip
 
@@ -131,7 +132,7 @@ class _Outer:
         self.theta, self._m = after, total
 
 
-def _begin_workers(task: Task, fleet: Fleet, recipe: Recipe, seed: int) -> tuple[list[Inner], float]:
+def begin_workers(task: Task, fleet: Fleet, recipe: Recipe, seed: int) -> tuple[list[Inner], float]:
     """Return one worker per cluster, all at the same θ, and the loss of this θ."""
     torch.set_num_threads(1)
     clusters = len(fleet.members)
@@ -139,6 +140,27 @@ def _begin_workers(task: Task, fleet: Fleet, recipe: Recipe, seed: int) -> tuple
         Inner(task, recipe, BatchDraw(seed, number, clusters), make_model(task, seed)) for number in range(clusters)
     ]
     return workers, task.validate(workers[0].model)
+
+
+def train_together(workers: list[Inner], steps: int, share: float) -> int:
+    """Train data parallel for a share of a run of so many `steps` of all workers; return the steps of each.
+
+    All of them then have the parameters and the optimizer state of the first, and their own batches.
+    """
+    first, *others = workers
+    together = int(share * (steps // len(workers)))
+    for step in range(together):
+        first.train_on([w.draw_batch() for w in workers], step * len(workers) / steps)
+    for worker in others if together else ():
+        fill(worker.parameters, flatten(first.parameters))
+        worker.copy_optimizers(first)
+    return together
+
+
+def _validate(task: Task, worker: Inner, last: LastRounds, theta: F32) -> float:
+    """Return the validation loss of the last rounds; `theta` is that of the run's end."""
+    fill(worker.parameters, last.mean({0: theta})[0])
+    return task.validate(worker.model)
 
 
 def _draw_step_s(fleet: Fleet, cluster: int, rng: Random) -> float:

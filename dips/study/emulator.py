@@ -31,8 +31,9 @@ from dips.sim.observer import Observer
 from dips.sim.scenario import ClusterShape, Scenario
 from dips.sim.world import World
 from dips.slave.ports import F32
+from dips.study.baselines import begin_workers, train_together
 from dips.study.fleet import LINK_S, Fleet, FleetCluster
-from dips.study.learner import LearnedModel, Recipe
+from dips.study.learner import LastRounds, LearnedModel, Recipe
 from dips.study.task import Task
 
 # ---- account --------------------------------------------------------------------------------------------------------
@@ -45,7 +46,7 @@ NO_GATE = "none"  # rejected by no gate: not finite, without tokens, or quaranti
 class Emulated:
     """The results of a run."""
 
-    loss: float = float("nan")  # of the last version, on validation data
+    loss: float = float("nan")  # of the mean of θ at the ends of the last rounds, on validation data
     first_loss: float = float("nan")  # of the first version
     finished: bool = False  # all tokens were accepted within the time
     tokens: int = 0  # accepted
@@ -64,6 +65,12 @@ class Emulated:
     usual_loss: dict[str, float] = field(
         default_factory=dict
     )  # share by which a cluster's loss is usually above the others'
+
+    def add_parallel(self, fleet: Fleet, steps: int, tokens: int) -> None:
+        """Count a data-parallel beginning of so many steps of each cluster, of so many tokens each."""
+        self.tokens += steps * tokens * len(fleet.members)
+        self.lasted_s += steps * max(member.step_s for member in fleet.members)
+        self.shares = {name: self.shares.get(name, 0) + steps * tokens for name in fleet.names}
 
     @property
     def diverged(self) -> bool:
@@ -149,8 +156,10 @@ def _recovery(settled: list[tuple[PushId, bool]], bad: Mapping[str, set[PushId]]
 class RunAccount(Observer):
     """An observer that fills an Emulated from a world, and ends the world with the run."""
 
-    def __init__(self, world: World, result: Emulated) -> None:
-        self._world, self._result, self._finished = world, result, False
+    def __init__(self, world: World, result: Emulated, last: LastRounds, tokens: int) -> None:
+        """`tokens`: of an inner step."""
+        self._world, self._result, self._last, self._tokens = world, result, last, tokens
+        self._finished = False
 
     def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
@@ -175,12 +184,19 @@ class RunAccount(Observer):
         self._finished = self._finished or note.kind == "run_finished"
 
     def time_passed(self) -> None:
-        if self._finished and all(
+        steps = self._result.tokens // self._tokens
+        if (self._finished or self._last.is_due(steps)) and self._is_served():
+            self._last.note(steps, read_head(self._world, self._result.head))
+            if self._finished:
+                self._result.finished = True
+                self._world.stop()
+
+    def _is_served(self) -> bool:
+        """Whether all slaves serve the last version."""
+        return all(
             m.process is not None and m.process.versions.served_version == self._result.head
             for m in self._world.machines.values()
-        ):
-            self._result.finished = True
-            self._world.stop()
+        )
 
     def _note_outcomes(self, outcomes: tuple[OutcomeRow, ...]) -> None:
         for outcome in outcomes:
@@ -273,20 +289,31 @@ def emulate(
     options: Options | None = None,
     pull_codec: Codec = Codec.FP32,
     layers: LayerUnit = LayerUnit.BLOCK,
+    parallel: float = 0.0,
 ) -> tuple[Emulated, GateCount]:
-    """Train until the tokens of `steps` inner steps are accepted, in virtual time; equal arguments give equal bits."""
+    """Train until the tokens of `steps` inner steps are accepted, in virtual time; equal arguments give equal bits.
+
+    parallel  share of the run that is first data parallel (EDiT, Algorithm 1: its warm-up)
+    """
     torch.set_num_threads(1)
+    workers, first_loss = begin_workers(task, fleet, recipe, seed)
+    together = train_together(workers, steps, parallel)
+    begun_share, steps = together * len(workers) / steps, steps - together * len(workers)
     faults = {n: m.fault for n, m in zip(fleet.names, fleet.members, strict=True) if m.fault is not None}
-    model = LearnedModel(task, recipe, seed, fleet.names, faults, fleet.due_steps(steps), layers)
-    result, tokens = Emulated(first_loss=model.evaluate(model.genesis)), steps * task.tokens
+    begun = workers if together else ()
+    model = LearnedModel(task, recipe, seed, fleet.names, faults, fleet.due_steps(steps), layers, begun, begun_share)
+    result, tokens = Emulated(first_loss=first_loss), steps * task.tokens
     options = replace(options or Options(), stop=StopOptions(tokens=tokens), data=DataOptions(ranges=RANGES))
     scenario = make_scenario(fleet, options, LEAST_S + PATIENCE * steps / fleet.step_rate, pull_codec)
     world = World(seed, scenario, model, kernels)
     operator = MendingOperator(world, model.is_mended)
-    world.run([RunAccount(world, result), _Comings(world, fleet, result, tokens), operator])
-    result.lasted_s, result.steps = world.heap.now, model.steps
+    last = LastRounds(steps, fleet)
+    world.run([RunAccount(world, result, last, task.tokens), _Comings(world, fleet, result, tokens), operator])
+    result.add_parallel(fleet, together, task.tokens)
+    result.lasted_s += world.heap.now
+    result.steps = {name: together + taken for name, taken in model.steps.items()}
     result.readmitted = operator.readmitted
-    result.loss = model.evaluate(_read_head(world, result.head))
+    result.loss = model.evaluate(last.mean(read_head(world, result.head)))
     return result, GateCount.of_run(result.outcomes, model.bad_pushes, result.gates)
 
 
@@ -340,7 +367,7 @@ def _make_shape(fleet: Fleet, member: FleetCluster) -> ClusterShape:
     )  # fmt: skip
 
 
-def _read_head(world: World, head: VersionId) -> dict[int, F32]:
+def read_head(world: World, head: VersionId) -> dict[int, F32]:
     """Return θ of the last version; in a run that ran out of time a slave may still serve the one before."""
     found: dict[int, F32] = {}
     for machine in world.machines.values():

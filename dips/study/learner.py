@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.options import FORBID
 from dips.sim.scenario import Site
 from dips.slave.ports import F32
-from dips.study.fleet import Arrays, Fault
+from dips.study.fleet import Arrays, Fault, Fleet
 from dips.study.task import Batch, BatchDraw, Task, make_model
 from dips.wire.chunks import LayerLayout
 
@@ -125,6 +127,16 @@ class Inner:
         self._trained = list(self.parameters.values())
         self.optimizers = make_optimizers(recipe.optimizer, model, recipe.lr)
 
+    def copy_optimizers(self, other: Inner) -> None:
+        """Take the state of another worker's optimizers, of a model of the same shape."""
+        for mine, theirs in zip(self.optimizers, other.optimizers, strict=True):
+            mine.load_state_dict(deepcopy(theirs.state_dict()))
+
+    def go_on_from(self, other: Inner) -> None:
+        """Take the state of another worker's optimizers, and its batches from where they are."""
+        self.copy_optimizers(other)
+        self._batches = other._batches
+
     def draw_batch(self) -> Batch:
         """Return the worker's next batch."""
         for batch in self._batches:
@@ -175,11 +187,18 @@ class LearnedModel:
         faults: Mapping[str, Fault] | None = None,
         due: Mapping[str, float] | None = None,
         layers: LayerUnit = LayerUnit.BLOCK,
+        begun: Sequence[Inner] = (),
+        begun_share: float = 0.0,
     ) -> None:
-        """Make the first θ; `faults` by cluster begin and end at shares of the inner steps that each is `due`."""
+        """Make the first θ; `faults` by cluster begin and end at shares of the inner steps that each is `due`.
+
+        begun        the clusters' workers after a data-parallel beginning, from which each goes on
+        begun_share  of the run that is over by then
+        """
         self._task, self._recipe, self._seed, self._names = task, recipe, seed, names
+        self._parallel, self._begun_share = dict(zip(names, begun, strict=False)), begun_share
         self._faults, self._due = dict(faults or {}), dict(due or {})
-        first = make_model(task, seed)
+        first = begun[0].model if begun else make_model(task, seed)
         self._first = {n: p.detach().clone() for n, p in first.named_parameters() if p.requires_grad}
         self._state = {n: t.detach().clone() for n, t in first.state_dict().items()}
         shapes = [(name, tuple(p.shape)) for name, p in self._first.items()]
@@ -203,6 +222,7 @@ class LearnedModel:
 
     def take_inner_step(self, site: Site, theta: Arrays, progress: float) -> float:
         inner, fault = self._trained[site.name].inner, self._present_fault(site.name)
+        progress = self._begun_share + (1.0 - self._begun_share) * progress
         self.steps[site.name] = self.steps.get(site.name, 0) + 1
         if fault is None:
             return inner.take_step(progress)
@@ -255,7 +275,10 @@ class LearnedModel:
         model = self._make_model()
         self._bind_parameters(model, theta)
         draw = BatchDraw(self._seed, self._names.index(cluster), len(self._names), "" if begun == 1 else str(begun))
-        return Inner(self._task, self._recipe, draw, model)
+        inner = Inner(self._task, self._recipe, draw, model)
+        if begun == 1 and cluster in self._parallel:
+            inner.go_on_from(self._parallel[cluster])
+        return inner
 
     def _make_model(self) -> nn.Module:
         model = make_model(self._task, self._seed)
@@ -277,6 +300,40 @@ class LearnedModel:
                 where = self._layout.fields[i, k]
                 found[parameter.name] = (i, slice(where.start, where.start + where.numel))
         return found
+
+
+class LastRounds:
+    """The mean of θ at the ends of a run's last rounds: its loss says what θ's does, with less noise.
+
+    A round is H inner steps of every cluster, counted by accepted tokens, so it is as long in every method.
+    """
+
+    ROUNDS = 5
+
+    def __init__(self, steps: int, fleet: Fleet) -> None:
+        """`steps`: of the run, by all clusters."""
+        each = fleet.inner_steps * len(fleet.members)
+        ends = (steps - back * each for back in range(self.ROUNDS))
+        self._due = sorted(max(each, end) for end in ends)
+        self._sums: dict[int, npt.NDArray[np.float64]] = {}
+        self._noted = 0
+
+    def is_due(self, steps: int) -> bool:
+        """Whether θ after so many accepted steps is to be noted."""
+        return bool(self._due) and steps >= self._due[0]
+
+    def note(self, steps: int, theta: Mapping[int, F32]) -> None:
+        """Note θ if a round has ended since the last one that was noted; it is copied."""
+        if self.is_due(steps):
+            self._due = [due for due in self._due if due > steps]
+            self._sums = {layer: self._sums.get(layer, 0.0) + a.astype(np.float64) for layer, a in theta.items()}
+            self._noted += 1
+
+    def mean(self, last: Mapping[int, F32]) -> dict[int, F32]:
+        """Return the mean; `last` is θ at the end of the run, which counts by itself if the run ended too early."""
+        if self._due:
+            self.note(self._due[-1], last)
+        return {layer: (total / self._noted).astype(np.float32) for layer, total in self._sums.items()}
 
 
 def _is_same(trained: Arrays, theta: Arrays) -> bool:

@@ -114,20 +114,21 @@ COLUMNS = (
     "recovered_after", "readmitted", "took_s", "unit",
 )  # fmt: skip
 Runs = Sequence[Numbers]  # runs of one row, by seed
-SHOWN: Mapping[str, tuple[str, Callable[[Runs], str]]] = {
-    "steps": ("of the fastest cluster's optimizer", lambda runs: _mean_of(runs, "fastest_steps", ".0f")),
+SHOWN: Mapping[str, tuple[str, Callable[[Runs, Runs], str]]] = {  # of the runs of a row, and of the compared one
+    "steps": ("of the fastest cluster's optimizer", lambda runs, _: _mean_of(runs, "fastest_steps", ".0f")),
     "1/Σs²": (
         "effective clusters, by their shares of tokens; fewer of them end lower at equal tokens, whatever the method",
-        lambda runs: _mean_of(runs, "effective_clusters", ".2f"),
+        lambda runs, _: _mean_of(runs, "effective_clusters", ".2f"),
     ),
-    "clipped": ("share of rounds", lambda runs: _mean_of(runs, "clipped", ".0%")),
-    "stale": ("mean staleness of accepted pushes, in versions", lambda runs: _mean_of(runs, "staleness", ".2f")),
-    "cos": ("mean cosine of an outer gradient to the momentum", lambda runs: _mean_of(runs, "cosine", ".2f")),
-    "gated": ("healthy pushes that a gate kept out, of all seeds", lambda runs: _spell_gated(runs)),
+    "clipped": ("share of rounds", lambda runs, _: _mean_of(runs, "clipped", ".0%")),
+    "stale": ("mean staleness of accepted pushes, in versions", lambda runs, _: _mean_of(runs, "staleness", ".2f")),
+    "cos": ("mean cosine of an outer gradient to the momentum", lambda runs, _: _mean_of(runs, "cosine", ".2f")),
+    "gated": ("healthy pushes that a gate kept out, of all seeds", lambda runs, _: _spell_gated(runs)),
     "ideal": (
         "tokens a second of virtual time, as a share of what all clusters make alone",
-        lambda runs: _mean_of(runs, "of_ideal", ".2f"),
+        lambda runs, _: _mean_of(runs, "of_ideal", ".2f"),
     ),
+    "time": ("virtual seconds for as many tokens, as a share of the compared row's", lambda *both: _spell_time(*both)),
 }
 
 
@@ -178,7 +179,8 @@ def list_lines(result: StudyResult) -> list[tuple[str, ...]]:
         held = compare_row(result, row.name)
         best = " ".join(f"{key} {value}" for key, value in result.best.get(row.name, ()))
         made = list(runs.values())
-        lines.append((row.name, best, loss, str(held or ""), *(show(made) for _, show in SHOWN.values())))
+        compared = list(result.runs.get(row.compare or result.study.compare, {}).values())
+        lines.append((row.name, best, loss, str(held or ""), *(show(made, compared) for _, show in SHOWN.values())))
     return lines
 
 
@@ -293,7 +295,12 @@ def _spell_gated(runs: Runs) -> str:
     return f"{_sum_of(runs, 'healthy_gated')} of {healthy}" if healthy else ""
 
 
-def _sum_of(runs: Runs, key: str) -> int:
+def _spell_time(runs: Runs, compared: Runs) -> str:
+    mine, theirs = (_sum_of(each, "lasted_s") / max(1, _sum_of(each, "tokens")) for each in (runs, compared))
+    return f"{mine / theirs:.2f}" if theirs else ""
+
+
+def _sum_of(runs: Runs, key: str) -> float:
     return sum(numbers.get(key) or 0 for numbers in runs)
 
 

@@ -287,7 +287,6 @@ def _single_threads() -> Iterator[None]:
 
 # ---- execute ---------------------------------------------------------------------------------------------------------
 
-ALONE = 0.1  # share of a post-local run that is data parallel: somewhat longer than the warm-up
 Numbers = dict[str, Any]
 
 
@@ -306,7 +305,7 @@ def execute_run(plan: RunPlan) -> Numbers:
 def _emulate(task: Task, settings: Settings, seed: int) -> Numbers:
     made, gates = emulate(
         task, settings.fleet, settings.recipe, settings.steps, seed, settings.options, settings.pull_codec,
-        settings.layers,
+        settings.layers, settings.parallel,
     )  # fmt: skip
     ideal = settings.fleet.step_rate * task.tokens
     return {
@@ -339,12 +338,9 @@ def _data_parallel(task: Task, settings: Settings, seed: int) -> Numbers:
 
 def _synchronous(task: Task, settings: Settings, seed: int) -> Numbers:
     lr, momentum = float(settings.options.outer.lr), settings.options.outer.momentum
-    made = train_synchronous(task, settings.fleet, settings.recipe, settings.steps, seed, lr, momentum)
-    return _spell_baseline(made, settings, task)
-
-
-def _post_local(task: Task, settings: Settings, seed: int) -> Numbers:
-    made = train_synchronous(task, settings.fleet, settings.recipe, settings.steps, seed, 1.0, 0.0, ALONE)
+    made = train_synchronous(
+        task, settings.fleet, settings.recipe, settings.steps, seed, lr, momentum, settings.parallel
+    )
     return _spell_baseline(made, settings, task)
 
 
@@ -358,6 +354,5 @@ _METHODS: Mapping[str, Callable[[Task, Settings, int], Numbers]] = {
     "dips": _emulate,
     "data_parallel": _data_parallel,
     "synchronous": _synchronous,
-    "post_local": _post_local,
     "naive": _naive,
 }

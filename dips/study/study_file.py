@@ -31,10 +31,14 @@ from dips.study.learner import Recipe
 
 SECTIONS = ("outer", "penalty", "timing")  # of dips.yaml
 OWN = ("inner", "task")
-WORDS = ("method", "fleet", "inner_steps", "pace", "overlap", "fragments", "codec", "pull_codec", "layers", "steps")
-METHODS = ("dips", "data_parallel", "synchronous", "post_local", "naive")
+WORDS = (
+    "method", "fleet", "inner_steps", "pace", "overlap", "fragments", "codec", "pull_codec", "layers", "steps",
+    "parallel",
+)  # fmt: skip
+METHODS = ("dips", "data_parallel", "synchronous", "naive")
 
 Nested = dict[str, Any]
+ParallelShare = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Settings:
     options: Options
     pull_codec: Codec
     layers: LayerUnit
+    parallel: float = 0.0  # share of the run that is first data parallel
 
 
 def nest_keys(flat: Mapping[str, Any]) -> Nested:
@@ -92,6 +97,7 @@ def make_settings(nested: Nested, fleets: Mapping[str, tuple[Any, ...]]) -> Sett
         method, steps, dict(nested.get("task", {})), fleet, _checked(Recipe, nested.get("inner", {}), "inner"),
         _checked(Options, options, ""), _checked(PullCodec, nested.get("pull_codec", "fp32"), "pull_codec"),
         _checked(LayerUnit, nested.get("layers", "block"), "layers"),
+        _checked(ParallelShare, nested.get("parallel", 0.0), "parallel"),
     )  # fmt: skip
     _refuse_senseless(settings)
     return settings
@@ -128,7 +134,7 @@ def _refuse_lone_edit(fleet: Fleet, nested: Nested) -> None:
 def _refuse_senseless(settings: Settings) -> None:
     """Raise ConfigError for settings that are valid alone but not together."""
     clusters = len(settings.fleet.members)
-    fastest = min(settings.fleet.due_steps(settings.steps).values())
+    fastest = min(settings.fleet.due_steps(round(settings.steps * (1.0 - settings.parallel))).values())
     if settings.method != "data_parallel" and fastest < settings.fleet.inner_steps:
         raise ConfigError(
             f"steps: {settings.steps} of {clusters} clusters are not one push of each: expected at least "
@@ -136,6 +142,10 @@ def _refuse_senseless(settings: Settings) -> None:
         )
     if settings.method != "dips" and not isinstance(settings.options.outer.lr, float | int):
         raise ConfigError(f"outer.lr: {settings.method} takes a number, got {settings.options.outer.lr!r}")
+    if settings.parallel and settings.method not in ("dips", "synchronous"):
+        raise ConfigError(f"parallel: expected method dips or synchronous, got {settings.method}")
+    if settings.parallel and any(m.joins for m in settings.fleet.members):
+        raise ConfigError("parallel: all clusters begin data parallel together: expected joins 0 for each")
     if settings.method != "dips" and any(m.fault or m.joins or m.leaves < 1 for m in settings.fleet.members):
         raise ConfigError(f"method: {settings.method} knows no faults, joins or leaves; only dips does")
 

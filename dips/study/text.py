@@ -19,7 +19,7 @@ from dips.demo.data import BLOCK_BYTES, Text, from_files, load_corpus, source_fi
 from dips.demo.model import Decoder, Shape
 from dips.study.task import Batch, BatchDraw, Task
 
-VALIDATION_ROWS, VALIDATION_BATCH = 512, 64
+VALIDATION_ROWS, VALIDATION_BATCH = 5120, 64
 CORPUS_SEED = 1  # fixed, since blocks are drawn at random
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from dips.errors import ConfigError
@@ -13,10 +15,12 @@ from dips.ids import PushId
 from dips.protocol.enums import LayerUnit, MergeRule, StepRule
 from dips.protocol.options import Clip, Options, OuterOptions
 from dips.sim.scenario import Site
-from dips.study.baselines import train_data_parallel, train_naive, train_synchronous
+from dips.slave.ports import F32
+from dips.study import baselines, emulator
+from dips.study.baselines import begin_workers, train_data_parallel, train_naive, train_synchronous, train_together
 from dips.study.emulator import Emulated, GateCount, emulate
 from dips.study.fleet import KINDS, Fault, Fleet, FleetCluster
-from dips.study.learner import LearnedModel, Recipe, make_optimizers, split_matrices
+from dips.study.learner import LastRounds, LearnedModel, Recipe, make_optimizers, split_matrices
 from tests.unit.study.tiny import TINY, TOKENS, WIDTH, WORDS, build, fleet
 
 STEPS = 96
@@ -55,6 +59,55 @@ def test_the_cosine_to_the_momentum_is_known_from_the_second_version_on(made: Em
     assert len(made.cosines) == made.versions - 1 and all(-1.0 <= c <= 1.0 for c in made.cosines)
     together = emulated(fleet(1.0, 1.0, pace="aligned"))[0]
     assert together.cosines[0] > 0 > made.cosines[0]  # who pushes alone meets a θ that has overshot its base
+
+
+def test_what_is_validated_is_the_mean_of_the_last_five_rounds() -> None:
+    """Each counts once, however late it is seen; θ is copied; a run that ended too early has its last θ, too."""
+    last, theta = LastRounds(40, fleet(1.0, 1.0, inner_steps=3)), {0: np.zeros(2, np.float32)}
+    for steps in (
+        6,
+        15,
+        16,
+        17,
+        22,
+        34,
+        39,
+    ):  # rounds end at 16, 22, 28, 34, 40: the third is seen with the fourth
+        theta[0][:] = steps
+        last.note(steps, theta)
+    assert not last.is_due(39) and last.is_due(40)
+    assert last.mean({0: np.full(2, 48, np.float32)})[0].tolist() == [(16 + 22 + 34 + 48) / 4] * 2
+    short = LastRounds(2, fleet(1.0, 1.0, inner_steps=3))
+    assert short.mean({0: np.full(1, 7, np.float32)})[0].tolist() == [7.0]
+
+
+def test_every_method_is_validated_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round apart, and the last at the end of the tokens."""
+    noted: list[list[int]] = []
+
+    class Watched(LastRounds):
+        def __init__(self, steps: int, members: Fleet) -> None:
+            super().__init__(steps, members)
+            noted.append([])
+
+        def note(self, steps: int, theta: Mapping[int, F32]) -> None:
+            if self.is_due(steps):
+                noted[-1].append(steps)
+            super().note(steps, theta)
+
+    monkeypatch.setattr(baselines, "LastRounds", Watched)
+    monkeypatch.setattr(emulator, "LastRounds", Watched)
+    together = fleet(1.0, 1.0, pace="aligned")
+    train_data_parallel(TASK, together, TINY, STEPS, 3)
+    train_synchronous(TASK, together, TINY, STEPS, 3, 0.7, 0.8)
+    train_naive(TASK, together, TINY, STEPS, 3, 0.7, 0.8)
+    emulate(TASK, together, TINY, STEPS, 3, options())
+    rounds = together.inner_steps * 2
+    *baselines_noted, ours = noted
+    assert baselines_noted == [[STEPS - back * rounds for back in (4, 3, 2, 1, 0)]] * 3
+    assert (
+        len(ours) >= 4 and ours[0] >= STEPS - 4 * rounds and ours[-1] >= STEPS
+    )  # pushes of this pace are as they come
 
 
 @pytest.mark.parametrize("fragments", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -185,12 +238,30 @@ def test_the_baselines_learn_from_as_many_tokens() -> None:
     first = LearnedModel(TASK, TINY, 3)
     begun = first.evaluate(first.genesis)
     parallel, waiting = train_data_parallel(*both), train_synchronous(*both, 0.7, 0.8)
-    local, naive = train_synchronous(*both, 1.0, 0.0, alone=0.25), train_naive(*both, 0.7, 0.8)
+    local, naive = train_synchronous(*both, 1.0, 0.0, parallel=0.25), train_naive(*both, 0.7, 0.8)
     assert parallel.tokens == waiting.tokens == local.tokens == naive.tokens == STEPS * TOKENS
     assert parallel.first_loss == naive.first_loss == begun
     assert max(parallel.loss, waiting.loss, local.loss) < begun - 0.3
     assert naive.steps > STEPS / 2 == waiting.steps  # nobody waits for the slower one
     assert waiting.lasted_s == STEPS / 2 * 1.5 > naive.lasted_s
+
+
+def test_a_run_may_begin_data_parallel() -> None:
+    """Its tokens and seconds count; each cluster goes on with its own batches and the common optimizer state."""
+    together = fleet(1.0, 2.0, pace="aligned")
+    made = emulate(TASK, together, TINY, STEPS, 3, options(), parallel=0.5)[0]
+    plain = emulate(TASK, together, TINY, STEPS, 3, options())[0]
+    assert made.tokens >= STEPS * TOKENS and not made.diverged and made.first_loss == plain.first_loss
+    assert made.versions < plain.versions and made.shares["b"] > plain.shares["b"] >= STEPS // 4 * TOKENS * 0.9
+    assert made.lasted_s > plain.lasted_s  # data parallel waits for the slower one
+    workers, _ = begin_workers(TASK, together, TINY, 3)
+    assert train_together(workers, STEPS, 0.5) == STEPS // 4
+    first, second = workers
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters.values(), second.parameters.values(), strict=True))
+    states = [worker.optimizers[0].state_dict()["state"][0] for worker in workers]
+    assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"]) and states[1]["step"] == STEPS // 4
+    inputs = [worker.draw_batch()[0] for worker in (*workers, *begin_workers(TASK, together, TINY, 3)[0])]
+    assert not torch.equal(inputs[0], inputs[1]) and not torch.equal(inputs[0], inputs[2])
 
 
 def test_muon_trains_the_matrices_inside() -> None:

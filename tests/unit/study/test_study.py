@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from benchmarks import convergence_bad, convergence_rows
+from benchmarks import convergence_bad, convergence_claims, convergence_rows
 from dips.cli import cli
 from dips.commands.new import read_template
 from dips.errors import ConfigError
@@ -101,6 +101,9 @@ def test_equal_runs_have_one_digest_however_they_are_spelt() -> None:
         ({"rows": {"x": {"steps": 4}}}, "are not one push of each: expected at least 10"),
         ({"rows": {"x": {"fleet": [1.0], "penalty.gates": ["edit"]}}}, "edit compares clusters with each other"),
         ({"rows": {"x": {"method": "naive", "fleet": [{"fault": "nan"}, 1]}}}, "naive knows no faults"),
+        ({"rows": {"x": {"method": "naive", "parallel": 0.1}}}, "parallel: expected method dips or synchronous"),
+        ({"rows": {"x": {"parallel": 1.0}}}, "parallel"),
+        ({"rows": {"x": {"parallel": 0.1, "fleet": [1, {"joins": 0.5}]}}}, "expected joins 0 for each"),
         ({"rows": {}}, "rows: expected one at least"),
         ({"compare": "nobody"}, "compare: no row 'nobody'"),
         ({"rows": {"x": {"compare": "y"}}}, "rows.x.compare: no row 'y'; there are x"),
@@ -182,6 +185,7 @@ def made_up(loss: float, **more: Any) -> dict[str, Any]:
     return {
         "loss": loss, "first_loss": 9.0, "diverged": False, "finished": True, "unit": "nats", "fastest_steps": 8,
         "effective_clusters": 2.0, "clipped": 0.0, "staleness": 0.0, "cosine": None, "of_ideal": 0.9,
+        "tokens": 100, "lasted_s": 10.0,
     } | more  # fmt: skip
 
 
@@ -237,10 +241,11 @@ def test_healthy_pushes_that_were_gated_are_told_for_every_row() -> None:
 
 def test_numbers_of_a_row_are_of_all_seeds() -> None:
     result = result_of({"synchronous": 2.0, "ours": 1.9}, {"ours": {}})
-    result.runs["ours"][2] |= {"fastest_steps": 16, "of_ideal": 0.5, "staleness": None}
+    result.runs["ours"][2] |= {"fastest_steps": 16, "of_ideal": 0.5, "staleness": None, "tokens": 300, "lasted_s": 14.0}
     heads = ("row", "best", "loss", "against", *SHOWN)
     ours = dict(zip(heads, list_lines(result)[1], strict=True))
     assert (ours["steps"], ours["ideal"], ours["stale"], ours["cos"]) == ("12", "0.70", "0.00", "")
+    assert ours["time"] == "0.60"  # 24 s for 400 tokens, against 10 s for 100
 
 
 def test_a_factory_that_breaks_loses_its_row_only(in_place: type[PoolInPlace], tmp_path: Path) -> None:
@@ -298,19 +303,20 @@ def test_the_template_is_a_study(tmp_path: Path) -> None:
 
 def test_the_benchmark_s_rows_can_be_read() -> None:
     """All of them, so that none fails after hours."""
-    rows_of = convergence_rows
+    rows_of, claims = convergence_rows, convergence_claims.claim_rows(convergence_claims.SHOWN)
     fleets = {**rows_of.FLEETS, **convergence_bad.bad_fleets()}
     content = {"study": "s", "fleets": fleets, "base": {**rows_of.BASE, "steps": 6000}}
     for rows in (
-        rows_of.QUICK,
+        claims,
         rows_of.METHOD_ROWS,
         rows_of.FACTOR_ROWS,
+        rows_of.RATE_ROWS,
         rows_of.RECIPE_ROWS,
         convergence_bad.bad_rows(),
     ):
         make_study(StudyFile.model_validate({**content, "rows": rows}))
-    seeds = [len(row["seeds"]) - 1 + len(row.get("tune", {}).get("inner.lr", [0])) for row in rows_of.QUICK.values()]
-    assert sum(seeds) == 31
+    seeds = [len(row["seeds"]) - 1 + len(row.get("tune", {}).get("inner.lr", [0])) for row in claims.values()]
+    assert sum(seeds) == 77
 
 
 def test_the_command_says_what_it_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
