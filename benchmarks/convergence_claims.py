@@ -1,8 +1,9 @@
-"""What choosing.md and what-to-expect.md say of learning, as claims with bounds: printed before a run, held after it.
+"""What the guides claim of learning, each with a bound that is printed before a run and held after it.
 
-Rows of 6,000 inner steps at H 32, four clusters 50 % apart, if their name does not say otherwise. A claim is held on
-the seeds of SHOWN, on which rows and bounds were looked at, or with --fresh on seeds above all that any run on record
-has used; what does not hold there leaves the guides.
+The guides are docs/guides/choosing.md and docs/guides/what-to-expect.md. Rows are of 6,000 inner steps at H 32, four
+clusters 50 % apart, if their name does not say otherwise. A claim is held on the seeds of SHOWN, on which rows and
+bounds were looked at, or with --fresh on seeds above all that any run on record has used; what does not hold there
+leaves the guides.
 """
 
 from __future__ import annotations
