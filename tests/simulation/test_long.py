@@ -9,13 +9,25 @@ from typing import Any
 import pytest
 
 from dips.master.core import SentOrder
+from dips.slave.ports import Move
 from dips.slave.receiver import IncomingPush
-from dips.slave.sender import OutgoingPull
+from dips.slave.sender import Sender
 from tests.simulation.__main__ import play_all, report
 from tests.simulation.long import LongTrial
 
 SEEDS = int(os.environ.get("DIPS_LONG_SEEDS", "12"))
 QUICK = 2  # of them in `make test`
+
+
+TICK = Sender.tick
+
+
+def close_what_nobody_asks(sender: Sender, now: float) -> list[Move]:
+    """A pull ends where nothing moved for so long, whoever should have asked."""
+    for pull in list(sender._pulls.values()):
+        if now - pull.moved_at >= sender._stall_s:
+            sender.close_pull(pull.pull, "nothing moved")
+    return TICK(sender, now)
 
 
 @pytest.mark.timeout(300)
@@ -30,7 +42,7 @@ def test_no_push_is_dropped_and_no_round_skipped_by_time_alone(seeds: range) -> 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (OutgoingPull, "owed", property(lambda pull: not pull.closed)),
+        (Sender, "tick", close_what_nobody_asks),
         (IncomingPush, "silent_since", lambda push: push.moved_at),
         (SentOrder, "on_progress", lambda sent, now, most_s=0.0: None),
     ],
