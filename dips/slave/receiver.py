@@ -144,8 +144,10 @@ class IncomingPush:
         all of them are here, while the push waits for its turn or for room in the pool, or for chunks that have arrived
         and are being checked.
         """
+        if self.phase is not PushPhase.MOVING:
+            return None
         owing = [s.intake.last_byte_at for s in self.streams.values() if s.intake.in_flight]
-        return max(self.moved_at, *owing) if owing and self.phase is PushPhase.MOVING else None
+        return max(self.moved_at, *owing) if owing else None
 
     def over_at(self, stall_s: float) -> float:
         """Return when the push ends unless bytes come: by a stall, or because the last ranks have not come."""
@@ -524,7 +526,7 @@ class Receiver:
         """Refuse pushes that stall: ranks owe bytes and are silent, or the last ranks do not follow the first."""
         moves: list[Move] = []
         with self._lock:
-            for push in list(self._pushes.values()):
+            for push in [push for push in self._pushes.values() if push.live]:
                 push.rate.record_bytes(push.received_bytes, now)
                 if now >= push.over_at(self._stall_s):
                     gathering = push.phase is PushPhase.GATHERING
