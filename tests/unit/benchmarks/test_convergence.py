@@ -85,6 +85,11 @@ def test_fewer_effective_clusters_are_held_against_as_many() -> None:
     convergence_claims.report_claims(bench, StudyResult(study, runs))
     (held,) = [row for row in bench.rows if row.name.startswith("5.23 ×: loss at most +2.0%")]
     assert held.value == pytest.approx(1.0) and held.holds
+    runs["5.23 ×"][2]["diverged"] = True
+    bench.rows.clear()
+    convergence_claims.report_claims(bench, StudyResult(study, runs))
+    (held,) = [row for row in bench.rows if row.name.startswith("5.23 ×: loss at most +2.0%")]
+    assert "seeds that ended well" in held.name and not held.holds
 
 
 def test_fresh_seeds_are_above_all_that_were_used(tmp_path: Path) -> None:
