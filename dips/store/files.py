@@ -142,7 +142,8 @@ def read_manifest(folder: Path) -> VersionManifest:
     """Read a version's manifest; raise CorruptSnapshot if it or a layer's file is missing, or has another size."""
     try:
         text = (folder / MANIFEST_FILE).read_bytes()
-        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
+        with os.scandir(folder) as entries:  # a file may be gone by its turn
+            sizes = {entry.name: entry.stat().st_size for entry in entries}
     except FileNotFoundError as error:
         raise CorruptSnapshot(f"{folder}: is no whole version: {error}") from error
     manifest = VersionManifest.from_json(text, str(folder / MANIFEST_FILE))

@@ -338,6 +338,16 @@ def test_a_snapshot_that_is_wanted_no_more_is_given_up_at_its_next_piece(tmp_pat
     snapshots.close()
 
 
+def test_a_file_that_goes_while_sizes_are_read_leaves_no_directory_open(tmp_path: Path) -> None:
+    """A link that leads nowhere has no size either; the error that is raised must not hold the listing."""
+    (tmp_path / files.MANIFEST_FILE).write_text("{}")
+    (tmp_path / "gone").symlink_to("nowhere")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(CorruptSnapshot, match="is no whole version"):
+        files.read_manifest(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_snapshot_of_one_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
     """As Di-PS wrote it once: it says what to do."""
     path = tmp_path / "s"
