@@ -186,7 +186,7 @@ class RunAccount(Observer):
     def time_passed(self) -> None:
         steps = self._result.tokens // self._tokens
         if (self._finished or self._last.is_due(steps)) and self._is_served():
-            self._last.note(steps, read_head(self._world, self._result.head))
+            self._last.note(steps, _read_head(self._world, self._result.head))
             if self._finished:
                 self._result.finished = True
                 self._world.stop()
@@ -313,7 +313,7 @@ def emulate(
     result.lasted_s += world.heap.now
     result.steps = {name: together + taken for name, taken in model.steps.items()}
     result.readmitted = operator.readmitted
-    result.loss = model.evaluate(last.mean(read_head(world, result.head)))
+    result.loss = model.evaluate(last.mean(_read_head(world, result.head)))
     return result, GateCount.of_run(result.outcomes, model.bad_pushes, result.gates)
 
 
@@ -367,7 +367,7 @@ def _make_shape(fleet: Fleet, member: FleetCluster) -> ClusterShape:
     )  # fmt: skip
 
 
-def read_head(world: World, head: VersionId) -> dict[int, F32]:
+def _read_head(world: World, head: VersionId) -> dict[int, F32]:
     """Return θ of the last version; in a run that ran out of time a slave may still serve the one before."""
     found: dict[int, F32] = {}
     for machine in world.machines.values():
