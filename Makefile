@@ -13,7 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 CPU_TORCH := https://download.pytorch.org/whl/cpu
-TEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# A worker that dies ends the run: pytest-xdist starts another one, and then waits for ever.
+TEST = $(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 COVERAGE := $(CURDIR)/build/coverage
 # Its handler of SIGTERM, and a measurement of their own:
 SEES_COVERAGE := $(addprefix tests/integration/test_forkserver.py::, test_a_program_sees_the_same \

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import calibrate
 from benchmarks.calibrate import CellTimes, Fit, TransferFit, _median_phases, fit_cells, nominal_s, play, predict
 from benchmarks.endtoend import Cell, CellSeen
 from benchmarks.timed_rank import Stretch
@@ -28,8 +29,9 @@ def test_phases_are_those_that_ended_while_the_stretches_lasted(tmp_path: Path) 
     assert _median_phases(file, stretches) == {"push": 2.0, "wait": 3.0, "pull": 1.0}
 
 
-def test_a_fit_finds_again_what_its_own_simulation_was_given() -> None:
+def test_a_fit_finds_again_what_its_own_simulation_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers exactly, the latency nearly; tokens and standstill are then those of the simulation."""
+    monkeypatch.setattr(calibrate, "SIMULATED_H", 0.08)
     played = play(CELL, FIT)
     phases = {
         member.cluster: {
