@@ -58,7 +58,7 @@ ONE_PUSH_AND_PULL = """
     ShardTransfer Feedback HostMemory write_merged PartExchange ShardBuffer BackgroundTransfer PullTransfer TransferLoop
     LanePart TransferRate deal_pieces Stream StreamName unpack_header encode_body LayerLayout Lane Intake Turns
     Stage
-    on_push_measured window_deadlines Penalty judge_norm hard_cap weigh_push scale_layer step_share ShardRound Versions
+    on_push_measured window_deadline Penalty judge_norm hard_cap weigh_push scale_layer step_share ShardRound Versions
     AveragedLayers KernelPool kernels.apply commit_version LedgerState Ledger write_run on_slaves_flipped
     on_pull_moved on_pull_finished Sender OutgoingPull HeldThetas ShardBlocks
 """

@@ -147,7 +147,7 @@ def _next_deadline(run: RunState) -> float:
     if run.rebalance is not None:
         due = min(due, run.rebalance.deadline)
     if run.round is not None:
-        return min((due, *round.window_deadlines(run, run.round)))
+        return min(due, round.window_deadline(run, run.round))
     if run.targets.wall_s and not run.finished:
         return min(due, run.started + run.targets.wall_s)
     return due

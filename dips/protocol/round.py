@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import isfinite, nan, sqrt
+from math import inf, isfinite, nan, sqrt
 from statistics import median
 from typing import TypeVar, cast
 
@@ -125,27 +125,29 @@ def is_over(run: RunState, r: Round) -> bool:
     """Whether the window's time is over, or no further push will come before its end."""
     if run.now >= r.closes:
         return True
-    return run.next_pushes.first_at() > r.closes and not any(_find_expected(run, r))
+    return run.next_pushes.first_at() > r.closes and _find_awaited(run, r) is None
 
 
-def window_deadlines(run: RunState, r: Round) -> Iterator[float]:
-    """Iterate over the end of the window and the times when each awaited push will be late."""
+def window_deadline(run: RunState, r: Round) -> float:
+    """Return when to see whether the window is over: at its end, or once a push that it waits for is late.
+
+    Of all awaited pushes one is enough: the window stays open at least until that one is late.
+    """
     if r.state is not RoundState.COLLECTING or r.current is not None:
-        return
+        return inf
     if r.folded and run.durability.late is not None:
-        return  # it ends when that version is on the disks, not by time
-    yield r.closes
-    for cluster, push in _find_expected(run, r):
-        if push.due:
-            yield _late_at(run, cluster, push)
+        return inf  # it ends when that version is on the disks, not by time
+    awaited = _find_awaited(run, r)
+    return min(r.closes, _late_at(run, *awaited)) if awaited is not None and awaited[1].due else r.closes
 
 
-def _find_expected(run: RunState, r: Round) -> Iterator[tuple[Cluster, Push]]:
-    """Iterate over the pushes under way that will arrive before the window ends."""
-    for push in run.transfers.uncommitted_pushes():
+def _find_awaited(run: RunState, r: Round) -> tuple[Cluster, Push] | None:
+    """Return a push under way that will arrive before the window ends; None if there is none."""
+    for push in run.transfers.pushes.values():
         cluster = run.clusters[push.id.cluster]
-        if cluster.moving and _comes_in_time(run, cluster, push, r):
-            yield cluster, push
+        if not push.committed and cluster.moving and _comes_in_time(run, cluster, push, r):
+            return cluster, push
+    return None
 
 
 def _comes_in_time(run: RunState, cluster: Cluster, push: Push, r: Round) -> bool:

@@ -107,7 +107,8 @@ class Probes:
 # A bad frame is counted in `refused_frames` under its reason and changes nothing else; it never ends a lane.
 
 
-TICK_S = 0.05  # interval at which stalls, deadlines and trackers are checked
+TICK_S = 0.05  # interval at which each lane looks for pulls that libzmq has sent
+LOOK_S = 0.2  # interval at which open pushes are sampled, and ended if they stall
 OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet hashed; 16 streams at full credit
 
 P = ParamSpec("P")
@@ -169,6 +170,7 @@ class ZmqFlow:
         self._admission = Admission(run, slave, self._receiver, self._sender, self._keyring)
         self._on_event: Callable[[FlowEvent], None] | None = None
         self._ticked_at = [0.0] * len(lanes)
+        self._looked_at = 0.0
         self._counters = FrameCounters()
         self._lanes: list[LanePort] = []
         self._intake: list[Stage[ClaimedChunk]] = []
@@ -392,8 +394,10 @@ class ZmqFlow:
         self._send(lane, self._sender.due(lane, now))
         if now - self._ticked_at[lane] >= TICK_S:
             self._ticked_at[lane] = now
-            self._do_moves(self._receiver.tick(now))
             self._do_moves(self._sender.tick(now))
+        if now - self._looked_at >= LOOK_S:  # two lanes may do so at once
+            self._looked_at = now
+            self._do_moves(self._receiver.tick(now))
 
     # ---- on the stages' threads ------------------------------------------------------------------------------------
 
