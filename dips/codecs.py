@@ -8,6 +8,7 @@ push is added to the next one: client/rank/feedback.py. Pulls of updates: outer/
     bf16   error at most 2^-8 of the element (2^-134 below the smallest normal number)
     int8   whole steps of the block's max |x| / 127; error at most half a step
     int4   whole steps of the block's max |x| / 7; error at most half a step; two elements in a byte
+    int2   −1, 0 or 1 times the block's max |x|; error at most half of that; four elements in a byte
     fp8    e4m3 numbers, in steps of the block's max |x| / 448: error at most 1/16 of the element or 2^-10 of a step,
            whichever is more
 
@@ -42,6 +43,7 @@ class Codec(StrEnum):
     INT8 = "int8",    2,   8,  256,    127,      2,           5  # fmt: skip
     INT4 = "int4",    3,   4,  128,      7,      0,           0  # fmt: skip
     FP8  = "fp8",     6,   8,  256,    448,      0,           0  # fmt: skip
+    INT2 = "int2",    7,   2,   64,      1,      0,           0  # fmt: skip
 
     number: int
     bits: int

@@ -28,13 +28,14 @@ Codes = npt.NDArray[Any]  # of the type in the codec's quantiser
 SPAN = 1 << 15  # elements processed at once, whole blocks: 128 KiB of fp32
 _NAN_BF16 = np.uint16(0x7FC0)
 _ZERO4 = 8  # int4's code of 0: −7 to 7 are 1 to 15, the first of two elements in the low half of their byte
+_ZERO2 = 2  # int2's code of 0: −1 to 1 are 1 to 3, the first of four elements in the low bits of their byte
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:
     """The two functions of a codec. `round` may overwrite its input if the codec has blocks."""
 
-    codes: type[np.generic]  # type of one code, or of two codes of 4 bits
+    codes: type[np.generic]  # type of one code, or of as many small ones as a byte holds
     round: Callable[[F32, Codes], None]  # elements → codes
     widen: Callable[[Codes, int], F32]  # codes, number of elements → a new array of elements
     nan_code: int | None = None  # the code of a NaN without its sign, which no encoder of ours writes
@@ -152,6 +153,28 @@ def _widen_int4(codes: U8, length: int) -> F32:
     return whole[:length].astype(np.float32)
 
 
+def _round_int2(values: F32, codes: U8) -> None:
+    """Round to −1, 0 or 1 steps and pack four elements per byte, all at once as one little-endian number."""
+    whole = np.zeros(4 * codes.size, np.int8)
+    np.copyto(whole[: values.size], np.rint(values, out=values), casting="unsafe")
+    fours = (whole.view(np.uint8) + np.uint8(_ZERO2)).view("<u4")
+    fours &= 0x03030303
+    fours |= fours >> 6
+    fours |= fours >> 12
+    np.copyto(codes, fours & 0xFF, casting="unsafe")
+
+
+def _widen_int2(codes: U8, length: int) -> F32:
+    fours = codes.astype("<u4")
+    fours |= fours << 12
+    fours &= 0x000F000F
+    fours |= fours << 6
+    fours &= 0x03030303
+    whole = fours.view(np.int8)
+    whole -= _ZERO2
+    return whole[:length].astype(np.float32)
+
+
 # ---- e4m3: a sign, 4 bits of exponent with bias 7, 3 of fraction; no infinity, NaN is 0x7F ---------------------------
 
 _NAN_E4M3, _MOST_E4M3 = 0x7F, np.uint32(0x7E)  # the largest number is 448
@@ -199,4 +222,5 @@ QUANTISERS: Mapping[Codec, Quantiser] = {
     Codec.INT8: Quantiser(np.int8, _round_int8, _widen_int8),
     Codec.INT4: Quantiser(np.uint8, _round_int4, _widen_int4),
     Codec.FP8: Quantiser(np.uint8, _round_fp8, _widen_fp8, _NAN_E4M3),
+    Codec.INT2: Quantiser(np.uint8, _round_int2, _widen_int2),
 }

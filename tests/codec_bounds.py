@@ -17,6 +17,7 @@ BOUNDS: Mapping[Codec, Callable[[F64, F64], F64]] = {
     Codec.BF16: lambda x, step: np.maximum(2.0**-8 * x, 2.0**-134),
     Codec.INT8: lambda x, step: step / 2,
     Codec.INT4: lambda x, step: step / 2,
+    Codec.INT2: lambda x, step: step / 2,
     Codec.FP8: lambda x, step: np.maximum(x / 16, step / 1024),
 }
 SLACK = 2e-4  # of a bound, in fp32's own roundings: of the step, its inverse, and the element in steps

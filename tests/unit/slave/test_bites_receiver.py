@@ -117,10 +117,10 @@ def test_a_step_that_is_not_finite_ends_the_push(codec: Codec, step: float, at: 
 
 @pytest.mark.parametrize("codec", [codec for codec in Codec if codec.block])
 def test_large_steps_are_left_to_the_gate(codec: Codec) -> None:
-    """A block with nearly the largest number of fp32, and one that ends within a chunk: finite."""
+    """A block with nearly the largest number that its steps can be of, and one that ends within a chunk: finite."""
     push = OneRank(codec)
     push.hello()
-    values = np.full(N, 2.9e38, np.float32)
+    values = np.full(N, 0.97 * float(np.finfo(np.float32).max) * codec.largest / (codec.largest + 1), np.float32)
     for chunk in push.wants():
         moves = push.bring_body(chunk, bytearray(encode_body(codec, values[: chunk.length])), codec.dtype)
     assert any(isinstance(move, Staged) for move in moves)

@@ -56,12 +56,13 @@ def test_a_block_too_small_for_a_step_arrives_as_zeros(size: int, codec: Codec) 
     assert there_and_back(codec, *([2.0**-110] * size)) == pytest.approx([2.0**-110] * size, rel=1e-6)
 
 
+@pytest.mark.parametrize("codec", [Codec.INT4, Codec.INT2])
 @pytest.mark.parametrize("size", [1, 2, 7, INT4_BLOCK - 1, INT4_BLOCK + 1, 3 * INT4_BLOCK + 5])
-def test_int4_brings_every_whole_step_exactly_from_minus_seven_to_seven(size: int) -> None:
-    """Signs, the order within a byte and an odd end: nothing is lost of what steps can spell."""
-    values = np.resize(np.arange(-7, 8, dtype=np.float32), size)
-    values[::INT4_BLOCK] = 7.0  # so that a step of each block is 1
-    assert np.array_equal(there_and_back(Codec.INT4, *values), values)
+def test_small_codes_bring_every_whole_step_exactly(codec: Codec, size: int) -> None:
+    """Signs, the order within a byte and an end within one: nothing is lost of what steps can spell."""
+    values = np.resize(np.arange(-codec.largest, codec.largest + 1, dtype=np.float32), size)
+    values[:: codec.block] = codec.largest  # so that a step of each block is 1
+    assert np.array_equal(there_and_back(codec, *values), values)
 
 
 @pytest.mark.parametrize("codec", STEPPED)
@@ -78,18 +79,19 @@ def test_a_step_may_be_anything_from_0_to_what_stays_finite(codec: Codec) -> Non
                 check_steps(codec, body, 3)
 
 
-def test_the_half_byte_that_nothing_needs_is_always_the_same() -> None:
-    """An odd number of elements makes one body, whatever was encoded before it in the same memory."""
-    bodies = set()
-    for before in (-7.0, 7.0):
-        encode_body(Codec.INT4, np.full(64 * BLOCK, before, np.float32))
-        bodies.add(bytes(encode_body(Codec.INT4, np.array([7.0, 1.0, -7.0], np.float32))))
-    assert {body[4:].hex() for body in bodies} == {"9f" + "81"} and len(bodies) == 1
+@pytest.mark.parametrize(("codec", "body"), [(Codec.INT4, "9f" + "81"), (Codec.INT2, "9f")])
+def test_the_part_of_a_byte_that_nothing_needs_is_always_the_same(codec: Codec, body: str) -> None:
+    """Three elements make one body, whatever was encoded before it in the same memory."""
+    bodies, most = set(), codec.largest
+    for before in (-most, most):
+        encode_body(codec, np.full(64 * BLOCK, before, np.float32))
+        bodies.add(bytes(encode_body(codec, np.array([most, 1.0, -most], np.float32))))
+    assert {made[4:].hex() for made in bodies} == {body} and len(bodies) == 1
 
 
 @pytest.mark.parametrize(
     ("codec", "elements"),
-    [(Codec.INT8, b"\x00\x01\x80"), (Codec.INT4, b"\x98\x80"), (Codec.FP8, b"\x00\x01\xfe")],
+    [(Codec.INT8, b"\x00\x01\x80"), (Codec.INT4, b"\x98\x80"), (Codec.INT2, b"\xac"), (Codec.FP8, b"\x00\x01\xfe")],
 )
 @pytest.mark.parametrize("step", [np.nan, np.inf, -np.inf])
 def test_a_hostile_step_arrives_not_finite_or_as_a_number(codec: Codec, elements: bytes, step: float) -> None:
@@ -102,9 +104,11 @@ def test_a_hostile_step_arrives_not_finite_or_as_a_number(codec: Codec, elements
     assert refused.value.reason == "step"
 
 
-@pytest.mark.parametrize(("codec", "elements"), [(Codec.INT8, b"\x80\x7f\x00"), (Codec.INT4, b"\xf0\x08")])
+@pytest.mark.parametrize(
+    ("codec", "elements"), [(Codec.INT8, b"\x80\x7f\x00"), (Codec.INT4, b"\xf0\x08"), (Codec.INT2, b"\xac")]
+)
 def test_elements_that_no_encoder_writes_stay_within_one_step_more(codec: Codec, elements: bytes) -> None:
-    """-128 and -8 are no elements of ours; in a hostile body they are numbers, and nothing beside them changes."""
+    """-128, -8 and -2 are no elements of ours; in a hostile body they are numbers, and nothing beside them changes."""
     target, most = np.zeros(4, np.float32), codec.largest + 1
     put_body(codec, np.float32(0.5).tobytes() + elements, target[:3])
     assert list(target) == [-most / 2, (most - 1) / 2, 0.0, 0.0]

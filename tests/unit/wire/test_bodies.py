@@ -100,6 +100,7 @@ WHOLE = {  # lengths that a number of elements has, and lengths that none has
     "int8": ((5, 260, 265), (0, 1, 4, 264)),
     "int8 update": ((5, 8, 260, 264), (0, 1, 4)),
     "int4": ((5, 68, 73), (0, 1, 4, 72)),
+    "int2": ((5, 20, 25), (0, 1, 4, 24)),
     "fp8": ((5, 260, 265), (0, 1, 4, 264)),
 }
 
