@@ -71,6 +71,8 @@ def merge_layer(o: OuterOptions, pushes: Sequence[Pushed], layer: int, is_block:
             for v, p in zip(vectors, kept, strict=True)
         ]
         return edit(vectors, gs)
+    if o.merge == "rda-paper" and is_block:
+        return rda(vectors, [w * w / max(1, p.steps) for w, p in zip(weights, kept, strict=True)])
     return rda(vectors, weights) if o.merge == "rda" and is_block else mean(vectors, weights)
 
 

@@ -211,6 +211,7 @@ class MergeRule(StrEnum):
 
     MEAN = "mean"
     RDA = "rda"  # directions and lengths averaged apart
+    RDA_PAPER = "rda-paper"  # so, with weights tokens²/steps
     EDIT = "edit"  # softmax(−G/√steps)
     EDIT_PAPER = "edit-paper"  # softmax(−G)
 

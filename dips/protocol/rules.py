@@ -178,6 +178,21 @@ def scale_direction(shares: Sequence[LayerShare], weights: Sequence[float], acc_
     return length / acc_norm if acc_norm > LEAST_DIRECTION * agreed else LEAST_DIRECTION
 
 
+def weigh_work(share: LayerShare) -> LayerShare:
+    """Return the share with the weight of Decoupled DiLoCo: tokens²/steps, if `weights` is tokens."""
+    return LayerShare(share.weight**2 / max(1, share.inner_steps), share.norm, share.inner_steps)
+
+
+def weigh_direction_by_work(share: LayerShare, first: LayerShare) -> float:
+    """Return w/‖d‖ relative to the first's, with w = tokens²/steps."""
+    return weigh_direction(weigh_work(share), weigh_work(first))
+
+
+def scale_direction_by_work(shares: Sequence[LayerShare], weights: Sequence[float], acc_norm: float) -> float:
+    """Return the mean length by these weights over ‖acc‖."""
+    return scale_direction([weigh_work(share) for share in shares], weights, acc_norm)
+
+
 # ---- edit (EDiT §3.2): the smaller its norm, the more it weighs ------------------------------------------------------
 
 
@@ -219,6 +234,7 @@ MEAN = Merge(weigh_mean, scale_mean, by_layer=False)
 MERGES: Mapping[MergeRule, Merge] = {
     MergeRule.MEAN: MEAN,
     MergeRule.RDA: Merge(weigh_direction, scale_direction, has_direction, blocks_only=True),
+    MergeRule.RDA_PAPER: Merge(weigh_direction_by_work, scale_direction_by_work, has_direction, blocks_only=True),
     MergeRule.EDIT: Merge(weigh_softmax, scale_softmax),
     MergeRule.EDIT_PAPER: Merge(weigh_softmax_of_norms, scale_softmax),
 }

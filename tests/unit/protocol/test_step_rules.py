@@ -107,7 +107,7 @@ def test_a_relative_clip_is_of_the_norms_before() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"merge": "median"}, "outer.merge: expected mean or rda or edit or edit-paper, .*, got 'median'"),
+        ({"merge": "median"}, "outer.merge: expected mean or rda or rda-paper or edit or edit-paper, .*, got 'median'"),
         ({"step": "adam"}, "outer.step: expected nesterov or sgd or share, .*, got 'adam'"),
         ({"weights": "loss"}, "outer.weights: expected tokens or"),
         ({"lr": "fast"}, "outer.lr: expected a number or auto, got 'fast'"),
