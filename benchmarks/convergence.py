@@ -1,12 +1,12 @@
 """What a model learns in an asynchronous outer loop, against data parallel and synchronous DiLoCo at equal tokens.
 
 Real inner steps of a small model on real text in virtual time, on the machinery of `dips study`. By itself it runs what
-must hold, 77 runs of 6,000 inner steps, half an hour on two cores: the claims of docs/guides/choosing.md, on the seeds
+must hold, 79 runs of 6,000 inner steps, half an hour on two cores: the claims of docs/guides/choosing.md, on the seeds
 on which they were looked at. With --fresh they are held on seeds that no run on record has used, and so are the gates
 of docs/guides/gates.md; the bounds are printed first; an hour. With --full the methods are compared each at the best of
-its own inner learning rates, then one factor at a time, then these rates by the number of clusters, then one recipe
-wherever it is put, then gates under bad data: hours, so every finished run is kept in --output, and the same command
-goes on. --look takes a tenth of the claims' steps and promises nothing.
+its own inner and outer rates, then one factor at a time, then some rows at three sizes, then inner rates by the number
+of clusters, then one recipe wherever it is put, then gates under bad data: many hours, so every finished run is kept in
+--output, and the same command goes on. --look takes a tenth of the claims' steps and promises nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from benchmarks.convergence_rows import (
     RATE_ROWS,
     RECIPE_ROWS,
     SEEDS,
+    SIZE_ROWS,
     STEADY,
     Rows,
 )
@@ -55,7 +56,7 @@ from dips.transport.lane import available_cores
 
 FACTORY = DEFAULT_FACTORY
 KEPT = ROOT / "runs" / "convergence"
-PARTS = ("methods", "factors", "rates", "recipe", "bad", "honest")
+PARTS = ("methods", "factors", "sizes", "rates", "recipe", "bad", "honest")
 
 
 def measure(bench: Bench) -> None:
@@ -68,6 +69,8 @@ def measure(bench: Bench) -> None:
         _report_table(bench, _run_rows(bench, "methods", METHOD_ROWS, base, FLEETS), "synchronous")
     if "factors" in chosen:
         _report_table(bench, _run_rows(bench, "factors", FACTOR_ROWS, base, FLEETS, FACTOR_SEEDS), "synchronous")
+    if "sizes" in chosen:
+        _report_table(bench, _run_rows(bench, "sizes", SIZE_ROWS, base, FLEETS), "synchronous, 0.13 M")
     if "rates" in chosen:
         rates_base = {**BASE, "steps": CLAIM_STEPS}
         _report_table(bench, _run_rows(bench, "rates", RATE_ROWS, rates_base, FLEETS, [1]), "data parallel, 4 clusters")

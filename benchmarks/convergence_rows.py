@@ -66,25 +66,30 @@ EDIT = {  # A-EDiT to the letter, with its warm-up: its clusters train for a tim
 MUON = {"inner.optimizer": "muon"}
 SHARE = {"pace": "steps", "outer.step": "share"}
 RDA = {"outer.merge": "rda", "layers": "module"}
+RDA_PAPER = {"outer.merge": "rda-paper", "layers": "module"}
 OURS = {"outer.step": "share"}  # of the preset: beside pace aligned and no clip
 DP = "data parallel"
 LRS = {"inner.lr": [2e-3, 4e-3, 8e-3]}
+OUTER_LRS = {**LRS, "outer.lr": [0.35, 0.5, 0.7, 1.0], "outer.momentum": [0.0, 0.4, 0.8, 0.9, 0.95]}
 DP_LRS = {"inner.lr": [4e-3, 8e-3, 1.6e-2]}
 
-METHOD_ROWS: Rows = {  # each at the best of its inner learning rates
-    "synchronous": {"method": "synchronous", "tune": LRS},
-    "synchronous with Muon": {"method": "synchronous", **MUON, "tune": LRS},
+METHOD_ROWS: Rows = {  # each at the best of its inner rates, and of its outer rates and momenta if it takes outer steps
+    "synchronous": {"method": "synchronous", "tune": OUTER_LRS},
+    "synchronous with Muon": {"method": "synchronous", **MUON, "tune": OUTER_LRS},
     "data parallel": {"method": "data_parallel", "tune": DP_LRS},
     "data parallel with Muon": {"method": "data_parallel", **MUON, "tune": LRS},
     "post-local SGD": {"method": "synchronous", "parallel": 0.1, "outer.lr": 1.0, "outer.momentum": 0.0, "tune": LRS},
-    "naive asynchronous": {"method": "naive", "tune": LRS},
+    "naive asynchronous": {"method": "naive", "tune": OUTER_LRS},
+    "HeLoCo": {"method": "heloco", "tune": OUTER_LRS},
     "Di-PS, the paper's preset": {**PAPER, "tune": LRS},
-    "EDiT": {**EDIT, **WAITING, "tune": LRS},
-    "A-EDiT": {**EDIT, "tune": LRS},
-    "ours": {**OURS, "tune": LRS},
-    "ours with rda": {**OURS, "outer.merge": "rda", "tune": LRS},
-    "ours, steps": {**OURS, "pace": "steps", "tune": LRS},
-    "ours with Muon": {**OURS, **MUON, "tune": LRS},
+    "EDiT": {**EDIT, **WAITING, "tune": OUTER_LRS},
+    "A-EDiT": {**EDIT, "tune": OUTER_LRS},
+    "ours": {**OURS, "tune": OUTER_LRS},
+    "ours with rda": {**OURS, **RDA, "tune": OUTER_LRS},
+    "ours with rda of the paper": {**OURS, **RDA_PAPER, "tune": OUTER_LRS},
+    "ours, steps": {**OURS, "pace": "steps", "tune": OUTER_LRS},
+    "ours with Muon": {**OURS, **MUON, "tune": OUTER_LRS},
+    "ours with Muon, 2-bit pushes": {**OURS, **MUON, "codec": "int2", "tune": OUTER_LRS},
 }
 APART = ("apart 0%", "apart 25%", "apart 100%", "apart 200%", "fivefold")
 LARGER = {"task.width": 128, "task.hidden": 352}
@@ -158,6 +163,42 @@ FACTOR_ROWS: Rows = {  # one factor at a time (Di-PS, Figures 7 and 12; EDiT, Fi
         "aligned, outer lr auto": {"outer.lr": "auto"},
     }),
 }  # fmt: skip
+
+# The same rows at 0.13, 1.0 and 10 million parameters: what of the small model carries over. The largest one's rate falls
+# with its width; a run of it takes 20 minutes.
+SIZES: dict[str, dict[str, Any]] = {
+    "0.13 M": {"tune": LRS, "steps": FULL_STEPS, "seeds": FACTOR_SEEDS},
+    "1.0 M": {
+        "task.width": 160,
+        "task.layers": 3,
+        "task.hidden": 440,
+        "tune": {"inner.lr": [1e-3, 2e-3, 4e-3]},
+        "steps": FULL_STEPS // 2,
+        "seeds": FACTOR_SEEDS,
+    },
+    "10 M": {
+        "task.width": 448,
+        "task.layers": 4,
+        "task.heads": 8,
+        "task.hidden": 1232,
+        "inner.lr": 1e-3,
+        "steps": FULL_STEPS // 4,
+        "seeds": [1],
+    },
+}
+SIZED: Rows = {
+    "synchronous": {"method": "synchronous"},
+    DP: {"method": "data_parallel"},
+    "ours": OURS,
+    "ours, fivefold": {**OURS, "fleet": "fivefold"},
+    "ours with rda, fivefold": {**OURS, **RDA, "fleet": "fivefold"},
+    "ours, steps": {**OURS, "pace": "steps"},
+}
+SIZE_ROWS: Rows = {
+    f"{row}, {size}": {**keys, **of, **({"compare": f"synchronous, {size}"} if row != "synchronous" else {})}
+    for size, of in SIZES.items()
+    for row, keys in SIZED.items()
+}
 
 # The best inner learning rate by the number of clusters (EDiT, Figures 6a and 6b), never at a grid's edge.
 RATE_LRS = {"inner.lr": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]}

@@ -63,7 +63,7 @@ def study(
     from dips.study.task import load_task, make_model
 
     read = read_study(file)
-    first = read.plan_first()[0]
+    first = read.plan_run(read.rows[0], read.rows[0].seeds[0], read.rows[0].untuned)
     make_model(load_task(read.factory, first.settings.task), first.seed)  # so that a wrong factory fails at once
     directory = output or Path(f"study-{read.name}")
     store, cores = ResultStore(directory / RUNS, read.factory), jobs or len(os.sched_getaffinity(0))
@@ -96,20 +96,20 @@ def _write_template(path: Path) -> None:
 def _print_plan(read: Study, store: ResultStore, jobs: int) -> None:
     """Print every run, whether it is done, and an estimate of the time for the others."""
     from dips.study.runner import measure_step_s, spell_seconds
-    from dips.study.study_file import list_tunings
 
-    plans = read.plan_first()
+    tuned = [row for row in read.rows if row.list_tunings()]
+    plans = read.plan_tuning() + read.plan_results({row.name: row.untuned for row in read.rows if row not in tuned})
     for plan in plans:
         done = "done" if store.find(plan) is not None else "to do"
-        tuned = "".join(f", {key} {value}" for key, value in plan.tuned)
-        print(f"{plan.row}{tuned}, seed {plan.seed}: {plan.settings.steps} steps, {done}")
-    more = {row.name: len(row.seeds) - 1 for row in read.rows}
-    if any(more.values()):
-        best = any(len(list(list_tunings(row))) > 1 for row in read.rows)
-        print(f"then {'each row at its best value' if best else 'the same'} with more seeds: {sum(more.values())} runs")
-    per_row = {plan.row: plan.settings.steps for plan in plans}
-    steps = sum(p.settings.steps for p in plans if store.find(p) is None)
-    steps += sum(per_row[row] * seeds for row, seeds in more.items())
+        values = "".join(f", {key} {value}" for key, value in plan.tuned)
+        print(f"{plan.row}{values}, seed {plan.seed}: {plan.settings.steps} steps, {done}")
+    if tuned:
+        runs = sum(len(row.seeds) for row in tuned)
+        print(
+            f"then {', '.join(row.name for row in tuned)} at their best values: {runs} runs; more if one is at an edge"
+        )
+    steps = sum(plan.settings.steps for plan in plans if store.find(plan) is None)
+    steps += sum(len(row.seeds) * read.plan_run(row, row.seeds[0], row.untuned).settings.steps for row in tuned)
     step_s = measure_step_s(plans[0])
     print(
         f"{read.run_count} runs; an inner step takes {step_s * 1e3:.1f} ms of a core here: "

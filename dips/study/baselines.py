@@ -1,4 +1,4 @@
-"""Baselines of the asynchronous outer loop: one process group, synchronous clusters, and a naive asynchronous loop.
+"""Baselines of the asynchronous outer loop: one process group, synchronous clusters, and other asynchronous loops.
 
 All train the same model on the same clusters' batches, with as many tokens and the same schedule. With outer steps the
 schedule follows these, since a warm-up that ends within the first round costs synchronous DiLoCo 10 % of its loss.
@@ -12,6 +12,7 @@ from math import ceil
 from random import Random
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dips.outer import reference
@@ -83,14 +84,16 @@ def train_synchronous(
 
 
 def train_naive(
-    task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int, lr: float, momentum: float
+    task: Task, fleet: Fleet, recipe: Recipe, steps: int, seed: int, lr: float, momentum: float, realigned: bool = False
 ) -> BaselineResult:
-    """Train asynchronously without corrections: each push is a whole Nesterov step of its difference to its own
-    base.
+    """Train asynchronously: each push is a whole Nesterov step of its difference to its own base.
+
+    realigned  whether each tensor of a push is first brought into line with the outer momentum (HeLoCo)
     """
     workers, first = begin_workers(task, fleet, recipe, seed)
     outer, inner_steps = _Outer(flatten(workers[0].parameters), lr, momentum), fleet.inner_steps
     rng, bases = Random(f"{seed}/naive"), [outer.theta] * len(workers)
+    tensors = np.cumsum([p.numel() for p in workers[0].parameters.values()])[:-1]
     taken, now = [0] * len(workers), 0.0
     last = LastRounds(steps, fleet)
     due = [(inner_steps * _draw_step_s(fleet, i, rng), i) for i in range(len(workers))]
@@ -100,7 +103,8 @@ def train_naive(
         for _ in range(inner_steps):
             workers[i].take_step(sum(taken) / steps)
         taken[i] += inner_steps
-        outer.take_step(bases[i] - flatten(workers[i].parameters), 1.0)
+        push = bases[i] - flatten(workers[i].parameters)
+        outer.take_step(realign(push, outer.momentum, tensors) if realigned else push, 1.0)
         bases[i] = outer.theta
         last.note(sum(taken), {0: outer.theta})
         fill(workers[i].parameters, outer.theta)
@@ -111,11 +115,44 @@ def train_naive(
     )  # fmt: skip
 
 
+# HeLoCo (arXiv 2606.00271) has these five numbers, but we had no text with their values. These are of our own choice.
+IN_LINE = 0.2  # cosine with the momentum from which a tensor is left as it is
+SHRINKAGE, MOST_SHRINKAGE = 1.0, 1.0  # of what points against the momentum
+TURN = 0.5  # of a tensor that is neither against the momentum nor in line with it
+DOUBT = 1.0  # weight of the momentum's norm beside the push's: a small push is hardly corrected
+
+
+def realign(push: F32, momentum: F32, ends: npt.NDArray[np.int64]) -> F32:
+    """Return a push whose tensors, which end at `ends`, are brought into line with the outer momentum (HeLoCo).
+
+    A tensor in line with it stays. One that points against it loses a part of what does so. One between is turned
+    towards it and keeps its length.
+    """
+    made = [_realign_tensor(d, m) for d, m in zip(np.split(push, ends), np.split(momentum, ends), strict=True)]
+    return np.concatenate(made)
+
+
+def _realign_tensor(push: F32, momentum: F32) -> F32:
+    length, ahead = float(np.linalg.norm(push)), float(np.linalg.norm(momentum))
+    if not length or not ahead:
+        return push
+    towards, cosine = momentum / ahead, float(push @ momentum) / (length * ahead)
+    sure = length / (length + DOUBT * ahead)
+    if cosine >= IN_LINE:
+        return push
+    if cosine < 0:
+        return push - min(-SHRINKAGE * cosine * sure, MOST_SHRINKAGE) * cosine * length * towards
+    turn = TURN * (1.0 - cosine / IN_LINE) * sure
+    turned: F32 = (1.0 - turn) * push / length + turn * towards
+    turned *= length / float(np.linalg.norm(turned))
+    return turned
+
+
 class _Outer:
     """The outer parameters θ and m, with the Nesterov step of the project's reference."""
 
     def __init__(self, theta: F32, lr: float, momentum: float) -> None:
-        self.theta, self._m, self._lr, self._momentum = theta, np.zeros_like(theta), lr, momentum
+        self.theta, self.momentum, self._lr, self._share = theta, np.zeros_like(theta), lr, momentum
         self._cosines: list[float] = []
 
     @property
@@ -124,12 +161,12 @@ class _Outer:
 
     def take_step(self, total: F32, scale: float) -> None:
         """Take the step of scale·total; `total` becomes the momentum."""
-        norms = float(np.linalg.norm(total)) * float(np.linalg.norm(self._m))
+        norms = float(np.linalg.norm(total)) * float(np.linalg.norm(self.momentum))
         if norms > 0:
-            self._cosines.append(float(total @ self._m) / norms)
+            self._cosines.append(float(total @ self.momentum) / norms)
         after = np.empty_like(self.theta)
-        reference.apply(self.theta, total, self._m, scale, self._lr, nesterov_numbers(self._momentum), after)
-        self.theta, self._m = after, total
+        reference.apply(self.theta, total, self.momentum, scale, self._lr, nesterov_numbers(self._share), after)
+        self.theta, self.momentum = after, total
 
 
 def begin_workers(task: Task, fleet: Fleet, recipe: Recipe, seed: int) -> tuple[list[Inner], float]:

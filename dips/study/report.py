@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dips.study.fleet import Fault
 from dips.study.runner import Numbers, StudyResult
-from dips.study.study_file import Settings, list_tunings
+from dips.study.study_file import Settings, Tuned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -133,7 +133,7 @@ SHOWN: Mapping[str, tuple[str, Callable[[Runs, Runs], str]]] = {  # of the runs 
 
 
 def write_csv(result: StudyResult, path: Path) -> None:
-    """Write every run that counted, and every tuned value with the first seed."""
+    """Write every run, those by which values were chosen too."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("row", "tuned", "best", "seed", *COLUMNS))
@@ -142,12 +142,13 @@ def write_csv(result: StudyResult, path: Path) -> None:
             writer.writerow((row, spelt, best, seed, *(numbers.get(column, "") for column in COLUMNS)))
 
 
-def list_runs(result: StudyResult) -> list[tuple[str, int, tuple[tuple[str, Any], ...], bool, Numbers]]:
+def list_runs(result: StudyResult) -> list[tuple[str, int, Tuned, bool, Numbers]]:
+    """Return the row, the seed, the tuned values and the numbers of every run, and whether the values are the best."""
     found = []
-    for row, tunings in result.tuned.items():
-        best, first = result.best[row], result.study.row(row).seeds[0]
-        found += [(row, first, tuned, tuned == best, numbers) for tuned, numbers in tunings.items()]
-        found += [(row, seed, best, True, n) for seed, n in sorted(result.runs[row].items()) if seed != first]
+    for row in result.study.rows:
+        best, tried = result.best.get(row.name), result.tuned.get(row.name, {})
+        found += [(row.name, row.tuning_seed, tuned, tuned == best, numbers) for tuned, numbers in tried.items()]
+        found += [(row.name, seed, best or (), True, n) for seed, n in sorted(result.runs.get(row.name, {}).items())]
     return found
 
 
@@ -177,7 +178,8 @@ def list_lines(result: StudyResult) -> list[tuple[str, ...]]:
         loss += f" ({lost} of {len(runs)} diverged)" if lost and losses else ""
         loss += f" ({late} not finished)" if late else ""
         held = compare_row(result, row.name)
-        best = " ".join(f"{key} {value}" for key, value in result.best.get(row.name, ()))
+        edges = result.edges.get(row.name, ())
+        best = " ".join(f"{k} {v}{' (edge)' if k in edges else ''}" for k, v in result.best.get(row.name, ()))
         made = list(runs.values())
         compared = list(result.runs.get(row.compare or result.study.compare, {}).values())
         lines.append((row.name, best, loss, str(held or ""), *(show(made, compared) for _, show in SHOWN.values())))
@@ -226,9 +228,9 @@ def recommend(result: StudyResult) -> list[str]:
 
 
 def _settings_of(result: StudyResult, name: str) -> Settings:
-    """Return the settings of a row at its best tuned value; at its first if no run has ended."""
+    """Return the settings of a row at its best values; at those of before if no run has ended."""
     row = result.study.row(name)
-    return result.study.plan_run(row, row.seeds[0], result.best.get(name) or next(list_tunings(row))).settings
+    return result.study.plan_run(row, row.seeds[0], result.best.get(name) or row.untuned).settings
 
 
 def _faults_of(settings: Settings) -> list[Fault]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from math import isfinite
 from multiprocessing import active_children, get_context, parent_process
@@ -24,7 +24,7 @@ from dips.errors import ConfigError, DipsError
 from dips.study.baselines import BaselineResult, train_data_parallel, train_naive, train_synchronous
 from dips.study.emulator import emulate
 from dips.study.learner import Inner
-from dips.study.study_file import RunPlan, Settings, Study
+from dips.study.study_file import RunPlan, Settings, Study, Tuned, Tuning
 from dips.study.task import BatchDraw, Task, load_task, make_model
 
 # ---- store ----------------------------------------------------------------------------------------------------------
@@ -104,13 +104,15 @@ def _digest_of(file: Path) -> bytes:
 # ---- runner ---------------------------------------------------------------------------------------------------------
 # Runs a study: missing results are computed, several at a time, and each is stored as soon as it is done.
 #
-# A study that is killed continues where it was: every finished run is a file. Rows with values to tune are run at all
-# of them with the first seed, and with the other seeds at their best value only.
+# A study that is killed continues where it was: every finished run is a file. Rows with values to tune are first run at
+# these, with a seed of their own, and then like the others at their best values with all seeds.
 
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # set to 1: a run uses one core
 WARM_STEPS, TIMED_STEPS = 3, 10
 Say = Callable[[str], None]
+Numbers = dict[str, Any]
+Finished = Iterator[tuple[RunPlan, Numbers]]
 
 
 @dataclass(slots=True)
@@ -119,8 +121,9 @@ class StudyResult:
 
     study: Study
     runs: dict[str, dict[int, Numbers]] = field(default_factory=dict)
-    tuned: dict[str, dict[tuple[tuple[str, Any], ...], Numbers]] = field(default_factory=dict)  # with the first seed
-    best: dict[str, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
+    tuned: dict[str, dict[Tuned, Numbers]] = field(default_factory=dict)  # every value that was tried
+    best: dict[str, Tuned] = field(default_factory=dict)
+    edges: dict[str, tuple[str, ...]] = field(default_factory=dict)  # row → keys whose best value is at the edge
     failed: dict[str, str] = field(default_factory=dict)  # row → error of a failed run
 
 
@@ -130,11 +133,11 @@ def run_study(study: Study, store: ResultStore, jobs: int, say: Say) -> StudyRes
     progress = _Progress(total, jobs, say)
     with _single_threads(), ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
         try:
-            for plan, numbers in _run_all(pool, study.plan_first(), store, progress, result.failed):
-                result.tuned.setdefault(plan.row, {})[plan.tuned] = numbers
-            _choose_best(result)
-            for plan, numbers in _run_all(pool, study.plan_rest(result.best), store, progress, result.failed):
-                result.runs[plan.row][plan.seed] = numbers
+            _tune_rows(result, lambda plans: _run_all(pool, plans, store, progress, result.failed))
+            plans = study.plan_results(result.best)
+            progress.expect_runs(len(plans))
+            for plan, numbers in _run_all(pool, plans, store, progress, result.failed):
+                result.runs.setdefault(plan.row, {})[plan.seed] = numbers
         except BaseException:  # Ctrl-C, SIGTERM: finished runs are stored, running ones are lost
             pool.shutdown(wait=False, cancel_futures=True)
             for child in active_children():
@@ -143,16 +146,25 @@ def run_study(study: Study, store: ResultStore, jobs: int, say: Say) -> StudyRes
     return result
 
 
-def _choose_best(result: StudyResult) -> None:
-    """Choose the tuned value with the lowest loss; a diverged run counts as infinite."""
-    for row, found in result.tuned.items():
-        best = min(found, key=lambda tuned: _loss_of(found[tuned]))
-        result.best[row] = best
-        result.runs[row] = {result.study.row(row).seeds[0]: found[best]}
+def _tune_rows(result: StudyResult, run_all: Callable[[list[RunPlan]], Finished]) -> None:
+    """Choose the values of every row, all rows at once; a row of which no run ended has none."""
+    study = result.study
+    tunings = {row.name: Tuning(study, row) for row in study.rows}
+    while plans := [
+        study.plan_run(row, row.tuning_seed, tuned) for row in study.rows for tuned in tunings[row.name].list_wanted()
+    ]:
+        for plan, numbers in run_all(plans):
+            result.tuned.setdefault(plan.row, {})[plan.tuned] = numbers
+        for plan in plans:
+            tunings[plan.row].note_loss(plan.tuned, _loss_of(result.tuned.get(plan.row, {}).get(plan.tuned)))
+    for row, tuning in tunings.items():
+        if row in result.tuned or not study.row(row).list_tunings():
+            result.best[row], result.edges[row] = tuning.best, tuning.edges
 
 
-def _loss_of(numbers: Numbers) -> float:
-    return float("inf") if numbers["loss"] is None else float(numbers["loss"])
+def _loss_of(numbers: Numbers | None) -> float:
+    """Return the loss of a run; infinite if it failed or diverged."""
+    return float("inf") if numbers is None or numbers["loss"] is None else float(numbers["loss"])
 
 
 def _run_all(
@@ -161,7 +173,7 @@ def _run_all(
     store: ResultStore,
     progress: _Progress,
     failed: dict[str, str],
-) -> Iterator[tuple[RunPlan, Numbers]]:
+) -> Finished:
     """Yield each plan with its numbers; plans with equal descriptions are computed once."""
     missing: dict[str, list[RunPlan]] = {}
     for plan in plans:
@@ -221,6 +233,10 @@ class _Progress:
         self._total, self._jobs, self._say = total, jobs, say
         self._kept = self._done = 0
         self._began, self._computed = time.monotonic(), 0
+
+    def expect_runs(self, more: int) -> None:
+        """Correct the number of all runs: so many more come, and no others."""
+        self._total = self._done + more
 
     def note_kept(self) -> None:
         self._kept += 1
@@ -287,8 +303,6 @@ def _single_threads() -> Iterator[None]:
 
 # ---- execute ---------------------------------------------------------------------------------------------------------
 
-Numbers = dict[str, Any]
-
 
 def execute_run(plan: RunPlan) -> Numbers:
     """Train and return the numbers of the table's columns; None where a method has no such number."""
@@ -344,9 +358,9 @@ def _synchronous(task: Task, settings: Settings, seed: int) -> Numbers:
     return _spell_baseline(made, settings, task)
 
 
-def _naive(task: Task, settings: Settings, seed: int) -> Numbers:
+def _naive(task: Task, settings: Settings, seed: int, realigned: bool = False) -> Numbers:
     lr, momentum = float(settings.options.outer.lr), settings.options.outer.momentum
-    made = train_naive(task, settings.fleet, settings.recipe, settings.steps, seed, lr, momentum)
+    made = train_naive(task, settings.fleet, settings.recipe, settings.steps, seed, lr, momentum, realigned)
     return _spell_baseline(made, settings, task)
 
 
@@ -355,4 +369,5 @@ _METHODS: Mapping[str, Callable[[Task, Settings, int], Numbers]] = {
     "data_parallel": _data_parallel,
     "synchronous": _synchronous,
     "naive": _naive,
+    "heloco": partial(_naive, realigned=True),
 }

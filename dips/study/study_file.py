@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +35,7 @@ WORDS = (
     "method", "fleet", "inner_steps", "pace", "overlap", "fragments", "codec", "pull_codec", "layers", "steps",
     "parallel",
 )  # fmt: skip
-METHODS = ("dips", "data_parallel", "synchronous", "naive")
+METHODS = ("dips", "data_parallel", "synchronous", "naive", "heloco")
 
 Nested = dict[str, Any]
 ParallelShare = Annotated[float, Field(ge=0, lt=1)]
@@ -174,6 +174,7 @@ FORMAT = 1  # of a result's description
 MOST_RUNS = 10_000  # most runs of a study, since a grid multiplies
 Flat = dict[str, Any]
 Values = Annotated[tuple[Any, ...], Field(min_length=1)]
+Tuned = tuple[tuple[str, Any], ...]  # the keys that a row tunes, with one value for each
 
 
 class StudyFile(Section):
@@ -186,7 +187,7 @@ class StudyFile(Section):
     base: Flat = Field(default_factory=dict)  # settings of every run
     rows: dict[str, Flat] = Field(default_factory=dict)  # settings that differ from base, by the row's name
     grid: dict[str, Values] = Field(default_factory=dict)  # every combination is a row
-    tune: dict[str, Values] = Field(default_factory=dict)  # values of which each row uses its own best
+    tune: dict[str, Values] = Field(default_factory=dict)  # values of which each row takes its own best
     compare: str | None = None  # the row that others are compared with; null: the first
 
 
@@ -200,6 +201,25 @@ class StudyRow:
     seeds: tuple[int, ...]
     compare: str | None = None  # the row that this one is compared with; None: the study's
 
+    @property
+    def untuned(self) -> Tuned:
+        """The values of the keys to tune before the first run: the row's or `base`'s, or the middle ones of lists."""
+        known = {key: self.flat[key] for key, values in self.tune.items() if key in self.flat and len(values) > 1}
+        return tuple((key, known.get(key, values[len(values) // 2])) for key, values in self.tune.items())
+
+    @property
+    def tuning_seed(self) -> int:
+        """The seed on which values are chosen: the least number that is none of the row's seeds."""
+        return next(seed for seed in count() if seed not in self.seeds)
+
+    def list_tunings(self) -> list[Tuned]:
+        """Return each value to try while the other keys have theirs of before the first run."""
+        kept = dict(self.untuned)
+        tried = [
+            tuple({**kept, key: v}.items()) for key, values in self.tune.items() if len(values) > 1 for v in values
+        ]
+        return list(dict.fromkeys(tried))
+
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
@@ -207,7 +227,7 @@ class RunPlan:
 
     row: str
     seed: int
-    tuned: tuple[tuple[str, Any], ...]
+    tuned: Tuned
     factory: str
     settings: Settings
 
@@ -234,20 +254,28 @@ class Study:
     compare: str
     fleets: Mapping[str, tuple[Any, ...]]
 
-    def plan_run(self, row: StudyRow, seed: int, tuned: tuple[tuple[str, Any], ...]) -> RunPlan:
+    def plan_run(self, row: StudyRow, seed: int, tuned: Tuned) -> RunPlan:
         nested = nest_keys({**row.flat, **dict(tuned)})
         return RunPlan(row.name, seed, tuned, self.factory, make_settings(nested, self.fleets))
 
-    def plan_first(self) -> list[RunPlan]:
-        """Return the plans of every row at every tuned value, with its first seed."""
-        return [self.plan_run(row, row.seeds[0], tuned) for row in self.rows for tuned in list_tunings(row)]
+    def can_run(self, row: StudyRow, tuned: Tuned) -> bool:
+        """Whether the settings are valid with these values."""
+        try:
+            self.plan_run(row, row.tuning_seed, tuned)
+        except ConfigError:
+            return False
+        return True
 
-    def plan_rest(self, best: Mapping[str, tuple[tuple[str, Any], ...]]) -> list[RunPlan]:
-        """Return the plans of the other seeds, at each row's best value."""
+    def plan_tuning(self) -> list[RunPlan]:
+        """Return the plans of every value to tune, as far as they are known before the first run."""
+        return [self.plan_run(row, row.tuning_seed, tuned) for row in self.rows for tuned in row.list_tunings()]
+
+    def plan_results(self, best: Mapping[str, Tuned]) -> list[RunPlan]:
+        """Return the plans of all seeds, at each row's best values."""
         most = max(len(row.seeds) for row in self.rows)
         return [
             self.plan_run(row, row.seeds[i], best[row.name])
-            for i in range(1, most)  # seed by seed: a study that is stopped has paired rows
+            for i in range(most)  # seed by seed: a study that is stopped has paired rows
             for row in self.rows
             if row.name in best and i < len(row.seeds)
         ]
@@ -257,12 +285,87 @@ class Study:
 
     @property
     def run_count(self) -> int:
-        return sum(len(list(list_tunings(row))) + len(row.seeds) - 1 for row in self.rows)
+        """The runs if no best value is at the edge of its list."""
+        return sum(len(row.list_tunings()) + len(row.seeds) for row in self.rows)
 
 
-def list_tunings(row: StudyRow) -> Iterator[tuple[tuple[str, Any], ...]]:
-    for values in product(*row.tune.values()):
-        yield tuple(zip(row.tune, values, strict=True))
+# ---- tuning ---------------------------------------------------------------------------------------------------------
+# Each row at its own best of the values in `tune`, chosen on a seed that none of its results has.
+#
+# Keys are tuned one after another: each at the best values of those before it, and at the values that the row or `base`
+# has for those after it. So three keys of four values are twelve runs and not 64. If the best of a list of numbers is
+# at its edge, the list goes on in the same ratio.
+
+
+MOST_ADDED = 4  # values added to a list
+DIGITS = 4  # of an added value
+
+
+class Tuning:
+    """The search for the best values of one row."""
+
+    def __init__(self, study: Study, row: StudyRow) -> None:
+        self._study, self._row = study, row
+        self._best = dict(row.untuned)
+        self._values = {key: list(values) for key, values in row.tune.items()}
+        self._open = [key for key, values in row.tune.items() if len(values) > 1]
+        self._losses: dict[Tuned, float] = {}
+        self.edges: tuple[str, ...] = ()  # the keys whose best value stayed at the edge of those that were tried
+
+    @property
+    def best(self) -> Tuned:
+        """The best values so far."""
+        return tuple(self._best.items())
+
+    def note_loss(self, tuned: Tuned, loss: float) -> None:
+        """Record the result of a run; infinite if it diverged or failed."""
+        self._losses[tuned] = loss
+
+    def list_wanted(self) -> list[Tuned]:
+        """Return the values to run next; none once all keys are tuned."""
+        while self._open:
+            key = self._open[0]
+            tried = {value: self._with_value(key, value) for value in self._values[key]}
+            if missing := [tuned for tuned in tried.values() if tuned not in self._losses]:
+                return missing
+            self._best[key] = min(tried, key=lambda value: self._losses[tried[value]])
+            if not self._widen(key):
+                del self._open[0]
+        return []
+
+    def _with_value(self, key: str, value: Any) -> Tuned:
+        return tuple({**self._best, key: value}.items())
+
+    def _widen(self, key: str) -> bool:
+        """Add a value beyond the edge at which the best one is; return whether one was added."""
+        values, best = self._values[key], self._best[key]
+        if not _are_numbers(values) or best not in (min(values), max(values)) or not best:
+            return False  # beyond 0, which ends a list, nothing follows
+        beside = min((value for value in values if value != best), key=lambda value: abs(value - best))
+        further = _round_digits(best * best / beside) if beside else best
+        if isinstance(best, int):
+            further = round(further)
+        added = len(values) - len(self._row.tune[key])
+        if (
+            added >= MOST_ADDED
+            or further in values
+            or not self._study.can_run(self._row, self._with_value(key, further))
+        ):
+            self.edges += (key,)
+            return False
+        values.append(further)
+        return True
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _round_digits(number: float) -> float:
+    return float(f"{number:.{DIGITS}g}")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
 
 
 def read_study(path: Path) -> Study:
@@ -290,7 +393,7 @@ def make_study(file: StudyFile) -> Study:
     if study.run_count > MOST_RUNS:
         raise ConfigError(f"grid: {study.run_count:,} runs; expected at most {MOST_RUNS:,}: name fewer values")
     for row in rows:
-        for tuned in list_tunings(row):
+        for tuned in (row.untuned, *row.list_tunings()):
             try:
                 study.plan_run(row, row.seeds[0], tuned)
             except ConfigError as error:
@@ -303,10 +406,10 @@ def _unfold_rows(file: StudyFile) -> Iterator[StudyRow]:
         own = dict(flat)
         tune, seeds = own.pop("tune", file.tune), tuple(own.pop("seeds", file.seeds))
         compare = own.pop("compare", None)
-        if not isinstance(tune, dict) or not all(isinstance(v, list | tuple) and v for v in tune.values()):
-            raise ConfigError(f"rows.{name}.tune: expected keys with lists of values, got {tune!r}")
+        if not isinstance(tune, dict) or not all(_is_list(v) for v in tune.values()):
+            raise ConfigError(f"rows.{name}.tune: expected keys with lists of numbers or words, got {tune!r}")
         _require_seeds(f"rows.{name}.seeds", seeds)
-        tuned = {k: tuple(v) for k, v in tune.items() if k not in own}
+        tuned = {k: tuple(v) for k, v in tune.items() if "tune" in flat or k not in own}
         yield StudyRow(name, {**file.base, **own}, tuned, seeds, compare)
     _require_seeds("seeds", file.seeds)
     if file.grid:
@@ -315,6 +418,10 @@ def _unfold_rows(file: StudyFile) -> Iterator[StudyRow]:
             tune = {key: v for key, v in file.tune.items() if key not in chosen}
             name = ", ".join(f"{k} {_spell(v)}" for k, v in chosen.items())
             yield StudyRow(name, {**file.base, **chosen}, tune, file.seeds)
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, list | tuple) and bool(values) and all(isinstance(v, int | float | str) for v in values)
 
 
 def _require_seeds(key: str, seeds: tuple[Any, ...]) -> None:

@@ -17,7 +17,14 @@ from dips.protocol.options import Clip, Options, OuterOptions
 from dips.sim.scenario import Site
 from dips.slave.ports import F32
 from dips.study import baselines, emulator
-from dips.study.baselines import begin_workers, train_data_parallel, train_naive, train_synchronous, train_together
+from dips.study.baselines import (
+    begin_workers,
+    realign,
+    train_data_parallel,
+    train_naive,
+    train_synchronous,
+    train_together,
+)
 from dips.study.emulator import Emulated, GateCount, emulate
 from dips.study.fleet import KINDS, Fault, Fleet, FleetCluster
 from dips.study.learner import LastRounds, LearnedModel, Recipe, make_optimizers, split_matrices
@@ -244,6 +251,27 @@ def test_the_baselines_learn_from_as_many_tokens() -> None:
     assert max(parallel.loss, waiting.loss, local.loss) < begun - 0.3
     assert naive.steps > STEPS / 2 == waiting.steps  # nobody waits for the slower one
     assert waiting.lasted_s == STEPS / 2 * 1.5 > naive.lasted_s
+
+
+def test_each_tensor_is_brought_into_line_with_the_momentum() -> None:
+    """HeLoCo: one in line stays; one against it loses a part of that; one between is turned and keeps its length."""
+    ahead = np.array([2.0, 0.0], np.float32)
+    in_line, against, across = (np.array(d, np.float32) for d in ([1.0, 1.0], [-3.0, 4.0], [0.0, 5.0]))
+    push, momentum = np.concatenate([in_line, against, across, ahead]), np.concatenate([ahead, ahead, ahead, 0 * ahead])
+    made = np.split(realign(push, momentum, np.array([2, 4, 6])), 4)
+    assert made[0].tolist() == [1.0, 1.0] and made[3].tolist() == [2.0, 0.0]  # without momentum nothing is known
+    lost = 0.6 * (5.0 / 7.0)  # 0.6 against it, of a push that is longer than the momentum
+    assert made[1] == pytest.approx([-3.0 * (1 - lost), 4.0])
+    assert np.linalg.norm(made[2]) == pytest.approx(5.0) and made[2][0] > 0
+    assert made[2][0] / made[2][1] == pytest.approx(0.5 * 5 / 7 / (1 - 0.5 * 5 / 7))  # half way, as far as it is sure
+    assert made[2].dtype == np.float32
+
+
+def test_a_loop_that_brings_pushes_into_line_is_another_one() -> None:
+    both = (TASK, TWO, TINY, STEPS, 3, 0.7, 0.8)
+    plain, realigned = train_naive(*both), train_naive(*both, realigned=True)
+    assert realigned.tokens == plain.tokens and realigned.loss != plain.loss
+    assert realigned.cosine > plain.cosine  # to the momentum before
 
 
 def test_a_run_may_begin_data_parallel() -> None:

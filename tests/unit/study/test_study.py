@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from dips.study.report import (
     write_csv,
 )
 from dips.study.runner import ResultStore, StudyResult
-from dips.study.study_file import Study, StudyFile, make_study, read_study
+from dips.study.study_file import Study, StudyFile, Tuning, make_study, read_study
 from tests.unit.study.in_place import PoolInPlace, compute_in_place
 from tests.unit.study.tiny import FACTORY
 
@@ -72,7 +72,7 @@ def test_rows_and_a_grid_become_runs() -> None:
     study = study_of(grid={"outer.lr": [0.5, 0.7], "inner_steps": [2, 4]})
     assert [row.name for row in study.rows][:2] == ["synchronous", "ours"] and len(study.rows) == 6
     assert study.run_count == 12
-    first = {plan.row: plan.settings for plan in study.plan_first()}
+    first = {plan.row: plan.settings for plan in study.plan_results({row.name: () for row in study.rows})}
     assert first["outer.lr 0.5, inner_steps 2"].options.outer.lr == 0.5
     assert first["outer.lr 0.5, inner_steps 2"].fleet.inner_steps == 2
     assert first["ours"].options.outer.clip.norm is None and first["synchronous"].method == "synchronous"
@@ -80,9 +80,10 @@ def test_rows_and_a_grid_become_runs() -> None:
 
 def test_equal_runs_have_one_digest_however_they_are_spelt() -> None:
     study = study_of(rows={"a": {}, "b": {"outer": {"lr": 0.7}, "outer.clip": {}}, "c": {"outer.lr": 0.6}})
-    digests = [plan.digest("code") for plan in study.plan_first()]
+    plans = study.plan_results(dict.fromkeys("abc", ()))
+    digests = [plan.digest("code") for plan in plans]
     assert digests[0] == digests[1] != digests[2]
-    assert study.plan_first()[0].digest("other code") != digests[0]
+    assert plans[0].digest("other code") != digests[0]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ def test_equal_runs_have_one_digest_however_they_are_spelt() -> None:
         ({"rows": {"x": {"parallel": 1.0}}}, "parallel"),
         ({"rows": {"x": {"parallel": 0.1, "fleet": [1, {"joins": 0.5}]}}}, "expected joins 0 for each"),
         ({"rows": {}}, "rows: expected one at least"),
+        ({"rows": {"x": {"tune": {"outer.clip": [{}]}}}}, "tune: expected keys with lists of numbers or words"),
         ({"compare": "nobody"}, "compare: no row 'nobody'"),
         ({"rows": {"x": {"compare": "y"}}}, "rows.x.compare: no row 'y'; there are x"),
         ({"seeds": [1, 1]}, "seeds: expected different whole numbers"),
@@ -147,13 +149,82 @@ def test_rows_of_equal_settings_are_computed_once(in_place: type[PoolInPlace], t
 
 
 def test_each_row_takes_its_own_best_value(in_place: type[PoolInPlace], tmp_path: Path) -> None:
-    """All values with the first seed, the best one with the others."""
-    result = run(study_of(tune={"inner.lr": [1e-5, 0.02]}), tmp_path)
-    assert in_place.computed == 6
-    assert result.best == dict.fromkeys(("synchronous", "ours"), (("inner.lr", 0.02),))
+    """All values on a seed of their own, and the best one with all seeds."""
+    result = run(study_of(tune={"inner.lr": [1e-5, 0.02, 50.0]}), tmp_path)
+    assert result.best == dict.fromkeys(("synchronous", "ours"), (("inner.lr", 0.02),)) and in_place.computed == 10
+    assert {row: sorted(runs) for row, runs in result.runs.items()} == {row: [1, 2] for row in result.best}
     write_csv(result, tmp_path / "results.csv")
     lines = (tmp_path / "results.csv").read_text().splitlines()
-    assert len(lines) == 7 and sum(",inner.lr=0.02,True," in line for line in lines) == 4
+    assert len(lines) == 11 and sum(",inner.lr=0.02,True,0," in line for line in lines) == 2
+    assert sum(",inner.lr=0.02,True,1," in line for line in lines) == 2
+
+
+def tune(tune: dict[str, list[Any]], loss: Callable[..., float], **base: Any) -> tuple[Tuning, list[tuple[Any, ...]]]:
+    """Tune a row by a formula in place of runs; return what was tried, too."""
+    study = study_of(rows={"x": {"tune": tune}}, base={**BASE, **base})
+    tuning, tried = Tuning(study, study.rows[0]), list[tuple[Any, ...]]()
+    while wanted := tuning.list_wanted():
+        for tuned in wanted:
+            values = [value for _, value in tuned]
+            tried.append(tuple(values))
+            tuning.note_loss(tuned, loss(*values))
+    return tuning, tried
+
+
+def test_keys_are_tuned_one_after_another() -> None:
+    """Each at the best of those before it; those after it have the values of the base, or the middle of their lists."""
+    lists = {"inner.lr": [0.01, 0.02, 0.04], "outer.lr": [0.5, 0.7, 0.9], "outer.momentum": [0.4, 0.6, 0.8]}
+    tuning, tried = tune(
+        lists, lambda inner, lr, m: abs(inner - 0.02) + abs(lr - 0.7) + abs(m - 0.6), **{"outer.lr": 0.9}
+    )
+    assert dict(tuning.best) == {"inner.lr": 0.02, "outer.lr": 0.7, "outer.momentum": 0.6} and not tuning.edges
+    assert tried[:3] == [(0.01, 0.9, 0.6), (0.02, 0.9, 0.6), (0.04, 0.9, 0.6)]
+    assert tried[3:5] == [(0.02, 0.5, 0.6), (0.02, 0.7, 0.6)]  # 0.9 is known
+    assert tried[5:] == [(0.02, 0.7, 0.4), (0.02, 0.7, 0.8)]
+
+
+@pytest.mark.parametrize(
+    ("values", "target", "best", "edges"),
+    [
+        ([1.0, 2.0], 8.0, 8.0, ()),
+        ([1.0, 2.0], 0.26, 0.25, ()),
+        ([1.0, 2.0], 1e6, 32.0, ("inner.lr",)),  # four are added at most
+        ([1.0, 2.0], 1.9, 2.0, ()),  # 4 was tried
+        ([3.0], 1.0, 3.0, ()),
+    ],
+)
+def test_a_list_goes_on_beyond_its_edge(
+    values: list[float], target: float, best: float, edges: tuple[str, ...]
+) -> None:
+    """In its own ratio, until the best value is inside."""
+    tuning, _ = tune({"inner.lr": values}, lambda lr: abs(lr - target))
+    assert dict(tuning.best) == {"inner.lr": best} and tuning.edges == edges
+
+
+def test_a_list_ends_where_settings_are_refused() -> None:
+    """A momentum of 1 is none: the best stays at the edge, and the table says so."""
+    tuning, tried = tune({"outer.momentum": [0.8, 0.9]}, lambda momentum: -momentum)
+    assert dict(tuning.best) == {"outer.momentum": 0.9} and tuning.edges == ("outer.momentum",) and len(tried) == 2
+    zero, _ = tune({"outer.momentum": [0.0, 0.5]}, lambda momentum: momentum)
+    assert dict(zero.best) == {"outer.momentum": 0.0} and not zero.edges  # beyond 0 there is nothing
+    whole, _ = tune({"inner_steps": [2, 4]}, lambda steps: abs(steps - 8))
+    assert dict(whole.best) == {"inner_steps": 8}
+
+
+def test_the_table_says_which_best_value_is_at_an_edge() -> None:
+    study = study_of(rows={"x": {"tune": {"outer.lr": [0.5, 0.7]}}}, seeds=[1])
+    numbers = {"loss": 1.0, "diverged": False, "finished": True, **dict.fromkeys(("fastest_steps", "clipped"), 1)}
+    numbers |= dict.fromkeys(("effective_clusters", "staleness", "cosine", "of_ideal"), None)
+    result = StudyResult(study, runs={"x": {1: numbers}}, best={"x": (("outer.lr", 0.7),)}, edges={"x": ("outer.lr",)})
+    assert list_lines(result)[0][1] == "outer.lr 0.7 (edge)"
+
+
+def test_a_row_of_which_no_value_ended_has_no_result(in_place: type[PoolInPlace], tmp_path: Path) -> None:
+    """The error stands in its row, and the others go on."""
+    broken = {"task.scale": "big", "tune": {"inner.lr": [0.01, 0.02]}}
+    result = run(study_of(rows={"broken": broken, "ours": {}}, seeds=[1], compare="ours"), tmp_path)
+    assert "broken" not in result.best and set(result.runs) == {"ours"} and in_place.computed
+    assert result.failed["broken"].startswith("seed 0: ")
 
 
 def test_a_run_that_diverges_is_a_row(in_place: type[PoolInPlace], tmp_path: Path) -> None:
@@ -310,13 +381,13 @@ def test_the_benchmark_s_rows_can_be_read() -> None:
         claims,
         rows_of.METHOD_ROWS,
         rows_of.FACTOR_ROWS,
+        rows_of.SIZE_ROWS,
         rows_of.RATE_ROWS,
         rows_of.RECIPE_ROWS,
         convergence_bad.bad_rows(),
     ):
         make_study(StudyFile.model_validate({**content, "rows": rows}))
-    seeds = [len(row["seeds"]) - 1 + len(row.get("tune", {}).get("inner.lr", [0])) for row in claims.values()]
-    assert sum(seeds) == 77
+    assert make_study(StudyFile.model_validate({**content, "rows": claims})).run_count == 79
 
 
 def test_the_command_says_what_it_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
