@@ -164,8 +164,8 @@ FACTOR_ROWS: Rows = {  # one factor at a time (Di-PS, Figures 7 and 12; EDiT, Fi
     }),
 }  # fmt: skip
 
-# The same rows at 0.13, 1.0 and 10 million parameters: what of the small model carries over. The largest one's rate falls
-# with its width; a run of it takes 20 minutes.
+# The same rows at 0.13, 1.0 and 10 million parameters: what of the small model carries over. The largest takes twenty
+# minutes a run, at a rate that falls with its width.
 SIZES: dict[str, dict[str, Any]] = {
     "0.13 M": {"tune": LRS, "steps": FULL_STEPS, "seeds": FACTOR_SEEDS},
     "1.0 M": {
