@@ -94,10 +94,11 @@ class Pool:
         padded = {layer: -(-numel // _ALIGN) * _ALIGN for layer, numel in layers.items()}
         self.banks = tuple(Bank(i, _carve_layers(layers, padded)) for i in range(banks))
         self.bank_bytes = BYTES * sum(layers.values())
+        self._used = 0  # banks with a holder
 
     @property
     def used_bytes(self) -> int:
-        return self.bank_bytes * len(self.bank_holders())
+        return self.bank_bytes * self._used
 
     @property
     def limit_bytes(self) -> int:
@@ -117,6 +118,7 @@ class Pool:
             )
         for bank, holder in zip(free, holders, strict=False):
             bank.holder = holder
+        self._used += len(holders)
         return free[: len(holders)]
 
     def give_back(self, bank: Bank) -> None:
@@ -124,6 +126,7 @@ class Pool:
         if bank.holder is None:
             raise LocalProtocolError(f"bank {bank.number} was given back twice")
         bank.holder = None
+        self._used -= 1
 
     def bank_holders(self) -> list[str]:
         """Who holds the banks that are not free, in order of the banks."""

@@ -93,10 +93,7 @@ class OpenTransfers:
     closed_pushes: Tombstones = field(default_factory=Tombstones)
     closed_pulls: Tombstones = field(default_factory=Tombstones)
     reports: list[Report] = field(default_factory=list)  # reports that were not yet sent to the master
-
-    def staged_pushes(self) -> tuple[PushId, ...]:
-        """Return the pushes that are staged and not measured: every heartbeat names them."""
-        return tuple(p for p, r in self.pushes.items() if r.nbytes is not None and r.measured is None)
+    staged: dict[PushId, None] = field(default_factory=dict)  # staged and not measured: every heartbeat names them
 
     # ---- pushes --------------------------------------------------------------------------------
 
@@ -142,7 +139,11 @@ class OpenTransfers:
         if push in self.pushes:
             self.flow.drop_push(push)
             self.versions.free_slot(push)
-            del self.pushes[push]
+            self._remove_push(push)
+
+    def _remove_push(self, push: PushId) -> None:
+        del self.pushes[push]
+        self.staged.pop(push, None)
 
     def drop_others(self, push: PushId) -> None:
         """Drop every open push of the same sender but this one."""
@@ -154,7 +155,7 @@ class OpenTransfers:
         self.closed_pushes.close(push)
         if push in self.versions.open_pushes:
             self.versions.free_slot(push)
-        del self.pushes[push]
+        self._remove_push(push)
 
     def staged_push(self, push: PushId) -> Receiving:
         """Return a staged push; raise StalePush if it is not open, LocalProtocolError if it still moves."""
@@ -165,10 +166,16 @@ class OpenTransfers:
             raise LocalProtocolError(f"push {push} is still moving; it was never reported staged")
         return known
 
+    def mark_measured(self, push: PushId, number: int) -> None:
+        """Record that a staged push was measured in a round."""
+        self.pushes[push].measured = number
+        self.staged.pop(push, None)
+
     def forget_measures(self) -> None:
         """Forget which pushes were measured: the round is over."""
         for known in self.pushes.values():
             known.measured = None
+        self.staged = {push: None for push, known in self.pushes.items() if known.nbytes is not None}
 
     # ---- pulls --------------------------------------------------------------------------------
 
@@ -266,6 +273,7 @@ class OpenTransfers:
                 known = self.pushes.get(push)
                 if known is not None and known.nbytes is None:
                     known.nbytes = nbytes
+                    self.staged[push] = None
                     self.reports.append(event)
             case PushOver(push):
                 if push in self.pushes:
@@ -332,10 +340,10 @@ class ShardRound:
         self._enter_round(order.round)
         if self.versions.served_version != order.version:
             raise StaleVersion(f"expected to measure against {self.versions.served_version}, got {order.version}")
-        known = self._transfers.staged_push(order.push)
+        self._transfers.staged_push(order.push)
         with self._poison_on_error(f"Measure of {order.push}"):
             found = self.versions.measure_push(order.push)
-        known.measured = order.round
+        self._transfers.mark_measured(order.push, order.round)
         return Measured(found.layer_sq, all(map(isfinite, found.layer_sq)), found.layer_dot, found.digest)
 
     def fold(self, order: Fold) -> Answer:
@@ -606,7 +614,7 @@ class Shard:
 
     def take_standing(self) -> Standing:
         """Return the state of the shard for a heartbeat."""
-        held, staged = self.versions, self.transfers.staged_pushes()
+        held, staged = self.versions, tuple(self.transfers.staged)
         serves = bool(self.transfers.pushes or self.transfers.pulls)
         return Standing(self.sinc, self.term, held.served_version, staged, held.used_bytes, held.limit_bytes, serves)
 

@@ -52,10 +52,10 @@ def test_a_round_from_open_to_commit() -> None:
     slave.stage(P2, 0.0)
     assert slave.shard.take_reports() == [Staged(P1, 28), Staged(P2, 28)]
     assert slave.shard.take_reports() == []
-    assert slave.shard.transfers.staged_pushes() == (P1, P2)
+    assert slave.shard.transfers.staged == {P1: None, P2: None}
     first = slave.order(Measure(1, P1, GENESIS))
     assert first == Measured((6 * 0.25, 0.25), True, (0.0, 0.0), first.digest)
-    assert slave.shard.transfers.staged_pushes() == (P2,)
+    assert slave.shard.transfers.staged == {P2: None}
     assert slave.order(Fold(1, P1, 1.0)) == Folded((6 * 0.25, 0.25))
     second = slave.order(Measure(1, P2, GENESIS))
     assert second == Measured((6.0, 1.0), True, (6 * 0.5, 0.5), second.digest)

@@ -292,9 +292,12 @@ def test_what_was_measured_in_a_round_that_is_over_is_staged_again() -> None:
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
     slave.order(Measure(1, P1, GENESIS))
-    assert slave.shard.transfers.staged_pushes() == ()
+    assert slave.shard.transfers.staged == {}
     slave.order(Abort(1, "its slave was lost"))
-    assert slave.shard.transfers.staged_pushes() == (P1,)
+    assert slave.shard.transfers.staged == {P1: None}
+    slave.stage(P2, 0.0)
+    slave.order(DropPush(P2, "over"))
+    assert slave.shard.transfers.staged == {P1: None}
     with pytest.raises(LocalProtocolError, match="was not measured in round 2"):
         slave.order(Fold(2, P1, 1.0))
     slave.order(Measure(2, P1, GENESIS))
