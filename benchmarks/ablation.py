@@ -26,15 +26,15 @@ from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network
 from dips.codecs import Codec
 from dips.protocol.order import Worker, make_lines, places_for_slave
+from dips.slave.receiver import CONCURRENT_STREAMS, MOST_EACH
 from dips.transport.lane import available_cores
 
 PIPELINE, LANES, ORDER, JOIN = 1.3, 1.2, 1.2, 1 / 1.1  # what must be reached
 PAYLOAD = 1448 / 1514  # of a packet's bytes on the line
 MOST_MBIT, WORKERS_MBIT = 10_000.0, 100.0  # tbf is accurate up to the first
-CONCURRENT_STREAMS = 4  # the default
 IN_TURN, PRODUCT = "in_turn", "shaped_end"
 SEVERAL, SINGLE, WALKING = "slaves ask 4 at once", "slaves ask one at a time", "workers go to one slave at a time"
-SERVING = ((SEVERAL, PRODUCT, CONCURRENT_STREAMS), (SINGLE, PRODUCT, 1), (WALKING, IN_TURN, CONCURRENT_STREAMS))
+SERVING = ((SEVERAL, PRODUCT, CONCURRENT_STREAMS), (SINGLE, PRODUCT, 1), (WALKING, IN_TURN, MOST_EACH))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
 from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.ports import Meters, ReadSnapshot, ShardMethod, ShardWork, SlaveIdentity, WorkOnDisk
+from dips.slave.receiver import CONCURRENT_STREAMS
 from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.transport.backoff import Backoff
@@ -223,7 +224,7 @@ BOOT_S = 0.1  # until a process registers
 TURN_S = 0.5  # the real lane has its turn every 0.05 s, and after each batch of frames
 WORK_BYTES_PER_S = 1000.0
 TRANSIT_CHUNKS = 12  # chunks requested at once: few, so that the pool is exhausted at times
-CONCURRENT_STREAMS = 4
+SIZED_TRANSIT_CHUNKS = 256  # in a scenario with sizes, as many as of a real slave
 
 
 class SlaveObserver:
@@ -339,12 +340,13 @@ class SlaveProcess:
         self._on_shard = SimExecutor(self.loop, self._work_time, alone=True)
         self._on_disk.ended = self._on_shard.ended = machine.mark_touched
         log: Any = SlaveLog(self.loop.fail, world.frame_refused)
+        transit_chunks = TRANSIT_CHUNKS if world.scenario.sizes is None else SIZED_TRANSIT_CHUNKS
         self.flow = ZmqFlow(
             settings.run,
             self.name,
             (f"{self.name}:2",),
             settings.chunk_bytes,
-            TRANSIT_CHUNKS * max(settings.chunk_bytes, FLOOR_BYTES),
+            transit_chunks * max(settings.chunk_bytes, FLOOR_BYTES),
             CONCURRENT_STREAMS,
             world.data.stall_s,
             self.loop.time,

@@ -33,6 +33,7 @@ from dips.slave.flow import ZmqFlow
 from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES, available_bytes, memory_of
 from dips.slave.metrics import DiskRoom
 from dips.slave.ports import Meters, SlaveIdentity, SlaveTiming
+from dips.slave.receiver import CONCURRENT_STREAMS
 from dips.slave.registration import LastProcess
 from dips.slave.runtime import ShardThread, SlaveRuntime, SlaveServiceLink
 from dips.slave.shard import Shard
@@ -48,7 +49,6 @@ from dips.transport.lane import available_cores
 from dips.transport.limits import SLAVE_LIMITS
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
-CONCURRENT_STREAMS = 4  # at once on a lane: a single one would wait a round trip for each piece
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)

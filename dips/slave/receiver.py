@@ -224,6 +224,12 @@ class ClaimedChunk:
 # and 16 slaves use a fifth; 256 ranks and 8 slaves would need 1.6 M, and their job ends with advice.
 MOST_RANGES = 1 << 20
 MOST_LINKS = 4096  # clusters whose link rates are kept
+CONCURRENT_STREAMS = 64  # at once on a lane, of all clusters
+MOST_EACH = 4  # of one cluster: a single one would wait a round trip for each piece
+
+
+def cluster_of(stream: InStream) -> str:
+    return stream.push.push.cluster
 
 
 class Receiver:
@@ -233,7 +239,9 @@ class Receiver:
         self._chunk_bytes = chunk_bytes
         self._pool = pool
         self._stall_s = stall_s
-        self._turns: list[Turns[InStream]] = [Turns(concurrent_streams) for _ in range(lanes)]
+        self._turns: list[Turns[InStream]] = [
+            Turns(concurrent_streams, sender_of=cluster_of, most_each=MOST_EACH) for _ in range(lanes)
+        ]
         self._pushes: dict[PushId, IncomingPush] = {}
         self._streams: dict[tuple[int, bytes, int], InStream] = {}  # (lane, peer, stream id): present epochs only
         self._closed = Tombstones()

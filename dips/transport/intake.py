@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -151,9 +151,11 @@ class Transit:
 # ---- turns ----------------------------------------------------------------------------------------------------------
 # Turns of a lane's streams to be asked: deficit round robin in bytes.
 #
-# At most `concurrent_streams` are asked at once; a turn lasts `quantum` bytes and goes on while no other stream waits,
-# so the link is never idle for the sake of fairness. Bytes beyond a turn are deducted from the next. A slow stream
-# loses its turn and does not delay the others: an order of asking, never a barrier (docs/rationale.md#5). Pure.
+# At most `concurrent_streams` are asked at once, and `most_each` of one sender, whose streams share its link: a few
+# fill it, and a sender with many does not keep the others waiting. A turn lasts `quantum` bytes, and goes on while no
+# stream waits that could take it over, so the link is never idle for the sake of fairness. Bytes beyond a turn are
+# deducted from the next. A slow stream loses its turn and does not delay the others: an order of asking, never a
+# barrier (docs/rationale.md#5). Pure.
 
 
 QUANTUM_BYTES = 16 << 20  # a few credits: with less, the link would run empty at each change of turn
@@ -164,24 +166,38 @@ K = TypeVar("K", bound=Hashable)
 class Turns(Generic[K]):
     """The order of asking of one lane."""
 
-    def __init__(self, concurrent_streams: int, quantum: int = QUANTUM_BYTES) -> None:
-        assert min(concurrent_streams, quantum) >= 1
-        self._concurrent_streams = concurrent_streams
+    def __init__(
+        self,
+        concurrent_streams: int,
+        quantum: int = QUANTUM_BYTES,
+        *,
+        sender_of: Callable[[K], Hashable] = lambda key: key,
+        most_each: int = 1,
+    ) -> None:
+        """`sender_of` gives the sender of a stream; by default each stream has its own."""
+        assert min(concurrent_streams, quantum, most_each) >= 1
+        self._concurrent_streams, self._most_each = concurrent_streams, most_each
+        self._sender_of = sender_of
         self._quantum = quantum
         self._active: dict[K, int] = {}  # stream → bytes that may still be asked for in this turn
         self._waiting: deque[K] = deque()
+        self._waits: Counter[Hashable] = Counter()  # waiting streams by sender
         self._debt: dict[K, int] = {}
+        self._may_begin = False  # whether a waiting stream may have a turn since the last look
 
     def enter_line(self, key: K) -> None:
         """Append to the end of the line. Idempotent."""
         if key not in self._active and key not in self._waiting:
-            self._waiting.append(key)
+            self._wait(key)
 
     def leave_line(self, key: K) -> None:
         """Remove from the line and end the turn. Idempotent."""
         self._debt.pop(key, None)
-        if self._active.pop(key, None) is None and key in self._waiting:
+        if self._active.pop(key, None) is not None:
+            self._may_begin = True
+        elif key in self._waiting:
             self._waiting.remove(key)
+            self._end_wait(self._sender_of(key))
 
     def line_up(self, place: Callable[[K], int]) -> None:
         """Sort the waiting ones by their places, once; present turns go on."""
@@ -195,17 +211,47 @@ class Turns(Generic[K]):
         slow     whether a stream owes chunks and sends none: it loses its turn to a waiting stream
         """
         for key, left in list(self._active.items()):
-            if not self._waiting:
+            if not self._is_contested(key):
                 if left <= 0:
                     self._active[key] = left + self._quantum
             elif slow(key) or (left <= 0 and drained(key)):
                 del self._active[key]
                 self._debt[key] = min(left, 0)
-                self._waiting.append(key)
+                self._wait(key)
+        if self._may_begin:
+            self._begin_turns()
+        return tuple(self._active)
+
+    def _wait(self, key: K) -> None:
+        self._waiting.append(key)
+        self._waits[self._sender_of(key)] += 1
+        self._may_begin = True
+
+    def _end_wait(self, sender: Hashable) -> None:
+        self._waits[sender] -= 1
+        if not self._waits[sender]:
+            del self._waits[sender]
+
+    def _is_contested(self, key: K) -> bool:
+        """Whether a waiting stream could take over the turn of `key`: any if all turns are taken, else its sender's."""
+        if len(self._active) >= self._concurrent_streams:
+            return bool(self._waiting)
+        return self._waits[self._sender_of(key)] > 0
+
+    def _begin_turns(self) -> None:
+        """Give turns to waiting streams, first come first served, as far as the limits allow."""
+        taken, kept = Counter(map(self._sender_of, self._active)), deque[K]()
         while self._waiting and len(self._active) < self._concurrent_streams:
             key = self._waiting.popleft()
+            sender = self._sender_of(key)
+            if taken[sender] >= self._most_each:
+                kept.append(key)
+                continue
+            taken[sender] += 1
+            self._end_wait(sender)
             self._active[key] = self._quantum + self._debt.pop(key, 0)
-        return tuple(self._active)
+        self._waiting = kept + self._waiting
+        self._may_begin = False
 
     @property
     def empty(self) -> bool:

@@ -12,7 +12,7 @@ import xxhash
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.ports import Move, PushOver, RankMoved, Say, Staged, Wake
-from dips.slave.receiver import Receiver
+from dips.slave.receiver import CONCURRENT_STREAMS, MOST_EACH, Receiver
 from dips.transport.intake import FLOOR_BYTES, Transit, Turns
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Header, Kind, Range, StreamName, decode_error, decode_want
@@ -118,6 +118,26 @@ def test_who_waits_already_is_put_into_the_new_order():
     for _, chunk in first:
         story.bring(1, chunk)
     assert {peer for peer, _ in story.wants()} == {b"0"}
+
+
+def test_clusters_do_not_wait_for_each_other_s_links():
+    """More of them push than one could fill a slave's link with: all are asked at once, each on a few streams."""
+    receiver, pushes = Receiver(1, 4096, Transit(1 << 24), CONCURRENT_STREAMS, stall_s=10.0), range(3 * MOST_EACH)
+    receiver.set_layers(LayerLayout(MANIFEST, (0,)))
+    ranks = MOST_EACH + 2
+    whole, share = Range(0, 0, 0, N), N // ranks
+    for i in pushes:
+        many = i == 0  # this one has more ranks than streams of a cluster are asked at once
+        push = PushId(f"c{i}", 1, 1)
+        receiver.open_push(push, tuple(range(ranks if many else 1)), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
+        for rank in range(ranks if many else 1):
+            last = N - share * (ranks - 1) if rank == ranks - 1 else share
+            piece = Range(0, 0, rank * share, last) if many else whole
+            name = StreamName("demo", "push", push.cluster, 1, 1, rank, "s0", 1, 1, "")
+            receiver.on_hello(0, f"{i}/{rank}".encode(), name, (piece,), 0.0)
+    asked = {move.peer for move in receiver.plan_wants(0, 0.0) if isinstance(move, Say)}
+    assert asked >= {f"{i}/0".encode() for i in pushes if i}
+    assert len(asked & {f"0/{rank}".encode() for rank in range(ranks)}) == MOST_EACH
 
 
 def test_a_staged_push_says_when_the_bytes_of_each_rank_came():

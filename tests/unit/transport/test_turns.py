@@ -51,6 +51,37 @@ def test_a_turn_ends_only_when_nothing_is_in_flight():
     assert turns.rotate_turns(drained, prompt) == ("b",)
 
 
+def test_a_sender_with_many_streams_has_a_few_turns():
+    """Its streams share its link; another sender's begin at once, and end no turn of the first one's."""
+    turns: Turns[str] = Turns(4, 10, sender_of=lambda key: key[0], most_each=2)
+    for key in ("a1", "a2", "a3", "b1"):
+        turns.enter_line(key)
+    assert turns.rotate_turns(drained, prompt) == ("a1", "a2", "b1")
+    turns.spend_bytes("a1", 10)
+    turns.spend_bytes("b1", 10)
+    assert turns.rotate_turns(drained, prompt) == ("a2", "b1", "a3")  # b1 goes on: nobody waits for its turn
+    assert turns.bytes_left("b1") == 10
+    for key in ("c1", "d1"):
+        turns.enter_line(key)
+    assert turns.rotate_turns(drained, prompt) == ("a2", "b1", "a3", "c1")  # no more than four in all
+    turns.leave_line("d1")
+    turns.leave_line("a2")
+    assert turns.rotate_turns(drained, prompt) == ("b1", "a3", "c1", "a1")
+    for key in ("a1", "a3", "b1", "c1"):
+        turns.leave_line(key)
+    assert turns.empty and not turns._waits
+
+
+def test_turns_of_all_pass_when_all_are_taken():
+    """Whoever waits can take over any of them."""
+    turns: Turns[str] = Turns(2, 10, sender_of=lambda key: key[0], most_each=2)
+    for key in ("a1", "b1", "c1"):
+        turns.enter_line(key)
+    assert turns.rotate_turns(drained, prompt) == ("a1", "b1")
+    turns.spend_bytes("b1", 10)
+    assert turns.rotate_turns(drained, prompt) == ("a1", "c1")
+
+
 def test_a_stream_alone_is_never_stopped():
     """A turn goes on while nobody waits."""
     turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
