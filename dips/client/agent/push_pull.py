@@ -498,9 +498,11 @@ def _stands_too_long(s: AgentState) -> bool:
 def _open_question(s: AgentState, q: SyncQuestion) -> None:
     """Start the transfer that a new question asks for, if it is still appropriate."""
     sync = s.sync
-    if isinstance(q, PushMoved) and sync.phase is SyncPhase.PUSHING and q.seq == sync.seq:
+    # A seq alone may be that of a former incarnation's transfer, which the ranks were ordered before this one.
+    ends_present = isinstance(q, _MOVED) and q.seq == sync.seq and sync.ordered == moving_transfer(s)
+    if isinstance(q, PushMoved) and sync.phase is SyncPhase.PUSHING and ends_present:
         on_push_moved(s, q)
-    elif isinstance(q, PullMoved) and sync.phase is SyncPhase.PULLING and q.seq == sync.seq:
+    elif isinstance(q, PullMoved) and sync.phase is SyncPhase.PULLING and ends_present:
         on_pull_moved(s, q)
     elif isinstance(q, PullWanted):
         want_pull(s, q)

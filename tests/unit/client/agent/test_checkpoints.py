@@ -137,10 +137,12 @@ def test_what_is_saved_while_a_transfer_is_open(play: Play) -> None:
     """A push that is out has taken the progress: such a checkpoint is healed. A pull that only closes took nothing."""
     verdict = play.push_until_granted()
     assert saved_in(play).pending
-    play.send(PushMoved(1, next(play.number), verdict.seq, True, "", 100))
+    pushed = PushMoved(1, next(play.number), verdict.seq, True, "", 100)
+    play.send(pushed)
     play.reply(Committed())
     assert saved_in(play).pending
     play.reply(outcome(OutcomeKind.ACCEPTED))
+    play.send(pushed)
     play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
     assert not saved_in(play).pending
     play.reply(Acknowledged())
@@ -153,8 +155,10 @@ def test_a_checkpoint_waits_until_the_first_pull_is_closed(play: Play) -> None:
     other.send(other.attach())
     other.reply(Joined(3, 2, GENESIS, NONE_YET, ()))
     other.send(other.attach())
-    other.send(PullWanted(1, next(other.number)))
+    want = PullWanted(1, next(other.number))
+    other.send(want)
     other.reply(grant())
+    other.send(want)
     other.send(PullMoved(1, next(other.number), 1, True, "", 9))
     assert isinstance(other.send(Resume(1, found)), AskAgain) and Channel.RANGES not in other.asks
     other.reply(Acknowledged())

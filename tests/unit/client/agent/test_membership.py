@@ -17,6 +17,7 @@ from dips.client.ipc.messages import (
     Noted,
     PullMoved,
     PullNow,
+    PullWanted,
     PushMoved,
     PushNow,
     TrainOn,
@@ -68,6 +69,26 @@ def test_a_transfer_of_an_incarnation_that_is_over_is_halted(play: Play) -> None
     pull = play.send(PushMoved(1, next(play.number), pushing.seq, False, "it is over", 10))
     assert isinstance(pull, PullNow) and pull.inc == 2
     assert play.send(moving) == Noted()
+
+
+def test_a_pull_of_an_incarnation_that_is_over_is_not_taken_for_the_present_one(play: Play) -> None:
+    """Its lease ran out while the ranks installed v0@r0, the first pull of its incarnation: v1@r1, which the next
+    incarnation is granted under the same seq, is on no rank yet [invariant 6].
+    """
+    play.send(play.attach())
+    play.reply(Joined(3, 1, GENESIS, NONE_YET, ()))
+    play.send(play.attach())
+    want = PullWanted(1, next(play.number))
+    play.send(want)
+    play.reply(grant(GENESIS))
+    old = play.send(want)
+    assert isinstance(old, PullNow)
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(Joined(3, 2, V1, NONE_YET, ()))
+    play.reply(grant(V1))
+    new = play.send(PullMoved(1, next(play.number), old.seq, True, "", 100))
+    assert isinstance(new, PullNow) and (new.inc, new.seq, new.grant) == (2, old.seq, grant(V1))
+    assert play.s.trainer.base is None, "the ranks hold v0@r0, which this incarnation has not pulled"
 
 
 def test_what_the_master_has_of_another_incarnation_is_not_taken_for_ours(play: Play) -> None:
