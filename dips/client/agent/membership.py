@@ -204,7 +204,7 @@ def send_due(s: AgentState) -> None:
     s.out.append(SaveIncarnation(past_incarnation(s)))
     heartbeat = build_heartbeat(s)
     if heartbeat is not None:
-        s.heartbeats.due_at, s.heartbeats.in_flight = inf, True
+        s.heartbeats.due_at, s.heartbeats.in_flight, s.heartbeats.overtaken = inf, True, False
         s.out.append(SendHeartbeat(heartbeat, max(s.settings.heartbeat_s, LEAST_DEADLINE_S)))
 
 
@@ -279,7 +279,7 @@ def on_answer(s: AgentState, inc: int, answer: ClusterHeartbeatAnswer) -> None:
     if inc != member.inc or answer.term < member.term or s.sync.phase is SyncPhase.JOINING:
         return
     member.term, member.unreachable_since = answer.term, None
-    s.update_progress(answer.progress)
+    s.update_progress(answer.progress, newest=not s.heartbeats.overtaken)
     s.pace.set_meeting(answer.push_in_s, s.now, answer.lease_s)
     if answer.standing is ClusterStanding.LIVE:
         halt_dropped(s, (answer.push, answer.pull))

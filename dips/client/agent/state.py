@@ -425,6 +425,7 @@ class HeartbeatTimer:
     due_at: float = 0.0
     in_flight: bool = False
     refused_since: float | None = None  # the first refusal (Denied) since the last answer; None: none
+    overtaken: bool = False  # a reply has told of the run's progress since the last heartbeat was sent
 
     def next_deadline(self) -> float:
         return inf if self.in_flight else self.due_at
@@ -502,7 +503,10 @@ class AgentState:
         self.stop = self.stop or stop
         self.out.append(stop)
 
-    def update_progress(self, progress: Progress) -> None:
-        """Update the run's progress, ignoring older answers that arrive late."""
-        if progress.tokens >= self.membership.progress.tokens or progress.finished:
+    def update_progress(self, progress: Progress, newest: bool = False) -> None:
+        """Update the run's progress, which only a rollback lowers: less is believed of the `newest` answer alone, since
+        others may arrive late.
+        """
+        self.heartbeats.overtaken = True
+        if newest or progress.tokens >= self.membership.progress.tokens or progress.finished:
             self.membership.progress = progress

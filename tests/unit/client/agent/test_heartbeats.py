@@ -396,12 +396,34 @@ def test_what_an_answer_says_of_the_run_is_known(play: Play) -> None:
     play.do(play.core.on_heartbeat_reply(1, answer, play.now))
     told = play.send(PushWanted(1, next(play.number)))
     assert isinstance(told, TrainOn) and told.progress == 0.5 and told.steps > 1, "a push is not due before the meeting"
-    less = replace(answer, progress=Progress(400, 1000, None))
-    play.do(play.core.on_heartbeat_reply(1, less, play.now))
-    assert play.s.fraction == 0.5, "an older answer that comes late"
     moved = replace(answer, progress=Progress(500, 2000, None))
     play.do(play.core.on_heartbeat_reply(1, moved, play.now))
     assert play.s.fraction == 0.25, "an operator has set another target"
+
+
+def test_a_rollback_lowers_the_progress(play: Play) -> None:
+    """From one heartbeat to the next, and a finished run goes on; but an answer that the outcome of a push has
+    overtaken is older.
+    """
+    play.begin()
+
+    def answer_next(progress: Progress) -> None:
+        play.now += HEARTBEAT_S
+        play.do(play.core.tick(play.now))
+        answer = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, progress)
+        play.do(play.core.on_heartbeat_reply(1, answer, play.now))
+
+    answer_next(Progress(1000, 1000, V1))
+    answer_next(Progress(300, 1000, None))
+    assert play.s.fraction == 0.3 and not play.s.membership.progress.finished
+    play.step()
+    play.push_until_committed()
+    play.now += HEARTBEAT_S
+    play.do(play.core.tick(play.now))
+    play.reply(replace(outcome(OutcomeKind.ACCEPTED), progress=Progress(400, 1000, None)))
+    late = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, Progress(300, 1000, None))
+    play.do(play.core.on_heartbeat_reply(1, late, play.now))
+    assert play.s.fraction == 0.4, "an older answer that comes late"
 
 
 def test_an_unanswered_heartbeat_is_followed_by_the_next(play: Play) -> None:
