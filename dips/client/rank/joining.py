@@ -120,7 +120,7 @@ class LoneAgent(AgentClient):
         return messages.Saved("alone", str(GENESIS), 0, False, 0, 0, (), 0.0, 0, (ahead,), 0, begun)
 
     def _resume_progress(self, message: messages.Resume) -> messages.Answer:
-        (self._next,) = message.saved.ahead
+        self._next = next(iter(message.saved.ahead), self._next)  # a cluster's has any number of ranges ahead
         self._given, self._begun = [], {part.number: part for part in message.saved.begun}
         return messages.Resumed("it trains alone", LOOK_STEPS)
 

@@ -81,6 +81,21 @@ def test_data_goes_on_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monk
         assert list(ranges) == [2, 3] and outer.range_begun is None
 
 
+@pytest.mark.parametrize(("ahead", "first"), [((), 0), ((2, 3), 2)])
+def test_a_clusters_checkpoint_is_loaded_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: tuple[int, ...], first: int
+) -> None:
+    """To look at a run's model on a workstation: its cluster held any number of ranges, or brought its own data."""
+    keys = {"shared": {"run": "r", "data": {"ranges": 4}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
+    with OuterLoop(nn.Linear(3, 2)) as outer:
+        state = {**outer.state_dict(), "cluster": "c", "base": "v7@r9", "ahead": list(ahead)}
+        assert outer.load_state_dict(state) == "it trains alone"
+        assert outer.resumed and next(outer.ranges()) == first
+
+
 def test_every_collective_call_waits_for_all_ranks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name, so that a rank which never calls it is told from a slow one, after `collective_s`."""
     keys = {"shared": {"run": "r", "data": {"ranges": 1}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
