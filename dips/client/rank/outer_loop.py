@@ -477,6 +477,7 @@ class OuterLoop:
         reason.
         """
         self._outer_steps.pull_newest()
+        self._tell_news()
         told = f"{why}; pulled {self.version}"
         self._warn(told)
         return told

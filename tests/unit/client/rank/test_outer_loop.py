@@ -573,7 +573,9 @@ def test_a_process_may_make_one_loop_after_another(
 def test_a_checkpoint_that_does_not_count_is_told_and_pulled_over(
     directory: Path, monkeypatch: pytest.MonkeyPatch, spoil: dict[str, Any], why: str
 ) -> None:
-    """Before the agent resumes anything: an int8 run of which rank 0 alone saved would crash at every start."""
+    """Before the agent resumes anything: an int8 run of which rank 0 alone saved would crash at every start. What is
+    pulled is told to `on_version` before the model is trained on.
+    """
     monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
     file = directory / "cluster.yaml"
     keys = {**yaml.safe_load(file.read_text()), "install": "whole", "shared": {"run": "r", "codec": "int8"}}
@@ -583,10 +585,12 @@ def test_a_checkpoint_that_does_not_count_is_told_and_pulled_over(
     script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1000, 0.25), saved, *again)
     agent = ScriptedAgent(directory / "agent.sock", *script)
     with OuterLoop(nn.Linear(3, 2), file) as outer:
+        versions = list[VersionId]()
+        outer.on_version(versions.append)
         state = outer.state_dict()
         with pytest.warns(UserWarning, match=f"OuterLoop: .*{why}"):
             told = outer.load_state_dict({**state, **spoil})
-        assert told.endswith("pulled v2@r2") and outer.version == V2
+        assert told.endswith("pulled v2@r2") and outer.version == V2 and versions == [V2]
     agent.join()
     assert [m.text for m in agent.messages if isinstance(m, messages.Remarked)] == [told]
     assert not any(isinstance(m, messages.Resume) for m in agent.messages)
