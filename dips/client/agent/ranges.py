@@ -129,11 +129,13 @@ def is_asked(s: AgentState) -> bool:
 
 
 def on_leased(s: AgentState, result: Ranges) -> None:
+    asked = s.questions[Channel.RANGES].event
+    assert isinstance(asked, RangesRequested)
     close_channel(s, Channel.RANGES)
     s.range_requests.waits = ""
     drop_remark(s, RemarkSubject.RANGES)
     # that claimed ranges are unavailable does not mean that no range is left
-    s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed, result.begun)
+    s.ranges.add_leased(result.ranges, result.exhausted and not asked.claims, result.begun)
     if not result.ranges:
         s.ranges.hold_back()
 

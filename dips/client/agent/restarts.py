@@ -83,7 +83,7 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     sync.pull_failures, sync.frozen = 0, False
     s.pace.restart_count(s.now)
     s.ranges.exhausted, s.ranges.held_back, requests.ended_at, requests.rest_again_at = False, 0, None, 0.0
-    requests.by_step, requests.recalls = False, 0
+    requests.by_step, requests.recalls, requests.claimed = False, 0, ()
     s.record_mark("trainer_attached", attempt=trainer.attempt, launch=message.launch, restart=message.restart)
     model, joined = (message.manifest_digest, message.frozen_digest), s.membership
     if model != (joined.manifest_digest, joined.frozen_digest):  # as for the first attempt

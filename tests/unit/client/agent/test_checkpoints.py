@@ -15,6 +15,7 @@ from dips.client.ipc.messages import (
     PullWanted,
     PushMoved,
     RangeGiven,
+    RangesEnded,
     RangeWanted,
     Resume,
     Resumed,
@@ -103,6 +104,21 @@ def test_claims_that_are_not_to_be_had_do_not_end_the_data(play: Play) -> None:
     assert other.send(RangeWanted(1, 1)) == RangeGiven(7)
     assert isinstance(other.send(RangeWanted(1, 2)), AskAgain)
     assert other.asked(RangesRequested, Channel.RANGES).claims == ()
+
+
+def test_a_trainer_that_dies_while_it_resumes_leaves_nothing_to_the_next(play: Play) -> None:
+    """Its claims are answered when it is gone. The next one has no checkpoint, and learns when the data ends."""
+    found, other = saved_in(play), Play()
+    other.begin(inc=2)
+    other.send(Resume(1, found))
+    other.do(other.core.on_trainer_gone("killed", other.now))
+    other.send(other.attach(launch=2, pid=8))
+    other.reply(Ranges((), True), Channel.RANGES)
+    other.pull(GENESIS)
+    assert isinstance(other.send(RangeWanted(2, 1)), AskAgain)
+    assert other.asked(RangesRequested, Channel.RANGES).claims == ()
+    other.reply(Ranges((), True), Channel.RANGES)
+    assert isinstance(other.send(RangeWanted(2, 1)), RangesEnded)
 
 
 @pytest.mark.parametrize(
