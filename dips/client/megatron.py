@@ -28,6 +28,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from dips.client.rank.agent_client import check_all_ranks
 from dips.client.rank.outer_loop import OuterLoop
 from dips.errors import ConfigError
 
@@ -116,7 +117,7 @@ class OuterPretrain:
         outer, saved = self._join(model, optimizer), self._directory("load")
         found = load(model, optimizer, *words, **options)
         file = _state_file(saved, int(found[0])) if saved is not None else None
-        if file is not None and _all_ranks(file.is_file()):
+        if file is not None and check_all_ranks(file.is_file()):
             outer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         elif found[0] or getattr(self._arguments(), "pretrained_checkpoint", None):
             outer.pull()
@@ -158,15 +159,6 @@ class OuterPretrain:
     def _directory(self, argument: str) -> Path | None:
         given = getattr(self._arguments(), argument, None)
         return Path(given) / "dips" if given else None
-
-
-def _all_ranks(holds: bool) -> bool:
-    """Return whether `holds` is true on every rank of the job. Collective."""
-    found = [holds]
-    if dist.is_initialized():
-        found = [False] * dist.get_world_size()
-        dist.all_gather_object(found, holds)
-    return all(found)
 
 
 def _state_file(directory: Path, iteration: int) -> Path:

@@ -38,6 +38,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from dips.client.data import Feed, RangeDataset, RowBatches
 from dips.client.learning_rate import NO_TARGET
+from dips.client.rank.agent_client import check_all_ranks
 from dips.client.rank.joining import find_config, is_alone
 from dips.client.rank.outer_loop import OuterLoop
 from dips.errors import ConfigError
@@ -170,8 +171,8 @@ class OuterCallback(TrainerCallback):
         """Resume from the checkpoint that the Trainer has loaded and that OuterLoop's pull has overwritten."""
         path = checkpoint_path(args, state)
         found = read_outer_state(path)
-        if found is None:
-            self._tell(outer, [MISSING.format(path=path)])
+        if not check_all_ranks(found is not None) or found is None:
+            self._tell(outer, [MISSING.format(path=path.with_name(FILE.format(rank="RANK")))])
             return
         outer_state, feed = found
         outer.install()
@@ -229,8 +230,8 @@ def find_coarse(model: nn.Module) -> str:
 
 FILE = "outer_state_{rank}.pt"
 MISSING = (
-    "{path} is not there: the checkpoint was saved without the outer loop, or elsewhere than in output_dir. The run's "
-    "newest version was pulled"
+    "{path} is not there on each rank: the checkpoint was saved without the outer loop, by fewer ranks, or elsewhere "
+    "than in output_dir. The run's newest version was pulled"
 )
 
 

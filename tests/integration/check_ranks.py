@@ -23,7 +23,7 @@ from train_constant import ConstantModel, local
 
 from dips.client.parallel import HostMemory, ModelLayout, lay_out
 from dips.client.rank import transfer
-from dips.client.rank.agent_client import JobCollectives
+from dips.client.rank.agent_client import JobCollectives, check_all_ranks
 from dips.client.rank.model_checks import EVERY, digest_frozen
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer import TransferIdentity, TransferStats
@@ -251,6 +251,7 @@ def main(out: Path) -> None:
     found = {
         "received": words.decode(),
         "numbered": collectives.number_ranks(collectives.rank == 1),
+        "hold": [check_all_ranks(True), check_all_ranks(collectives.rank == 0), check_all_ranks(collectives.rank == 1)],
         "plain": of(ConstantModel()),
         "fsdp": of(sharded(flat)),
         "hsdp": of(sharded(replicated)),

@@ -79,6 +79,11 @@ def test_what_rank_0_broadcasts_all_ranks_get(ranks: list[dict[str, Any]]) -> No
     assert ranks[1]["numbered"] == [0, 1] and ranks[0]["numbered"][1] == 1
 
 
+def test_what_holds_on_one_rank_alone_holds_on_none(ranks: list[dict[str, Any]]) -> None:
+    """As the file of a checkpoint that fewer ranks have saved."""
+    assert [found["hold"] for found in ranks] == [[True, False, False]] * 2
+
+
 def test_a_pull_that_fails_on_one_rank_is_installed_on_none(ranks: list[dict[str, Any]]) -> None:
     """The healthy rank learns of it in the next collective and cancels its own share; no model is touched."""
     assert [found["fails"]["ok"] for found in ranks] == [False, False]

@@ -356,6 +356,15 @@ class JobCollectives:
         return [int(n) for n in tensor]
 
 
+def check_all_ranks(holds: bool) -> bool:
+    """Return whether `holds` is true on every rank of the job, over the script's own process group. Collective."""
+    found = [holds]
+    if dist.is_initialized():
+        found = [False] * dist.get_world_size()
+        dist.all_gather_object(found, holds)
+    return all(found)
+
+
 # ---- agent client ---------------------------------------------------------------------------------------------------
 # `ask_agent` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective outlasts a poll.
 # Inner steps may be held back briefly (StepBatch); no other message overtakes them. If a script pauses, a thread

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: its c
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
+from dips.client import transformers as trainer_module
 from dips.client.transformers import (
     NO_LIMIT,
     CollateStep,
@@ -193,6 +194,24 @@ def test_a_checkpoint_is_put_over_the_version_that_was_pulled(tmp_path: Path, re
     callback._resume(cast(Any, outer), held, args, state)
     assert outer.did == [({"format": 3}, 1.0)] and len(outer.remarks) == 1
     assert callback.resumed_feed == ({"range": 4} if resumed else {}), "a version that was pulled begins anew"
+
+
+def test_a_checkpoint_of_fewer_ranks_is_pulled_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has no file of its own: none puts the checkpoint back, or waits for that one to resume."""
+    asked = list[bool]()
+
+    def lacks(holds: bool) -> bool:
+        asked.append(holds)
+        return False
+
+    monkeypatch.setattr(trainer_module, "check_all_ranks", lacks)
+    args, state = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), TrainerState(global_step=7)
+    (tmp_path / "checkpoint-7").mkdir()
+    write_outer_state(checkpoint_path(args, state), {"format": 3}, {})
+    outer = FakeOuter(model := torch.nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=r"outer_state_RANK.pt is not there on each rank.* by fewer ranks"):
+        OuterCallback()._resume(cast(Any, outer), HeldParameters(model), args, state)
+    assert asked == [True] and not outer.did and bool((model.weight == 2.0).all())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
