@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dips.client.data import Feed, RangeDataset, TokenBatches
 from dips.client.rank.outer_loop import OuterLoop
@@ -31,6 +32,7 @@ from dips.data import DataSet
 from dips.errors import ConfigError
 
 STATE = "dips"  # key in the checkpointer's states; checkpoint.exclude_from_loading lists it to load others
+OTHERS = "the checkpoint has no outer state for these ranks ({misfit}), so its θ does not count: pulled {}"
 LOADED = "a checkpoint without outer state was loaded, which says nothing of θ: pulled {}"
 
 
@@ -144,15 +146,31 @@ def _wrap_checkpoints(trainer: Any, outer: OuterLoop) -> None:
     load = checkpointer.load
 
     def load_and_resume(*words: Any, **options: Any) -> bool:
-        loaded = bool(load(*words, **options))
+        misfit = ""
+        try:
+            loaded = bool(load(*words, **options))
+        except CheckpointException as error:
+            if not (misfit := _find_misfit(error)):
+                raise
+            del checkpointer.states[STATE]
+            try:
+                loaded = bool(load(*words, **options))
+            finally:
+                checkpointer.states[STATE] = held
         if loaded and held.state:
             outer.load_state_dict(held.state)
-        elif loaded:  # a checkpoint without outer state, or of a finished run
+        elif loaded:  # a checkpoint without outer state, of other ranks, or of a finished run
             outer.pull()
-            outer.remark(LOADED.format(outer.version))
+            outer.remark((OTHERS if misfit else LOADED).format(outer.version, misfit=misfit))
         return loaded
 
     checkpointer.load = load_and_resume
+
+
+def _find_misfit(error: CheckpointException) -> str:
+    """Return what a checkpoint lacks for some rank's outer state; "" if it cannot be loaded for another reason."""
+    told = (str(why) for why, _ in error.failures.values())
+    return next((text for text in told if f" {STATE}." in text), "")
 
 
 class HeldState:

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dips.client import OuterLoop
 from dips.client.megatron import OuterPretrain
@@ -201,6 +203,37 @@ def test_a_titan_checkpoint_without_outer_state_is_pulled_over(monkeypatch: pyte
     join_trainer(trainer)
     assert not trainer.checkpointer.load() and pulls == []
     assert trainer.checkpointer.load(3) and pulls == [True]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("now", [{"owed.rank0": 6}, {"owed.rank0": 4, "owed.rank1": 4}])
+def test_a_titan_checkpoint_of_other_ranks_is_pulled_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: dict[str, int]
+) -> None:
+    """What each rank owes has another size, or is missing, which torch refuses: the model is loaded all the same. What
+    cannot be loaded for another reason is not.
+    """
+    pulls, remarks, trainer, owed = list[bool](), list[str](), TitanTrainer(), {"owed.rank0": 4}
+    monkeypatch.setattr(OuterLoop, "pull", lambda self: pulls.append(True))
+    monkeypatch.setattr(OuterLoop, "remark", lambda self, text: remarks.append(text))
+    monkeypatch.setattr(OuterLoop, "state_dict", lambda self: {name: torch.zeros(n) for name, n in owed.items()})
+    place: dict[str, Any] = {"checkpoint_id": tmp_path / "saved", "no_dist": True}
+    weight = torch.ones(3)
+
+    def load(step: int) -> bool:
+        dcp.load({"weight": weight, **trainer.checkpointer.states}, **place)
+        return True
+
+    trainer.checkpointer.load = load
+    join_trainer(trainer)
+    dcp.save({"weight": torch.full((3,), 2.0), **trainer.checkpointer.states}, **place)
+    owed |= now
+    assert trainer.checkpointer.load(3) and bool((weight == 2.0).all()) and pulls == [True]
+    assert "owed.rank" in remarks[0] and list(trainer.checkpointer.states) == ["dips"], "it is saved from now on"
+    weight = torch.ones(5)
+    with pytest.raises(CheckpointException, match="weight"):
+        trainer.checkpointer.load(3)
+    assert len(pulls) == 1
 
 
 def test_torchtitans_loop_ends_with_the_run_or_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
