@@ -22,7 +22,7 @@ from typing import Any
 
 from dips.client.agent.agent import MasterLink
 from dips.client.rank.transfer import TransferIdentity, TransferRate, TransferStats, pull_pieces
-from dips.errors import Denied, DipsError, Stale, StaleIncarnation, Unavailable, UnavailableMaster
+from dips.errors import Busy, Denied, DipsError, Stale, StaleIncarnation, Unavailable, UnavailableMaster
 from dips.ids import PULLER, PullId, VersionId, check_name
 from dips.protocol.effects import Dropped, Finished, Grant, Joined, Pending, Refused, Result
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState
@@ -111,7 +111,7 @@ class VersionPuller:
         await asyncio.gather(self._lease, return_exceptions=True)
         try:
             await self._link.ask_master(ClusterLeft(0, self._name, self._inc, 0))
-        except UnavailableMaster:
+        except (UnavailableMaster, Busy):
             pass  # its lease runs out
         finally:
             await self._link.close()
@@ -271,7 +271,7 @@ class VersionPuller:
                     )  # fmt: skip
             try:
                 answer = await self._link.send_heartbeat(heartbeat, CALL_S)
-            except UnavailableMaster:
+            except (UnavailableMaster, Busy):
                 pass  # it may come back within the lease; a transfer needs it only at its end
             else:
                 if answer.standing is not ClusterStanding.LIVE:
@@ -299,7 +299,7 @@ async def follow_versions(
     while True:
         try:
             return await following.join_and_pull()
-        except (Unavailable, Stale) as error:
+        except (Unavailable, Busy, Stale) as error:
             if not following.has_pulled:
                 raise
             warn(f"{error}; tried again in {AGAIN_S:g} s")
@@ -325,7 +325,7 @@ class _Following:
             while await puller.wait_for_news(self.taken):
                 try:
                     await self._pull_version(puller)
-                except (Unavailable, Stale) as error:
+                except (Unavailable, Busy, Stale) as error:
                     if puller.is_over or not self.has_pulled:
                         raise
                     self.warn(f"{error}; tried again in {AGAIN_S:g} s")

@@ -47,6 +47,7 @@ class MasterOfPullers(ClusterServiceServicer, StatusServiceServicer):
             "Join": [Joined(1, 7, V1, Progress(0, 0, None), ())],
             "RequestPull": [Grant(V1, (), 60.0)],
         }
+        self.busy = list[str]()  # methods whose next call is one too many, as gRPC itself answers
         self.peer: Endpoint
 
     async def Describe(self, request: Any, context: Any) -> Any:
@@ -54,6 +55,7 @@ class MasterOfPullers(ClusterServiceServicer, StatusServiceServicer):
         return status_pb2.DescribeReply(json=json.dumps(described))
 
     async def Heartbeat(self, request: Any, context: Any) -> Any:
+        await self._refuse_busy("Heartbeat", context)
         self.beats.append(asyncio.get_running_loop().time())
         progress = Progress(0, 0, self.finished)
         return to_proto(ClusterHeartbeatAnswer(1, self.lease_s, self.standing, None, None, progress, head=self.head))
@@ -62,6 +64,7 @@ class MasterOfPullers(ClusterServiceServicer, StatusServiceServicer):
         return self._answer("Join", request, cluster_pb2.JoinReply)
 
     async def RequestPull(self, request: Any, context: Any) -> Any:
+        await self._refuse_busy("RequestPull", context)
         return self._answer("RequestPull", request, cluster_pb2.RequestPullReply)
 
     async def FinishPull(self, request: Any, context: Any) -> Any:
@@ -69,8 +72,14 @@ class MasterOfPullers(ClusterServiceServicer, StatusServiceServicer):
         return wrap_oneof(Acknowledged(), cluster_pb2.FinishPullReply)
 
     async def Leave(self, request: Any, context: Any) -> Any:
+        await self._refuse_busy("Leave", context)
         self.asked.append(("Leave", request))
         return wrap_oneof(Acknowledged(), cluster_pb2.LeaveReply)
+
+    async def _refuse_busy(self, method: str, context: Any) -> None:
+        if method in self.busy:
+            self.busy.remove(method)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
 
     def of(self, method: str) -> list[Any]:
         return [request for name, request in self.asked if name == method]
@@ -305,6 +314,25 @@ async def test_a_follower_goes_on_when_slaves_or_its_lease_were_lost(master: Mas
     assert taken == [V1, V2] and [held for _, held, _ in slaves.moved] == [None, None, V1]
     assert [text.partition(":")[0] for text in warned] == ["ps1 is gone; tried again in 0.05 s", "c.puller/7 is fenced"]
     assert len(master.of("Join")) == 2
+
+
+async def test_a_follower_outlives_a_master_that_is_busy(master: MasterOfPullers, slaves: Slaves) -> None:
+    """Too many call it at once, as after its restart: a heartbeat, a pull and a goodbye are each refused."""
+    taken, warned = list[VersionId](), list[str]()
+
+    async def take(version: VersionId) -> None:
+        taken.append(version)
+        if version == V1:
+            master.busy = ["Heartbeat", "RequestPull"]
+            await until(lambda: "Heartbeat" not in master.busy)
+            master.head, master.script["RequestPull"] = V2, [Grant(V2, (), 60.0)]
+        else:
+            master.busy, master.finished = ["Leave"], V2
+
+    async with asyncio.timeout(20):
+        assert await follow_versions(master.peer, "c.puller", make_room, take, warned.append) == V2
+    assert taken == [V1, V2] and master.busy == [] and len(master.of("Join")) == 1
+    assert len(warned) == 1 and "Concurrent RPC limit exceeded!; tried again in 0.05 s" in warned[0]
 
 
 async def test_a_follower_that_has_pulled_nothing_says_what_fails(master: MasterOfPullers, slaves: Slaves) -> None:
