@@ -350,7 +350,7 @@ def _heal_diverged(s: AgentState, moved: PushMoved) -> None:
 
     With a policy other than `reset` the ranks end with an error, and the next attempt pulls.
     """
-    s.ranges.take_back_unserved(s.account.lose_frozen())
+    s.account.give_back()
     lose_work(s)
     s.trainer.must_pull = s.sync.pull_due = True
     abort_push(s, f"its model diverged: {moved.reason}", diverged=True)

@@ -24,7 +24,7 @@ from dips.protocol.data import BegunRange
 from dips.protocol.effects import Acknowledged, Committed, Joined, Ranges
 from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import PushFinished, RangesRequested
-from tests.unit.client.agent.play import NONE_YET, V1, Play, outcome
+from tests.unit.client.agent.play import NONE_YET, V1, Play, grant, outcome
 
 
 @pytest.fixture
@@ -133,6 +133,23 @@ def test_work_that_is_lost_is_given_again(play: Play) -> None:
     assert answer == RangeGiven(7, part(7, 4), recalls=1)
     told = play.send(play.want_push())
     assert isinstance(told, TrainOn | AskAgain)
+
+
+def test_what_a_push_that_diverged_had_is_given_again(play: Play) -> None:
+    """All its work was frozen with it, so nothing is carried: the range that it left in part is served again, too."""
+    step(play, (7,), part(7, 4))
+    push(play)
+    step(play, (7,), part(7, 6))
+    seq = play.push_until_granted().seq
+    diverged = PushMoved(1, next(play.number), seq, False, "w", 0, diverged=True)
+    play.send(diverged)
+    play.reply(Acknowledged())
+    play.reply(grant(V1))
+    pulling = play.send(diverged)
+    assert isinstance(pulling, PullNow)
+    told = play.send(PullMoved(1, next(play.number), pulling.seq, True, "", 9))
+    assert isinstance(told, TrainOn) and told.recalls == 1
+    assert play.send(RangeWanted(1, 2, ())) == RangeGiven(7, part(7, 4), recalls=1)
 
 
 def test_a_checkpoint_knows_how_far_its_range_is(play: Play) -> None:
