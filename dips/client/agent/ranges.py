@@ -216,8 +216,11 @@ def _why_overtaken(s: AgentState, saved: messages.Saved) -> str:
         return f"the checkpoint is of cluster {saved.cluster}"
     if saved.pending:
         return "it was saved while a push was out, whose merge is lost"
-    if saved.settled != s.membership.settled:
-        return f"{s.membership.settled - saved.settled} pushes of {saved.cluster} were settled since it was saved"
+    since = s.membership.settled - saved.settled
+    if since < 0:
+        return f"{-since} pushes of {saved.cluster} that it was saved after were rolled back"
+    if since:
+        return f"{since} pushes of {saved.cluster} were settled since it was saved"
     return ""
 
 

@@ -123,12 +123,20 @@ def test_a_trainer_that_dies_while_it_resumes_leaves_nothing_to_the_next(play: P
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"pending": True}, "while a push was out"), ({"settled": 3}, "settled since"), ({"cluster": "east"}, "east")],
+    [
+        ({"pending": True}, "while a push was out"),
+        ({"settled": 2}, "3 pushes of west were settled since it was saved"),
+        ({"settled": 8}, "3 pushes of west that it was saved after were rolled back"),
+        ({"cluster": "east"}, "east"),
+    ],
 )
 def test_an_overtaken_checkpoint_is_healed(play: Play, change: dict[str, object], why: str) -> None:
-    """Saved while a push was out, before a push was settled, or by another cluster: the head is pulled."""
-    found, other = replace(saved_in(play), **change), Play()  # type: ignore[arg-type]
+    """Saved while a push was out, before a push was settled or rolled back, or by another cluster: the head is
+    pulled.
+    """
+    found, other = replace(saved_in(play), **{"settled": 5, **change}), Play()  # type: ignore[arg-type]
     other.begin(inc=2)
+    other.s.membership.settled = 5
     answer = other.send(Resume(1, found))
     assert isinstance(answer, Healed) and why in answer.reason
     other.pull(GENESIS)
