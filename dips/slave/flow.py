@@ -22,7 +22,7 @@ from dips.protocol.manifest import Manifest
 from dips.slave.admission import Admission, Keyring
 from dips.slave.ports import Arrays, FlowEvent, FrameCounters, FrameRefused, Move, PushOver, Released, Say, Wake
 from dips.slave.receiver import ClaimedChunk, Receiver
-from dips.slave.sender import ChunkSend, Sender
+from dips.slave.sender import MOST_JOBS, ChunkSend, Sender
 from dips.telemetry.logs import Log
 from dips.transport.intake import MOST_BYTES, Transit
 from dips.transport.lane import (
@@ -109,7 +109,6 @@ class Probes:
 
 TICK_S = 0.05  # interval at which each lane looks for pulls that libzmq has sent
 LOOK_S = 0.2  # interval at which open pushes are sampled, and ended if they stall
-OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet hashed; 16 streams at full credit
 
 P = ParamSpec("P")
 
@@ -230,7 +229,7 @@ class ZmqFlow:
                 name = f"lane-{lane.index}"
                 threads = (0, 0) if self._in_place else (1, spare_threads(available_cores()))
                 self._intake.append(Stage(f"{name}-intake", self._pool.most_chunks, self._stage_chunk, threads[0]))
-                self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._send_chunk, threads[1]))
+                self._outgo.append(Stage(f"{name}-outgo", MOST_JOBS, self._send_chunk, threads[1]))
             for lane in self._lanes:
                 lane.start(self)
 
@@ -375,8 +374,8 @@ class ZmqFlow:
 
     def _send(self, lane: int, jobs: Iterable[ChunkSend]) -> None:
         for job in jobs:
-            if not self._outgo[lane].put_item(job):
-                self._sender.on_not_sent(job)
+            queued = self._outgo[lane].put_item(job)
+            assert queued, "the outgo queue is as deep as the jobs of a lane"
 
     def _on_hello(self, lane: int, peer: bytes, header: Header, body: Buffer) -> None:
         name, pieces, ready = decode_hello(body)

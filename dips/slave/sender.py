@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,7 +122,7 @@ class OutStream:
     epoch: int
     stream: int
     named: int  # bytes of the ranges in its HELLO
-    parked: deque[Range] = field(default_factory=deque)  # asked for, and waiting until libzmq releases what was sent
+    parked: deque[Range] = field(default_factory=deque)  # asked for, and waiting for room
     held: deque[tuple[Tracker, int, PullSource]] = field(default_factory=deque)  # libzmq may still read these
     queued: int = 0  # bytes asked for, not parked and not handed to libzmq
     jobs: int = 0  # chunks asked for, not parked and not handed to libzmq
@@ -230,6 +230,7 @@ def cut_updates(layout: LayerLayout, updates: tuple[Update, ...], chunk: Range) 
 
 
 MOST_STREAMS = 1 << 16  # of all open pulls, one for each rank and lane: about 30 MB
+MOST_JOBS = 4096  # chunks of one lane that are being hashed or wait for it; further ones are parked
 
 
 @dataclass(eq=False, slots=True)
@@ -287,6 +288,7 @@ class Sender:
         self._moving: dict[PullId, OutgoingPull] = {}  # with chunks in flight or an end to come: `tick` looks at them
         self._streams: dict[tuple[int, bytes, int], OutStream] = {}
         self._parked: dict[OutStream, None] = {}  # streams with parked chunks, in order
+        self._jobs: Counter[int] = Counter()  # by lane: chunks asked for, not parked and not handed to libzmq
         self._places = 0  # ranks and lanes that have a newest stream, of all pulls together
         self._closed = Tombstones()
         self._lock = threading.Lock()
@@ -405,13 +407,17 @@ class Sender:
 
     def _unpark(self, stream: OutStream) -> list[ChunkSend]:
         """Return the chunks to pass to libzmq now. A WANT is parked while libzmq holds too many chunks of the stream,
-        even if some of these have arrived.
+        even if some of these have arrived, and while the lane has MOST_JOBS of all streams.
         """
         jobs, source = list[ChunkSend](), stream.pull.source
-        while stream.parked and stream.has_room(nbytes := stream.parked[0].nbytes) and self._take_copy(stream, nbytes):
+        while stream.parked and self._jobs[stream.lane] < MOST_JOBS:
+            nbytes = stream.parked[0].nbytes
+            if not (stream.has_room(nbytes) and self._take_copy(stream, nbytes)):
+                break
             chunk = stream.parked.popleft()
             stream.queued += chunk.nbytes
             stream.jobs += 1
+            self._jobs[stream.lane] += 1
             source.in_flight += 1
             jobs.append(
                 ChunkSend(self, stream, chunk, source, b"" if stream.updates else self._view_chunk(source, chunk))
@@ -488,6 +494,7 @@ class Sender:
 
     def _unqueue_chunk(self, job: ChunkSend) -> None:
         job.stream.jobs -= 1
+        self._jobs[job.stream.lane] -= 1
         job.stream.queued -= job.chunk.nbytes
 
     def _reap_stream(self, stream: OutStream, now: float) -> None:

@@ -1022,20 +1022,18 @@ def test_an_event_that_its_receiver_fails_on_ends_no_lane():
         flow.close()
 
 
-def test_chunks_beyond_the_queue_hold_no_source(monkeypatch):
-    """Their stream is over, as if its rank were gone; it may ask again with its next epoch."""
-    monkeypatch.setattr("dips.slave.flow.OUTGO_DEPTH", 0)
+def test_chunks_beyond_the_queue_wait(monkeypatch):
+    """However few a lane hashes at a time, its ranks get all that they ask for, over their first connections."""
+    monkeypatch.setattr("dips.slave.sender.MOST_JOBS", 1)
+    monkeypatch.setattr("dips.slave.flow.MOST_JOBS", 1)
     monkeypatch.setattr("dips.slave.flow.spare_threads", lambda cores: 1)
     with running_flow() as slave:
-        with asking(slave) as (pull_id, peer):
-            peer.send_message(Kind.WANT, encode_want([Range(0, 0, 0, 8)]))
-            peer.send_message(Kind.WANT, encode_want([Range(0, 0, 8, 8)]))
-            until = time.monotonic() + 20
-            while not slave.flow.refused_frames["stream"]:
-                assert time.monotonic() < until
-                time.sleep(0.005)
-        slave.flow.close_pull(pull_id)
-        assert slave.heard.wait("released", pull_id) == "closed"
+        values, target = model(1), blank()
+        slave.flow.open_pull(PullId("fast", 1, 1), V, values)
+        with ThreadPoolExecutor(2) as pool:
+            pulls = [pool.submit(pull_pieces, slave.grant(2), base(1, r), shares(target, 2)[r]) for r in range(2)]
+            assert [pull.result(30).connections for pull in pulls] == [1, 1]
+        assert all(np.array_equal(target[layer], values[layer]) for layer in LAYERS)
 
 
 def test_ranks_in_the_middle_of_a_long_step_find_their_push_and_pull():

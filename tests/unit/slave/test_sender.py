@@ -8,7 +8,8 @@ import pytest
 from dips.ids import PullId, VersionId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.ports import Move, Released, Say, SourceMoved
-from dips.slave.sender import ChunkSend, Sender
+from dips.slave.sender import MOST_JOBS, ChunkSend, Sender
+from dips.transport.intake import MOST_CHUNKS
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Kind, Range, StreamName, check_body, decode_error, unpack_header
 
@@ -328,3 +329,23 @@ def test_a_slow_reader_of_sealed_chunks_leaves_room_for_others():
         sender.on_not_sent(job)  # its connection is gone
     assert len(sender.due(0, 0.0)) == 2
     sender.close_all("over")
+
+
+def test_a_lane_is_given_no_more_chunks_than_it_can_queue():
+    """Of more ranks than its queue has room for each gets all that it asked for, in its turn, on its first stream; one
+    whose chunks were dropped would wait until it takes its connection for dead.
+    """
+    sender, chunks, ranks = make(), (CHUNK,) * MOST_CHUNKS, MOST_JOBS // MOST_CHUNKS + 2
+    streams = [StreamName("demo", "pull", "fast", 1, 1, rank, "s0", 1, 1, str(V)) for rank in range(ranks)]
+    jobs = list[ChunkSend]()
+    for stream in streams:
+        sender.on_hello(0, b"p", stream, (), 0.0)
+        jobs += sender.on_want(0, b"p", stream.stream_id, chunks, 0.0)
+    assert len(jobs) == MOST_JOBS and sender.due(0, 0.0) == []
+    for job in jobs:
+        job.on_sent(tracker := SentTracker())
+        tracker.done = True
+    more = sender.due(0, 0.0)
+    assert len(more) == ranks * MOST_CHUNKS - MOST_JOBS
+    more[0].on_not_sent()
+    assert len(sender.on_want(0, b"p", streams[0].stream_id, chunks, 0.0)) == MOST_CHUNKS
