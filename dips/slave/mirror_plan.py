@@ -59,9 +59,12 @@ class MirrorPlan:
 
     def report(self, now: float) -> MirrorReport:
         """Return the report for heartbeats."""
-        stalled = self._busy and now - self._moved_at >= STALL_S
-        reason = f"nothing has moved for {STALL_S:g} s" if stalled else self._reason
+        reason = f"nothing has moved for {STALL_S:g} s" if self.stalls(now) else self._reason
         return MirrorReport(self._held or (), reason, unknown=self._held is None)
+
+    def stalls(self, now: float) -> bool:
+        """Return whether the present job has moved nothing for STALL_S."""
+        return self._busy and now - self._moved_at >= STALL_S
 
     def on_moved(self, now: float) -> None:
         """Record that the present job moved some bytes."""

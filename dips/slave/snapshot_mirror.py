@@ -160,10 +160,13 @@ class SnapshotMirror:
     def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...] = ()) -> Restored:
         """Restore every version of a later round than all on the disk, the newest first, and those of `look_for`.
 
-        Raise FailedMirror if the mirror fails, or the job being done hangs.
+        Waits for a job that is being done, as long as it moves. Raise FailedMirror if it hangs, or the mirror fails.
         """
-        if not self._job.acquire(timeout=STALL_S):
-            raise FailedMirror(f"{self._store.url}: nothing has moved for {STALL_S:g} s")
+        while not self._job.acquire(timeout=STALL_S):
+            with self._changed:
+                stalls = self._plan.stalls(self._clock())
+            if stalls:
+                raise FailedMirror(f"{self._store.url}: nothing has moved for {STALL_S:g} s")
         try:
             return self._bring_back(set(on_disk), set(look_for))
         except FailedMirror as error:
@@ -229,30 +232,34 @@ class SnapshotMirror:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        while (job := self._wait_for_job()) is not None:
-            try:
-                self._do(job)
-            except (DipsError, OSError) as error:
-                self._log.warning("mirror_fails", job=job.kind.value, reason=str(error))
-                with self._changed:
-                    self._plan.on_failed(str(error), self._clock())
+        while self._wait_until_due():
+            with self._job:
+                self._do_next_job()
 
-    def _wait_for_job(self) -> MirrorJob | None:
-        """Return the next job when it is due; None at the end."""
+    def _wait_until_due(self) -> bool:
+        """Return True when a job is due; False at the end."""
         with self._changed:
             while not self._ended:
                 now = self._clock()
-                job = self._plan.next_job(now)
-                if job is not None:
-                    return job
-                self._changed.wait(min(self._plan.next_deadline(now) - now, IDLE_S))
-        return None
+                wait_s = self._plan.next_deadline(now) - now
+                if wait_s <= 0:
+                    return True
+                self._changed.wait(min(wait_s, IDLE_S))
+        return False
+
+    def _do_next_job(self) -> None:
+        """Do the job that is due now, which may be another one, or none, after a restore has ended."""
+        with self._changed:
+            job = None if self._ended else self._plan.next_job(self._clock())
+        if job is None:
+            return
+        try:
+            self._do(job)
+        except (DipsError, OSError) as error:
+            self._log.warning("mirror_fails", job=job.kind.value, reason=str(error))
+            self._tell(partial(self._plan.on_failed, str(error), self._clock()))
 
     def _do(self, job: MirrorJob) -> None:
-        with self._job:
-            self._do_alone(job)
-
-    def _do_alone(self, job: MirrorJob) -> None:
         if job.kind is MirrorJobKind.LIST:
             self._list_mirror()
             return

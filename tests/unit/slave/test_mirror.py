@@ -24,7 +24,7 @@ from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.effects import Hold, Registered
 from dips.protocol.events import MirrorReport
-from dips.slave import app, snapshot_mirror
+from dips.slave import app, mirror_plan, snapshot_mirror
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store import mirror as mirror_store
@@ -561,6 +561,101 @@ def test_a_copy_that_takes_long_is_no_failure_while_bytes_move(
     until(lambda: mirror.report().held == (V1,))
     mirror.close()
     assert len(said) > 3 and not any(said)
+
+
+def hold_up(
+    monkeypatch: pytest.MonkeyPatch, stall_s: float, meanwhile: Callable[[Callable[[int], None]], None]
+) -> threading.Event:
+    """Have each copy do `meanwhile`, with what it calls for bytes that move, before it begins; return what is set
+    then, and take `stall_s` for the time in which something must move.
+    """
+    begun = threading.Event()
+
+    def copy_later(store: MirrorStore, root: Path, version: VersionId, on_piece: Callable[[int], None]) -> None:
+        begun.set()
+        meanwhile(on_piece)
+        copy_out(store, root, version, on_piece)
+
+    monkeypatch.setattr(snapshot_mirror, "copy_out", copy_later)
+    monkeypatch.setattr(snapshot_mirror, "STALL_S", stall_s)
+    monkeypatch.setattr(mirror_plan, "STALL_S", stall_s)
+    return begun
+
+
+def test_a_restore_waits_for_a_copy_that_moves(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: what the master asks for is brought back, and no newer version is given up for it."""
+    written(tmp_path / "s", V1, V2)
+    copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    shutil.rmtree(tmp_path / "s" / str(V1))
+
+    def move_slowly(on_piece: Callable[[int], None]) -> None:
+        for _ in range(8):
+            time.sleep(0.1)
+            on_piece(1)
+
+    begun = hold_up(monkeypatch, 0.3, move_slowly)
+    mirror = kept(tmp_path, url)
+    mirror.want((V1, V2))
+    mirror.start()
+    assert begun.wait(10)
+    assert mirror.restore((V2,), (V1,)) == Restored((V1,))
+    mirror.close()
+
+
+def test_a_restore_does_not_wait_for_a_copy_that_hangs(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so after a while, so that the slave registers with what is on its disk."""
+    written(tmp_path / "s", V1)
+    over = threading.Event()
+    begun = hold_up(monkeypatch, 0.1, lambda _: assert_set(over))
+    mirror = kept(tmp_path, url)
+    mirror.want((V1,))
+    mirror.start()
+    assert begun.wait(10)
+    with pytest.raises(FailedMirror, match="nothing has moved"):
+        mirror.restore((V1,))
+    over.set()
+    until(lambda: mirror.report() == MirrorReport((V1,)))
+    mirror.close()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+def test_what_is_named_while_a_restore_lasts_is_not_deleted(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is to be deleted is found when the restore has ended, not before it."""
+    written(tmp_path / "s", V1, V2)
+    store, restoring, over = MirrorStore(url, "r", "s"), threading.Event(), threading.Event()
+    for version in (V1, V2):
+        copy_out(store, tmp_path / "s", version, nothing)
+    shutil.rmtree(tmp_path / "s" / str(V1))
+    mirror = kept(tmp_path, url)
+    mirror.restore((V2,))
+
+    def bring_back_later(*args: Any) -> None:
+        restoring.set()
+        assert_set(over)
+        bring_back(*args)
+
+    monkeypatch.setattr(snapshot_mirror, "bring_back", bring_back_later)
+    deleted = list[str]()
+    monkeypatch.setattr(MirrorStore, "remove_path", lambda store, name: deleted.append(name))
+    restored = list[Restored | Exception]()
+    mirror.begin_restore((V2,), (V1,), restored.append)
+    assert restoring.wait(10)
+    mirror.want((V2,))
+    mirror.start()
+    time.sleep(0.2)  # the thread finds that V1 is superfluous
+    mirror.want((V1, V2))
+    over.set()
+    until(lambda: bool(restored))
+    mirror.close()
+    mirror._thread.join(10)
+    assert restored == [Restored((V1,))] and deleted == []
 
 
 def test_the_thread_ends_with_its_slave(url: str, tmp_path: Path) -> None:
