@@ -249,6 +249,7 @@ class Snapshots:
 
         One that was skipped is read again when its files have changed, since it may have been repaired.
         """
+        self._require_directory()
         found, left = self._list_versions(), READ_AT_START
         for version in sorted(found, key=lambda v: v.round, reverse=True):
             if (left > 0 or version in look_for) and self._verify_once(version):

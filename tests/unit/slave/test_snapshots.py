@@ -509,6 +509,18 @@ def test_a_directory_that_is_removed_is_made_anew_and_locked(tmp_path: Path) -> 
     snapshots.close()
 
 
+def test_a_slave_whose_directory_was_removed_can_say_what_it_holds(tmp_path: Path) -> None:
+    """A new master asks before anything is written again: there is no snapshot, and the directory is there and held."""
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    shutil.rmtree(path)
+    assert (snapshots.complete_versions(), snapshots.unread_versions()) == ((), ())
+    with pytest.raises(ConfigError, match="is held by another running slave"):
+        opened(path)
+    snapshots.close()
+
+
 def open_files() -> list[str]:
     """The paths of this process's open files."""
     found = list[str]()
