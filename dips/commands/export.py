@@ -26,7 +26,11 @@ def export(
     credentials: CREDENTIALS = None,
     version: Annotated[
         str | None,
-        typer.Option(metavar="vN@rM", help="The version to write; default the head.", autocompletion=complete_version),
+        typer.Option(
+            metavar="vN@rM",
+            help="The version to write; default the head, with --config the newest on all disks.",
+            autocompletion=complete_version,
+        ),
     ] = None,
     form: Annotated[
         str, typer.Option("--format", help="safetensors: one file; hf: a directory for from_pretrained.")
@@ -79,7 +83,7 @@ def _write_file(
     peer = find_master(config, master, credentials, pulls=True)
     wanted = _parse_version(version) if version else None
     if config is not None:
-        return _write_from_disks(config, wanted or _committed_head(config), output)
+        return _write_from_disks(config, wanted or _newest_on_disks(config), output)
     from dips.commands.export_lanes import export_over_lanes
 
     return export_over_lanes(peer, wanted, output)
@@ -105,8 +109,10 @@ def _parse_version(version: str) -> VersionId:
         raise ConfigError(f"--version: {error}") from error
 
 
-def _committed_head(config: Path) -> VersionId | None:
-    """Return the committed head, or None if the ledger is not here: then the newest complete snapshot is used."""
+def _newest_on_disks(config: Path) -> VersionId | None:
+    """Return the newest committed version that is on all disks, or None if the ledger is not here: then the newest
+    complete snapshot is used. Raise ConfigError if there is none but v0@r0, and the run has gone on.
+    """
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 
@@ -115,4 +121,10 @@ def _committed_head(config: Path) -> VersionId | None:
         print(f"note: no ledger at {path}: taking the newest version that all slaves have", file=sys.stderr)
         return None
     with closing(Ledger.open(path, readonly=True)) as ledger:
-        return ledger.read_state().versions[-1].version
+        versions = ledger.read_state().versions
+    newest, head = next(row.version for row in reversed(versions) if row.durable), versions[-1].version
+    if newest == GENESIS != head:
+        raise ConfigError(f"no version of the run is on all disks yet: take its head {head} with --master")
+    if newest != head:
+        print(f"note: the head {head} is not on all disks yet: taking {newest}; --master has it", file=sys.stderr)
+    return newest

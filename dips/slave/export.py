@@ -25,8 +25,9 @@ Place = tuple[Path, VersionManifest, LayerRecord]  # a version's directory, its 
 def export_snapshot(directories: Sequence[Path], version: VersionId | None, output: Path) -> VersionId:
     """Write θ of `version`, or of the newest version complete in all `directories`, to `output`; return the version.
 
-    Raises ConfigError if no (or not that) version is complete, or `output` cannot be written; CorruptSnapshot if bytes
-    do not have their digest. Uses the memory of one layer. For v0@r0 `directories` is the root of the first model.
+    Raises ConfigError if no (or not that) version is complete, it is deleted meanwhile, or `output` cannot be written;
+    CorruptSnapshot if bytes do not have their digest. Uses the memory of one layer. For v0@r0 `directories` is the root
+    of the first model.
     """
     if version == GENESIS:
         manifests = {root / str(version): read_manifest(root / str(version)) for root in directories}
@@ -90,5 +91,12 @@ def _order_layers(version: VersionId, manifests: dict[Path, VersionManifest]) ->
 def _read_layers(places: Sequence[Place]) -> Iterator[F32]:
     for path, manifest, record in places:
         theta = np.empty(record.layer.numel, np.float32)
-        read_layer(path, manifest, record, theta, None)
+        try:
+            read_layer(path, manifest, record, theta, None)
+        except OSError as error:
+            file, gone = path / record.file, ""
+            if not file.exists():
+                gone = f": {manifest.version} was deleted meanwhile; take a newer one, one that `keep_every` keeps, or "
+                gone += "pull it with --master, which holds it"
+            raise ConfigError(f"{file} cannot be read: {error.strerror}{gone}") from error
         yield theta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,12 @@ from dips.cli import cli
 from dips.client.parallel import full_parameters
 from dips.config import load_run
 from dips.errors import ConfigError, CorruptSnapshot, DipsError
-from dips.ids import VersionId
-from dips.master.genesis import make_run
+from dips.ids import GENESIS, VersionId
+from dips.master.genesis import ledger_path, make_run
+from dips.master.ledger import Ledger
+from dips.outer_step import nesterov_step
 from dips.protocol.manifest import Manifest
+from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
 from dips.store.files import write_version
 
 TOKENS = torch.arange(12).view(1, 12)
@@ -78,8 +82,16 @@ class Exported:
             flat = [array for t in theta for array in (t, np.zeros_like(t))]
             write_version(path, ("r", name, 1), V3, manifest, layers, flat)
 
-    def export(self, output: Path, *words: str) -> str:
-        line = ["export", "--config", str(self.file), "--output", str(output), "--version", str(V3), *words]
+    def commit(self, version: VersionId, parent: VersionId, durable: bool) -> None:
+        """Write a version's row."""
+        step, history = nesterov_step(1.0, 0.7, 0.8), ScoreHistory((), ())
+        row = VersionCommitted(version, parent, durable, (), (), step, 1.0, False, (), (), history, 0.0)
+        with closing(Ledger.open(ledger_path(load_run(self.file)))) as ledger:
+            ledger.write_records([RoundReserved(version.round, 0.0), row])
+
+    def export(self, output: Path, *words: str, version: VersionId | None = V3) -> str:
+        asked = [] if version is None else ["--version", str(version)]
+        line = ["export", "--config", str(self.file), "--output", str(output), *asked, *words]
         done = CliRunner().invoke(cli, line)
         if isinstance(done.exception, DipsError):
             raise done.exception
@@ -110,6 +122,20 @@ def test_the_directory_is_read_by_from_pretrained(
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "lm_head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
     assert not list(tmp_path.glob(".unfinished*"))
+
+
+def test_a_head_that_is_on_no_disk_yet_is_not_looked_for(exported: Exported, tmp_path: Path) -> None:
+    """With `durability: async`, or where a disk has no room, snapshots follow the head: the newest one is written,
+    and never the first model for want of one.
+    """
+    exported.commit(VersionId(1, 1), GENESIS, durable=False)
+    with pytest.raises(ConfigError, match="no version of the run is on all disks yet: take its head v1@r1 with"):
+        exported.export(tmp_path / "model.safetensors", version=None)
+    exported.commit(V3, VersionId(1, 1), durable=True)
+    exported.commit(VersionId(4, 5), V3, durable=False)
+    said = exported.export(tmp_path / "model.safetensors", version=None)
+    assert f"v4@r5 is not on all disks yet: taking {V3}" in said
+    assert f"wrote {V3} to" in said
 
 
 def test_like_another_directory(exported: Exported, trained: LlamaForCausalLM, tmp_path: Path) -> None:

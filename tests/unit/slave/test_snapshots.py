@@ -21,12 +21,13 @@ from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Manifest
+from dips.slave import export
 from dips.slave import snapshots as snapshots_module
 from dips.slave.export import export_snapshot
 from dips.slave.ports import READ_AT_START
 from dips.slave.snapshots import Snapshots
 from dips.store import files, tensorfile
-from dips.store.files import write_version
+from dips.store.files import read_layer, write_version
 from dips.store.version import MOMENTUM, THETA, LayerRecord, VersionManifest, digest_of
 from tests.damage import flip_bit, load_parameters
 from tests.disk_calls import DiskCalls
@@ -644,6 +645,25 @@ def test_export_verifies_digests(tmp_path: Path) -> None:
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
         export_snapshot(directories, V2, tmp_path / "00000.safetensors")
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == []
+
+
+def test_a_version_that_is_deleted_while_it_is_exported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is about the version, not about the output, and says how to have one that stays; no half file
+    remains.
+    """
+    directories, _ = two_slaves(tmp_path)
+
+    def read_slowly(*args: object) -> None:
+        read_layer(*args)  # type: ignore[arg-type]
+        shutil.rmtree(directories[1] / str(V2), ignore_errors=True)
+
+    monkeypatch.setattr(export, "read_layer", read_slowly)
+    with pytest.raises(ConfigError, match=f"s1/{V2}/00001.safetensors .*deleted meanwhile.*--master") as refused:
+        export_snapshot(directories, V2, tmp_path / "model.safetensors")
+    assert "cannot be written" not in str(refused.value)
+    assert not list(tmp_path.glob("*model.safetensors"))
 
 
 def test_a_disk_lags_behind_by_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
