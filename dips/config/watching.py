@@ -96,7 +96,10 @@ class ConfigWatch(Generic[File]):
             section = key.partition(".")[0]
             if section in self._changeable:
                 taken[section] = getattr(new, section)
-            elif not any(fnmatchcase(key, pattern) for pattern in self._ignored) and self._said.get(key) != after:
+            elif (
+                not any(fnmatchcase(key, pattern) for pattern in self._ignored)
+                and (key, after) not in self._said.items()
+            ):
                 self._said[key] = after
                 self._report(f"{key}: {_spell(before)} → {_spell(after)} is not used: {explain_key(key)}")
         for key in self._said.keys() - {key for key, _, _ in found}:

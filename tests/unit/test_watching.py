@@ -97,6 +97,20 @@ def test_a_change_that_was_taken_back_is_said_again(story: EditedRunFile) -> Non
     assert watching._spell("x" * (watching.MOST_VALUE + 1)) == "x" * watching.MOST_VALUE + "…"
 
 
+def test_a_key_that_is_removed_is_said(story: EditedRunFile) -> None:
+    """Its value is null then, which is as little used as any other, and is said once."""
+    story.write(master={**story.content["master"], "mirror": "s3://bucket/runs"})
+    story.watch = ConfigWatch(story.path, load_run(story.path), load_run, (), story.said.append)
+    del story.content["master"]["mirror"]
+    for clusters in (["a"], None):
+        story.write(clusters=clusters)
+        assert story.look() is None
+    assert [said.partition(" is not used")[0] for said in story.said] == [
+        "master.mirror: s3://bucket/runs → null",
+        "clusters: null → a",
+    ]
+
+
 def test_a_file_that_is_wrong_is_not_used(story: EditedRunFile) -> None:
     """Nor one that is gone; the next good one is."""
     story.write(log_level="loud")
