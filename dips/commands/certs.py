@@ -257,8 +257,9 @@ def _describe(certificate: x509.Certificate) -> tuple[str, str]:
 
 
 def _write_request(identity: PeerIdentity, key: Path, request: Path) -> None:
+    """Write a request, and then its key: a key that is there has its request."""
     secret = certificates.new_key()
-    certificates.write_private(key, certificates.key_to_pem(secret))
     certificates.write_public(request, certificates.to_pem(certificates.make_request(identity, secret)))
+    certificates.write_private(key, certificates.key_to_pem(secret))
     fingerprint = fingerprint_of(secret.public_key())
     print(f"{key}: stays here; {request}: {identity}, key {fingerprint}, for `dips certs issue`")

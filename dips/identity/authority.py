@@ -124,11 +124,13 @@ class Authority:
                 raise ConfigError(
                     f"{label}: expected NAME.ROLE or a serial of a certificate that is valid, not revoked"
                 )
-            for row in rows:
-                self._append({"revoked": f"{row.serial:x}", "at": now.isoformat()})
+            meant = {row.serial: now for row in rows}
             # Not those that have ended: a name that renews itself daily would fill the list, which has a limit.
             listed = [row for row in self.list_issued() if row.revoked is not None and row.until > now - CLOCK_SKEW]
-            self._write_revocations({row.serial: row.revoked for row in listed if row.revoked is not None})
+            # Before they are noted: ended in between, the same command finds the same certificates.
+            self._write_revocations({row.serial: row.revoked for row in listed if row.revoked is not None} | meant)
+            for row in rows:
+                self._append({"revoked": f"{row.serial:x}", "at": now.isoformat()})
         return rows
 
     def read_revocations(self) -> x509.CertificateRevocationList:

@@ -144,6 +144,17 @@ def test_the_port_needs_an_authority(tmp_path: Path) -> None:
     assert str(tmp_path / "nowhere") in said
 
 
+def test_a_request_that_failed_is_repeated(tmp_path: Path) -> None:
+    """A disk that was full when the request was to be written leaves no key, for which there would be none."""
+    key, request = tmp_path / "west.cluster.key", tmp_path / "west.cluster.csr"
+    words = ("request", "west", "--role", "cluster", "--run", "july", "--out", tmp_path)
+    (in_the_way := tmp_path / ".unfinished-west.cluster.csr").mkdir()
+    assert "west.cluster.csr: cannot be written" in type_certs(*words, code=78)
+    in_the_way.rmdir()
+    type_certs(*words)
+    assert key.exists() and request.exists()
+
+
 def test_two_revocations_stay_two(tmp_path: Path) -> None:
     """The list is of all that was ever revoked: a second one does not make the first valid again."""
     enrolled = Enrolled(tmp_path)
@@ -153,6 +164,22 @@ def test_two_revocations_stay_two(tmp_path: Path) -> None:
     path = tmp_path / "ca" / "crl.pem"
     (revoked,) = parse_revocations(read_pem(path, "crl"), path, "crl")
     assert {row.serial_number for row in revoked} == {row.serial for row in rows} and len(rows) == 2
+
+
+def test_a_revocation_that_failed_is_repeated(tmp_path: Path) -> None:
+    """A disk that was full when the list was to be written: the same command writes it, and is not told that there is
+    nothing to revoke.
+    """
+    enrolled, path = Enrolled(tmp_path), tmp_path / "ca" / "crl.pem"
+    enrolled.enroll("berlin", PeerRole.CLUSTER)
+    (in_the_way := path.with_name(".unfinished-crl.pem")).mkdir()
+    with pytest.raises(ConfigError, match=r"crl\.pem: cannot be written"):
+        enrolled.authority.revoke("berlin.cluster")
+    in_the_way.rmdir()
+    (row,) = enrolled.authority.revoke("berlin.cluster")
+    (revoked,) = parse_revocations(read_pem(path, "crl"), path, "crl")
+    assert [listed.serial_number for listed in revoked] == [row.serial]
+    assert [issued.revoked is not None for issued in enrolled.authority.list_issued()] == [True]
 
 
 def test_what_has_ended_is_not_listed(tmp_path: Path) -> None:
