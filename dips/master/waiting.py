@@ -74,8 +74,8 @@ def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float])
         if path.exists():
             raise ConfigError(f"{path}: a ledger is here already; a run begins once")
         genesis.write_shared(config, config.master.directory)
-        genesis.mirror_initial(config)
         _write_ledger(config, row, wall)
+        genesis.mirror_initial(config)  # last: what lies in a mirror is believed to be a run
     return row
 
 

@@ -204,6 +204,20 @@ def test_a_run_of_the_same_name_in_a_mirror_is_not_begun_over(tmp_path: Path) ->
     assert not ledger_path(mirrored[1]).exists()
 
 
+def test_a_run_whose_begin_failed_begins_when_it_is_repeated(tmp_path: Path) -> None:
+    """A disk that was full when the ledger was to be written: the mirror holds nothing yet that was a run."""
+    (tmp_path / "mirror").mkdir()
+    config = run_file(tmp_path / "m")
+    config = config.model_copy(update={"master": config.master.model_copy(update={"mirror": str(tmp_path / "mirror")})})
+    (tmp_path / "m").mkdir()
+    (in_the_way := tmp_path / "m" / waiting.ASIDE).touch()
+    with pytest.raises(OSError, match=waiting.ASIDE):
+        begin_run(config, propose_run(model(), PLAIN_GROUPING), wall)
+    in_the_way.unlink()
+    begin_run(config, propose_run(model(), PLAIN_GROUPING), wall)
+    assert ledger_path(config).exists() and list((tmp_path / "mirror").rglob("shared.json"))
+
+
 def test_a_model_that_no_message_carries_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its packed manifest and what is measured of each layer count; the limit itself is still sent."""
     proposed = propose_run(model(), PLAIN_GROUPING)
