@@ -77,8 +77,8 @@ def recover_command(
     A restored ledger knows less than slaves and clusters have seen, and would use names twice: terms, rounds,
     incarnations.
     So the master refuses to serve it. This brings its counters above everything that was ever sent: above what
-    journals and snapshot directories on this machine show, above --term-above and --round-above, and a thousand more,
-    since not everything that was sent is written somewhere. It says what is lost, and asks.
+    journals and snapshot directories on this machine and mirrors show, above --term-above and --round-above, and a
+    thousand more, since not everything that was sent is written somewhere. It says what is lost, and asks.
 
     Lost are the outer steps since the backup. Their snapshots are no versions any more; slaves delete them when
     they are READY: copy what you want to keep. Clusters pull the head of the backup and go on. Data ranges that were

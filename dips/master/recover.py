@@ -21,7 +21,7 @@ from dips.ids import GENESIS, VersionId
 from dips.master import genesis, journal
 from dips.master.ledger import Ledger
 from dips.master.local_audit import make_local_row
-from dips.master.restore import SPARE
+from dips.master.restore import SPARE, mirror_of, newest_term
 from dips.outer_step import NO_STEP
 from dips.protocol.enums import Role, RoundResult
 from dips.protocol.records import (
@@ -54,7 +54,7 @@ class RecoveryPlan:
     head: VersionId | None  # the newest of the ledger's versions that all slaves have, here or in mirrors, if known
     newer: VersionId | None  # the newest that all slaves here have, here or in mirrors, and was made after the backup
     missing: tuple[Path, ...]  # directories that are not on this machine
-    unread: tuple[str, ...]  # mirrors of slaves that cannot be read, and why
+    unread: tuple[str, ...]  # mirrors that cannot be read, and why
     adopted: VersionId | None
     digests: tuple[tuple[str, str], ...]  # of the adopted version: (slave, digest of its snapshot's manifest)
 
@@ -70,7 +70,7 @@ class RecoveryPlan:
         if self.missing:
             elsewhere = ", ".join(map(str, self.missing))
             lines.append(f"note: not on this machine: {elsewhere}; name what is newer there by --round-above")
-        lines += [f"note: {why}; name what is newer there by --round-above" for why in self.unread]
+        lines += [f"note: {why}; name what is newer there by --round-above or --term-above" for why in self.unread]
         return "\n".join([*lines, self._describe_next_head()])
 
     def carry_out(self, ledger: Ledger) -> None:
@@ -126,7 +126,7 @@ def open_ledger(config: RunFile) -> Iterator[Ledger]:
 def make_plan(
     config: RunFile, ledger: Ledger, term_above: int = 0, round_above: int = 0, adopt: VersionId | None = None
 ) -> RecoveryPlan:
-    """Find everything on this machine and in slaves' mirrors that has a term or a round; changes nothing.
+    """Find everything on this machine and in mirrors that has a term or a round; changes nothing.
 
     Versions that are only in a mirror count, since the slave restores them. Raise ConfigError if the ledger is of
     another run, or `adopt` is not newer than it or missing both on some slave and in its mirror.
@@ -148,7 +148,8 @@ def make_plan(
     begins = not any(v.retired for v in state.versions)  # v0@r0 is offered until the first snapshots are retired
     held = [v for v in ours if v in common or (v == GENESIS and begins)]
     missing = tuple(s.directory for s in config.slaves if s.name not in offered)
-    found_term = max(state.term, term_above, journal.newest_term(config.master.directory))
+    mirrored_term, unread_ledger = _find_mirrored_term(config)
+    found_term = max(state.term, term_above, journal.newest_term(config.master.directory), mirrored_term)
     found_round = max(state.next_round - 1, round_above, *(v.round for v in on_disk), adopt.round if adopt else 0)
     return RecoveryPlan(
         state=state,
@@ -160,7 +161,7 @@ def make_plan(
         head=held[-1] if held and not missing else None,
         newer=newer[-1] if newer else None,
         missing=missing,
-        unread=unread,
+        unread=(*unread_ledger, *unread),
         adopted=adopt,
         digests=tuple((s.name, _manifest_digest(config, s, adopt)) for s in here if adopt),
     )
@@ -191,6 +192,17 @@ def _manifest_digest(config: RunFile, slave: SlaveSection, version: VersionId) -
 
 def _mirror_of(config: RunFile, slave: SlaveSection) -> MirrorStore | None:
     return None if slave.mirror is None else MirrorStore(slave.mirror, config.shared.run, slave.name)
+
+
+def _find_mirrored_term(config: RunFile) -> tuple[int, tuple[str, ...]]:
+    """Return the newest term in the ledger's mirror, which a standby or a restore may have claimed, or why it cannot be
+    read.
+    """
+    store = mirror_of(config)
+    try:
+        return (0 if store is None else newest_term(store)), ()
+    except FailedMirror as error:
+        return 0, (f"master.mirror: {error}",)
 
 
 def _list_mirrors(config: RunFile) -> tuple[dict[str, list[VersionId]], tuple[str, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import xxhash
 import yaml
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 from dips.ids import VersionId
-from dips.master import genesis, recover
+from dips.master import genesis, recover, restore
 from dips.master.app import cli
 from dips.master.ledger import Ledger
 from dips.master.restore import SPARE
@@ -167,6 +168,28 @@ def test_what_stands_only_in_a_mirror_counts(config: RunFile, tmp_path: Path) ->
     with recover.open_ledger(mirrored) as ledger:  # from then on nobody offers the initial model
         ledger.write_records([VersionsRetired((VersionId(3, 8),))])
     assert plan(mirrored).head is None and "no version of this ledger is in all" in plan(mirrored).describe_lines()
+
+
+def test_a_term_that_stands_only_in_the_ledgers_mirror_counts(config: RunFile, tmp_path: Path) -> None:
+    """A standby that took over twice was thousands of terms ahead: the next master begins a later one, or would be told
+    that its file is an old copy.
+    """
+    raw = yaml.safe_load((tmp_path / "dips.yaml").read_text())
+    raw["master"]["mirror"] = "mirror"
+    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(raw))
+    mirrored = load_run(tmp_path / "dips.yaml")
+    assert any(why.startswith("master.mirror: ") for why in plan(mirrored).unread)
+    (tmp_path / "mirror").mkdir()
+    store = restore.mirror_of(mirrored)
+    assert store is not None and plan(mirrored).found_term == 2
+    assert restore.claim_term(store, "r", "a standby", claimable=True, above=2 * SPARE)
+    log = structlog.get_logger()
+    with pytest.raises(ConfigError, match="this file is an old copy"):
+        restore.restore_if_lost(mirrored, log)
+    carry_out(mirrored)
+    restore.restore_if_lost(mirrored, log)
+    with recover.open_ledger(mirrored) as ledger:
+        assert ledger.start_term() > 3 * SPARE + 1
 
 
 def test_it_asks(config: RunFile, tmp_path: Path) -> None:
