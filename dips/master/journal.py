@@ -126,8 +126,10 @@ class Journal:
         self._queue.put(JournalStep(now, event, effects))
 
     def read_status(self) -> JournalView:
-        """Return for the status whether it writes, how much it wrote, and how many steps wait."""
-        writing = self._begun and self._stopped_at is None and not self._writer.failed
+        """Return for the status whether it writes, or will with the first step, how much it wrote, and how many steps
+        wait.
+        """
+        writing = self._stopped_at is None and not self._writer.failed
         return JournalView(writing, self._writer.bytes_written, self._queue.qsize())
 
     def close(self) -> None:
@@ -208,7 +210,8 @@ class _JournalWriter:
         }
         self._append_lines(codec.spell_json(about).encode() + b"\n")
         self._size = 0  # a state as large as a segment must not begin the next one at once
-        for old in list_segments(self._directory)[: -self._segments]:
+        ours = (path for path in list_segments(self._directory) if _term_of(path) <= self._term)
+        for old in list(ours)[: -self._segments]:  # those of later terms are of a run that `dips init --force` deleted
             old.unlink(missing_ok=True)
 
     def _append_lines(self, lines: bytes | bytearray) -> None:
@@ -253,7 +256,11 @@ def list_segments(directory: Path) -> list[Path]:
 
 def newest_term(directory: Path) -> int:
     """Return the highest term with a journal here; 0 for none."""
-    return max((int(m[1]) for path in list_segments(directory) if (m := _NAME.fullmatch(path.name))), default=0)
+    return max(map(_term_of, list_segments(directory)), default=0)
+
+
+def _term_of(segment: Path) -> int:
+    return int(segment.name.split("-")[1])
 
 
 def code_digest() -> str:

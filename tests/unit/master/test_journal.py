@@ -130,6 +130,26 @@ def test_old_segments_go(played: Path, tmp_path: Path) -> None:
     assert not any(one.differs for one in replay_journal(directory))
 
 
+def test_a_run_that_begins_anew_keeps_its_own_segments(tmp_path: Path) -> None:
+    """`dips init --force` leaves those of the run before, whose terms are later than the first of the new one."""
+    for term in range(5, 8):
+        (tmp_path / f"journal-{term}-1.jsonl").write_text("{}\n")
+    journal = Journal(tmp_path, "r", 1, 3, structlog.get_logger())
+    for _ in range(4):
+        journal.begin_segment(())
+    wait_for_writer(journal)
+    journal.close()
+    kept = [path.name.removeprefix("journal-").removesuffix(".jsonl") for path in list_segments(tmp_path)]
+    assert kept == ["1-2", "1-3", "1-4", "5-1", "6-1", "7-1"]
+
+
+def test_a_journal_that_has_nothing_to_write_yet_does_not_fail(tmp_path: Path) -> None:
+    """A master to which nobody has spoken has no disk that fails it."""
+    journal = Journal(tmp_path, "r", 1, 3, structlog.get_logger())
+    assert journal.read_status().writing
+    journal.close()
+
+
 def in_another_process(directory: Path, seed: str) -> subprocess.CompletedProcess[str]:
     code = "from dips.master.app import main; main()"
     words = [sys.executable, "-c", code, "replay", str(directory)]
