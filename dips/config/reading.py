@@ -23,7 +23,7 @@ def load_file(path: Path, model: type[Model]) -> Model:
         raw["shared"] = read_yaml(path.parent / shared)
     _refuse_section(path, raw, model)
     try:
-        return model.model_validate(_resolve_paths(raw, path.parent))
+        return model.model_validate(_resolve_paths(raw, path.absolute().parent))
     except ConfigError as error:  # from __post_init__ of an options class
         raise ConfigError(f"{path}: {error}") from error
     except RecursionError as error:  # an anchor that holds itself
@@ -94,7 +94,10 @@ def _is_path(key: str, value: Any) -> bool:
 
 
 def _resolve_paths(raw: Any, base: Path) -> Any:
-    """Make relative paths relative to the file that contains them, so that a daemon may start anywhere; URLs stay."""
+    """Make relative paths relative to the file that contains them, so that a daemon may start anywhere; URLs stay.
+
+    They are absolute then, since a directory keeps the path of its mirror, to know it again.
+    """
     if isinstance(raw, dict):
         return {k: str(base / v) if _is_path(k, v) else _resolve_paths(v, base) for k, v in raw.items()}
     return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from dips.config import (
     load_run,
 )
 from dips.config.cluster import DEFAULT_STEPS
-from dips.errors import ConfigError, treatment_of
+from dips.errors import ConfigError, FailedMirror, treatment_of
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
+from dips.master.restore import mirror_of
 from dips.protocol.enums import LayerUnit
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "shared"
@@ -321,6 +323,23 @@ def test_paths_are_relative_to_their_file(tmp_path: Path) -> None:
     assert run.slave_section("s0").directory == Path("/elsewhere")
     for mirror, place in (("s3://bucket/m", "s3://bucket/m"), ("m", str(tmp_path / "m"))):  # a URL is no path
         assert load_run(write(tmp_path / "m.yaml", changed(RUN, "master.mirror", mirror))).master.mirror == place
+
+
+def test_a_mirror_is_known_again_wherever_a_daemon_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand beside its file, then by systemd with the file's whole path: a disk that is not mounted is noticed."""
+    file = write(tmp_path / "dips.yaml", changed(RUN, "master.mirror", "mirror"))
+    (tmp_path / "mirror").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_run(Path("dips.yaml")) == load_run(file)
+    store = mirror_of(load_run(Path("dips.yaml")))
+    assert store is not None
+    store.write_file("a", b"")
+    rmtree(tmp_path / "mirror")
+    (tmp_path / "mirror").mkdir()
+    store = mirror_of(load_run(file))
+    assert store is not None
+    with pytest.raises(FailedMirror, match="got a place without one: mount its disk"):
+        store.list_names()
 
 
 def test_digest_is_of_values_not_of_spelling(tmp_path: Path) -> None:
