@@ -186,11 +186,16 @@ class IncomingPush:
             claims.setdefault(f"rank {rank}", []).extend(stream.pieces)
         return describe_uncovered(layout, claims)
 
-    def describe_missing(self) -> str:
-        """Describe the missing ranks or bytes, for people."""
+    def describe_missing(self, lanes: int) -> str:
+        """Describe the missing ranks, those that miss on some of the lanes, or the missing bytes, for people."""
         silent = sorted(set(self.places) - {rank for rank, _ in self.streams})
         if silent:
             return f"ranks {silent} never said HELLO"
+        silent_on = {lane: sorted(r for r in self.places if (r, lane) not in self.streams) for lane in range(lanes)}
+        if any(silent_on.values()):
+            return "; ".join(
+                f"ranks {ranks} never said HELLO on lane {lane}" for lane, ranks in silent_on.items() if ranks
+            )
         return ", ".join(
             f"rank {rank} brought {s.intake.total - s.intake.left} of {s.intake.total} bytes"
             for (rank, _), s in sorted(self.streams.items())
@@ -540,7 +545,7 @@ class Receiver:
                     gathering = push.phase is PushPhase.GATHERING
                     what = f"deadline: no HELLO for {push.gather_s:g} s" if gathering else ""
                     what = what or f"no new bytes for {self._stall_s:g} s"
-                    moves += self._refuse_push(push, f"{what}; {push.describe_missing()}", "refused")
+                    moves += self._refuse_push(push, f"{what}; {push.describe_missing(len(self._turns))}", "refused")
         return moves
 
     def _refuse_push(self, push: IncomingPush, reason: str, code: str) -> list[Move]:

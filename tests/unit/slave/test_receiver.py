@@ -342,6 +342,17 @@ def test_ranks_that_do_not_follow_the_first_end_a_push():
     assert isinstance(over, PushOver) and "no HELLO for 60 s; ranks [1] never said HELLO" in over.reason
 
 
+def test_a_lane_that_ranks_do_not_reach_is_named():
+    """As behind a firewall that lets through one port of two: each rank is there, on the other lane."""
+    receiver = Receiver(2, 4096, Transit(1 << 20), 1, stall_s=10.0)
+    receiver.set_layers(LayerLayout(MANIFEST, (0,)))
+    receiver.open_push(PUSH, (0, 1), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
+    for rank in range(2):
+        receiver.on_hello(0, b"%d" % rank, replace(name(rank), lane=0), (HALVES[rank],), 0.0)
+    (*_, over) = receiver.tick(60.0)
+    assert isinstance(over, PushOver) and over.reason.endswith("; ranks [0, 1] never said HELLO on lane 1")
+
+
 @pytest.mark.parametrize(("room", "wakes"), [(FLOOR_BYTES + 100, True), (3 * FLOOR_BYTES, False)])
 def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty(room: int, wakes: bool):
     """A lane that was refused by the pool is woken by the next chunk that comes to its place on any lane; one that
