@@ -35,7 +35,7 @@ from dips.errors import ConfigError, Corrupt, CorruptSnapshot, DipsError, Failed
 from dips.files import make_directory, sync_path, write_durably, write_synced
 from dips.ids import VersionId
 from dips.store.files import ASIDE, SyncQueue, copy_layer, require_sizes, write_manifest
-from dips.store.tensorfile import PIECE_BYTES, OnPiece
+from dips.store.tensorfile import PIECE_BYTES, OnPiece, reserve_file
 from dips.store.version import MANIFEST_FILE, LayerRecord, VersionManifest
 
 MARKER = "dips-mirror"  # a file in each folder of a mirror, with unique content
@@ -436,7 +436,7 @@ def _linked(path: Path) -> Iterator[Path]:
 def bring_back(
     store: MirrorStore, root: Path, run: str, slave: str, version: VersionId, on_piece: OnPiece = lambda _: None
 ) -> None:
-    """Restore a version into a root, STREAMS layers at a time; it is durable on return.
+    """Restore a version into a root, STREAMS layers at a time, after its room is reserved; it is durable on return.
 
     on_piece  called with the bytes of each piece, by one thread at a time
     Raise CorruptSnapshot if the copy is not complete, FailedMirror if the mirror fails, OSError if this disk does.
@@ -453,8 +453,9 @@ def bring_back(
 
     def restore_layer(record: LayerRecord) -> None:
         name = f"{version}/{record.file}"
-        with (aside / record.file).open("wb") as target, store.open_file(name) as source:
+        with (aside / record.file).open("r+b") as target, store.open_file(name) as source:  # its room is reserved
             copy_layer(source, target, manifest, record, f"{store.url}/{name}", on_moved)
+            target.truncate()
 
     def restore_layers() -> None:
         try:
@@ -471,6 +472,8 @@ def bring_back(
 
     try:
         aside.mkdir(exist_ok=True)
+        for record in manifest.layers:
+            reserve_file(aside / record.file, record.size)
         # Daemons, which a mount that hangs does not keep from ending with the process.
         threads = [threading.Thread(target=restore_layers, name="restore", daemon=True) for _ in range(STREAMS)]
         for thread in threads:

@@ -28,6 +28,7 @@ from dips.slave import app, mirror_plan, snapshot_mirror
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store import mirror as mirror_store
+from dips.store import tensorfile
 from dips.store.files import ASIDE
 from dips.store.mirror import MirrorStore, bring_back, copy_out, read_copy
 from dips.transport.backoff import Backoff
@@ -666,6 +667,26 @@ def test_the_thread_ends_with_its_slave(url: str, tmp_path: Path) -> None:
     mirror.close()
     mirror._thread.join(10)
     assert not mirror._thread.is_alive()
+
+
+def test_a_restore_finds_a_full_disk_before_it_fetches(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version of hundreds of GB is not fetched again and again for a disk that has no room for it; nothing is left of
+    the try.
+    """
+    written(tmp_path / "s", V1)
+    store, fetched = MirrorStore(url, "r", "s"), list[int]()
+    copy_out(store, tmp_path / "s", V1, nothing)
+    shutil.rmtree(tmp_path / "s" / str(V1))
+
+    def is_full(fd: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensorfile, "_reserve_space", is_full)
+    with pytest.raises(OSError, match="No space left"):
+        bring_back(store, tmp_path / "s", "r", "s", V1, fetched.append)
+    assert fetched == [] and not list((tmp_path / "s").glob("*@*"))
 
 
 def rot(store: MirrorStore, version: VersionId) -> None:
