@@ -26,7 +26,7 @@ from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network
 from dips.codecs import Codec
 from dips.protocol.order import Worker, make_lines, places_for_slave
-from dips.slave.receiver import CONCURRENT_STREAMS, MOST_EACH
+from dips.transport.intake import CONCURRENT_STREAMS, MOST_EACH
 from dips.transport.lane import available_cores
 
 PIPELINE, LANES, ORDER, JOIN = 1.3, 1.2, 1.2, 1 / 1.1  # what must be reached

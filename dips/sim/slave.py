@@ -42,11 +42,10 @@ from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
 from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.ports import Meters, ReadSnapshot, ShardMethod, ShardWork, SlaveIdentity, WorkOnDisk
-from dips.slave.receiver import CONCURRENT_STREAMS
 from dips.slave.runtime import ShardThread, SlaveRuntime
 from dips.slave.shard import Shard
 from dips.transport.backoff import Backoff
-from dips.transport.intake import FLOOR_BYTES
+from dips.transport.intake import CONCURRENT_STREAMS, FLOOR_BYTES
 from dips.transport.seal import KeyPair
 from dips.wire.generated import slave_pb2
 

@@ -33,7 +33,6 @@ from dips.slave.flow import ZmqFlow
 from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES, available_bytes, memory_of
 from dips.slave.metrics import DiskRoom
 from dips.slave.ports import Meters, SlaveIdentity, SlaveTiming
-from dips.slave.receiver import CONCURRENT_STREAMS
 from dips.slave.registration import LastProcess
 from dips.slave.runtime import ShardThread, SlaveRuntime, SlaveServiceLink
 from dips.slave.shard import Shard
@@ -45,6 +44,7 @@ from dips.telemetry.timeline import Timeline
 from dips.transport import control, seal
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.gate import Guard
+from dips.transport.intake import CONCURRENT_STREAMS
 from dips.transport.lane import available_cores
 from dips.transport.limits import SLAVE_LIMITS
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server

@@ -25,7 +25,7 @@ from dips.slave.ports import (
     Wake,
     error_message,
 )
-from dips.transport.intake import Intake, LinkRate, Rate, Transit, Turns, pool_cost
+from dips.transport.intake import MOST_EACH, Intake, LinkRate, Rate, Transit, Turns, pool_cost
 from dips.wire.chunks import LayerLayout, check_steps, describe_uncovered, put_body
 from dips.wire.frame import (
     CHECKSUMS,
@@ -229,8 +229,6 @@ class ClaimedChunk:
 # and 16 slaves use a fifth; 256 ranks and 8 slaves would need 1.6 M, and their job ends with advice.
 MOST_RANGES = 1 << 20
 MOST_LINKS = 4096  # clusters whose link rates are kept
-CONCURRENT_STREAMS = 64  # at once on a lane, of all clusters
-MOST_EACH = 4  # of one cluster: a single one would wait a round trip for each piece
 
 
 def cluster_of(stream: InStream) -> str:

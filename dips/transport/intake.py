@@ -158,6 +158,8 @@ class Transit:
 # barrier (docs/rationale.md#5). Pure.
 
 
+CONCURRENT_STREAMS = 64  # at once on a lane, of all clusters
+MOST_EACH = 4  # of one cluster: a single one would wait a round trip for each piece
 QUANTUM_BYTES = 16 << 20  # a few credits: with less, the link would run empty at each change of turn
 
 K = TypeVar("K", bound=Hashable)

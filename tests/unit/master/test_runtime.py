@@ -195,9 +195,9 @@ def joins(event: ClusterJoined) -> list[Effect]:
 
 
 async def test_the_view_has_the_journal(tmp_path: Path) -> None:
-    """Nothing is written yet, and no step waits."""
+    """Nothing is written yet, but will be with the first step, and no step waits."""
     async with running(tmp_path) as h:
-        assert h.runtime.build_view().journal == JournalView(False, 0, 0)
+        assert h.runtime.build_view().journal == JournalView(True, 0, 0)
 
 
 async def test_what_arrives_wakes_the_master(tmp_path: Path) -> None:

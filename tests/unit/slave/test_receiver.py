@@ -12,8 +12,8 @@ import xxhash
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.ports import Move, PushOver, RankMoved, Say, Staged, Wake
-from dips.slave.receiver import CONCURRENT_STREAMS, MOST_EACH, Receiver
-from dips.transport.intake import FLOOR_BYTES, Transit, Turns
+from dips.slave.receiver import Receiver
+from dips.transport.intake import CONCURRENT_STREAMS, FLOOR_BYTES, MOST_EACH, Transit, Turns
 from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Header, Kind, Range, StreamName, decode_error, decode_want
 
