@@ -140,6 +140,7 @@ class OpenOrder:
     until: float  # last time at which it is tried again when Busy
     again_at: float = inf  # next try; infinite: it is being carried out, or waits for the disk's turn
     needs_disk: bool = False  # it is a disk order, or waits for one
+    wanted: bool = True  # its caller waits for the answer
 
 
 class OrderDesk:
@@ -166,8 +167,14 @@ class OrderDesk:
         return self._begin_order(ticket)
 
     def drop_order(self, ticket: Ticket) -> None:
-        """Stop trying an order whose caller has hung up; one that is being carried out goes on."""
-        if ticket in self._open and self._open[ticket].again_at < inf:
+        """Stop trying an order whose caller has hung up; one that is being carried out goes on, and is not tried
+        again.
+        """
+        found = self._open.get(ticket)
+        if found is None:
+            return
+        found.wanted = False
+        if found.again_at < inf:
             del self._open[ticket]
 
     def tick(self, now: float) -> Actions:
@@ -207,7 +214,7 @@ class OrderDesk:
         found = self._open[ticket]
         again_at = now + self._timing.busy_retry_s
         found.needs_disk = isinstance(result, BusyDisk) and bool(self._on_disk)
-        if isinstance(result, Busy) and (again_at <= found.until or found.needs_disk):
+        if isinstance(result, Busy) and found.wanted and (again_at <= found.until or found.needs_disk):
             found.again_at = again_at
             return []
         del self._open[ticket]

@@ -106,14 +106,18 @@ def test_an_error_is_the_answer() -> None:
 
 
 def test_an_order_whose_giver_hung_up_is_not_tried_again() -> None:
-    """What is being carried out goes on: its answer is remembered for the repetition."""
+    """Neither while it waits nor after a try that was under way, whose answer nobody reads: it would take a slot that
+    another waits for.
+    """
     desk = OrderDesk(TIMING)
     desk.take_order(1, order(1, OpenPush(P1, 1, 60.0)), 0.0)
     desk.drop_order(1)
-    assert desk.on_executed(1, FULL, 0.1) == []
-    desk.drop_order(1)
-    assert desk.tick(9.0) == []
-    desk.drop_order(1)
+    assert work_of(desk.on_executed(1, FULL, 0.1)) == [AnswerOrder(1, FULL)]
+    desk.take_order(2, order(2, OpenPush(P1, 1, 60.0)), 1.0)
+    assert desk.on_executed(2, FULL, 1.1) == []
+    desk.drop_order(2)
+    assert desk.next_deadline() == inf and desk.tick(9.0) == []
+    desk.drop_order(2)
 
 
 def test_snapshots_are_written_one_after_another_beside_other_orders() -> None:
