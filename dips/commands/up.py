@@ -14,11 +14,12 @@ from dips.client.agent.agent import END_GRACE_S
 from dips.commands.new import CLUSTER, RUN
 from dips.commands.options import OPERATOR, operator_peer
 from dips.config import ClusterFile, RunFile, load_cluster, load_run
-from dips.errors import ConfigError
+from dips.errors import ConfigError, FailedMirror
 from dips.files import find_program
 from dips.local import run as local
 from dips.local.run import LocalProcess, LocalProcesses, ProcessEnded, exit_on_sigterm
 from dips.master.genesis import ledger_path
+from dips.master.restore import mirror_of, newest_term
 from dips.transport.endpoints import Endpoint
 from dips.view import terminal
 
@@ -44,8 +45,9 @@ def up(
     """Start master, slaves and one training cluster on this machine, and stop them all when the training ends.
 
     Needs dips.yaml, shared.yaml and cluster.yaml, as `dips new` writes them. A run that does not exist yet is made
-    first (`dips init`); an existing run continues from its last version. Output of the training command is printed
-    here, with a line of status every ten seconds; each process writes logs/NAME.log beside the run file (`dips logs`).
+    first (`dips init`); an existing run continues from its last version, also if its ledger is in its mirror alone.
+    Output of the training command is printed here, with a line of status every ten seconds; each process writes
+    logs/NAME.log beside the run file (`dips logs`).
 
     More clusters may join from other terminals: dips-client --config OTHER.yaml -- COMMAND. Ctrl-C stops all processes
     in order, and loses nothing that was committed; the same command continues the run. On several machines start the
@@ -61,7 +63,7 @@ def up(
     run_file, cluster_path = _load_run(config), cluster or config.with_name(CLUSTER)
     cluster_file = load_cluster(cluster_path)
     find_program(command[0], "the training command ")
-    if not ledger_path(run_file).exists():
+    if not (ledger_path(run_file).exists() or _is_mirrored(run_file)):
         _make_run(config, factory, model, seed)
     config.with_name(local.LOGS).mkdir(exist_ok=True)
     exit_on_sigterm()
@@ -77,6 +79,17 @@ def _load_run(config: Path) -> RunFile:
     if not config.exists():
         raise ConfigError(f"expected the run file {config}: `dips new DIRECTORY` writes one, --config names another")
     return load_run(config)
+
+
+def _is_mirrored(run_file: RunFile) -> bool:
+    """Whether the ledger lies in its mirror, from which the master restores it. False if the mirror cannot be read:
+    `dips init` says why.
+    """
+    store = mirror_of(run_file)
+    try:
+        return store is not None and newest_term(store) > 0
+    except FailedMirror:
+        return False
 
 
 def _make_run(config: Path, factory: str | None, model: Path | None, seed: int) -> None:

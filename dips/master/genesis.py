@@ -171,8 +171,9 @@ def find_mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
     if found and not force:
         places = ", ".join(store.url for store in found)
         raise ConfigError(
-            f"mirror: a run of the name {config.shared.run!r} lies in {places} already; take another shared.run, or "
-            "throw it away with --force"
+            f"mirror: a run of the name {config.shared.run!r} lies in {places} already. If it is this run, and its "
+            "ledger was lost, start dips-master, which restores it; else take another shared.run, or throw it away "
+            "with --force"
         )
     return found
 

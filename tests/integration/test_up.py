@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,7 +96,11 @@ def versions_of(place: Path) -> int:
 
 @pytest.mark.timeout(240)
 def test_a_run_of_ones_own_in_two_commands(place: Path) -> None:
-    """It trains to its target, what the script prints is seen, logs are kept, and `extend` with `up` goes on."""
+    """It trains to its target, what the script prints is seen, logs are kept, and the same command restores a ledger
+    that was lost from its mirror.
+    """
+    (place / "mirror").mkdir()
+    edit(place / "dips.yaml", ("master:\n", "master:\n  mirror: mirror\n"))
     edit(place / "shared.yaml", ("tokens: 1500000 ", f"tokens: {2 * 16 * STEPS * 3} "))
     said = say(place, "up", *TRAIN)
     assert "made run my-first-run" in said and "step 1  loss" in said and "next: dips history" in said
@@ -105,7 +110,10 @@ def test_a_run_of_ones_own_in_two_commands(place: Path) -> None:
     assert re.findall(r"^(\S+) +\| .*stopped", logged, re.M) == ["master", "slave-0"]
     say(place, "logs", "nobody", code=78)
 
-    assert "step 0" not in say(place, "up", *TRAIN) and versions_of(place) == 3, "a run that has ended trains no more"
+    shutil.rmtree(ledger_path(load_run(place / "dips.yaml")).parent)
+    said = say(place, "up", *TRAIN)
+    assert "made run" not in said and versions_of(place) == 3
+    assert "step 0" not in said, "a run that has ended trains no more"
 
 
 @pytest.mark.timeout(240)
