@@ -200,7 +200,7 @@ def not_finite(mesh: DeviceMesh) -> dict[str, Any]:
 def timed(mesh: DeviceMesh) -> dict[str, Any]:
     """A-EDiT: replicas of unequal speed meet after a time, in unequal numbers of steps, and hold one model."""
     side = MeshSide(mesh, rules({**EDIT, "merge": "edit"}, "edit"), seconds=0.8)
-    pause, number = 0.02 * (1 + 4 * mesh.get_local_rank("sync")), 0
+    pause, number = (0.02, 0.3)[mesh.get_local_rank("sync")], 0
     while side.loop.last_sync is None:
         time.sleep(pause)
         side.step(number)
