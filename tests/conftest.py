@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -89,11 +90,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("races")
 
 
+DIED = "dips/worker-died"  # in pytest's cache: of the last whole run
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A whole run begins: no worker of it has died."""
+    if session.config.cache and not hasattr(session.config, "workerinput") and not session.config.option.racing_only:
+        session.config.cache.set(DIED, "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker that dies ends the run (Makefile), and leaves tests that nobody has played."""
+    if error:
+        node.config.cache.set(DIED, str(error))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What stays until the end is walked over no more. A test without a race that failed has failed."""
     sure = [item.nodeid for item in session.items if item.get_closest_marker("races") is None]
-    if sure and session.config.getoption("--racing-only"):
-        raise pytest.UsageError(f"these race with nothing, so they are not played again: {', '.join(sure)}")
+    if session.config.getoption("--racing-only"):
+        if sure:
+            raise pytest.UsageError(f"these race with nothing, so they are not played again: {', '.join(sure)}")
+        if session.config.cache and (error := session.config.cache.get(DIED, "")):
+            raise pytest.UsageError(f"a worker died, and tests were not played, so play all of them again: {error}")
     gc.freeze()
     gc.enable()
 
