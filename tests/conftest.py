@@ -95,15 +95,20 @@ DIED = "dips/worker-died"  # in pytest's cache: of the last whole run
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """A whole run begins: no worker of it has died."""
-    if session.config.cache and not hasattr(session.config, "workerinput") and not session.config.option.racing_only:
-        session.config.cache.set(DIED, "")
+    if not (hasattr(session.config, "workerinput") or session.config.option.racing_only):
+        _note_death(session.config, "")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """A worker that dies ends the run (Makefile), and leaves tests that nobody has played."""
     if error:
-        node.config.cache.set(DIED, str(error))
+        _note_death(node.config, str(error))
+
+
+def _note_death(config: pytest.Config, error: str) -> None:
+    if (cache := getattr(config, "cache", None)) is not None:  # `-p no:cacheprovider` has none
+        cache.set(DIED, error)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -112,7 +117,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.getoption("--racing-only"):
         if sure:
             raise pytest.UsageError(f"these race with nothing, so they are not played again: {', '.join(sure)}")
-        if session.config.cache and (error := session.config.cache.get(DIED, "")):
+        if error := session.config.cache.get(DIED, ""):
             raise pytest.UsageError(f"a worker died, and tests were not played, so play all of them again: {error}")
     gc.freeze()
     gc.enable()
