@@ -152,7 +152,7 @@ class _Outer:
     """The outer parameters θ and m, with the Nesterov step of the project's reference."""
 
     def __init__(self, theta: F32, lr: float, momentum: float) -> None:
-        self.theta, self.momentum, self._lr, self._share = theta, np.zeros_like(theta), lr, momentum
+        self.theta, self.momentum, self._lr, self._coefficient = theta, np.zeros_like(theta), lr, momentum
         self._cosines: list[float] = []
 
     @property
@@ -165,7 +165,7 @@ class _Outer:
         if norms > 0:
             self._cosines.append(float(total @ self.momentum) / norms)
         after = np.empty_like(self.theta)
-        reference.apply(self.theta, total, self.momentum, scale, self._lr, nesterov_numbers(self._share), after)
+        reference.apply(self.theta, total, self.momentum, scale, self._lr, nesterov_numbers(self._coefficient), after)
         self.theta, self.momentum = after, total
 
 

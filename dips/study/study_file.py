@@ -202,9 +202,14 @@ class StudyRow:
     compare: str | None = None  # the row that this one is compared with; None: the study's
 
     @property
+    def searched(self) -> Mapping[str, tuple[Any, ...]]:
+        """The keys to tune that have more than one value."""
+        return {key: values for key, values in self.tune.items() if len(values) > 1}
+
+    @property
     def untuned(self) -> Tuned:
         """The values of the keys to tune before the first run: the row's or `base`'s, or the middle ones of lists."""
-        known = {key: self.flat[key] for key, values in self.tune.items() if key in self.flat and len(values) > 1}
+        known = {key: self.flat[key] for key in self.searched if key in self.flat}
         return tuple((key, known.get(key, values[len(values) // 2])) for key, values in self.tune.items())
 
     @property
@@ -215,10 +220,7 @@ class StudyRow:
     def list_tunings(self) -> list[Tuned]:
         """Return each value to try while the other keys have theirs of before the first run."""
         kept = dict(self.untuned)
-        tried = [
-            tuple({**kept, key: v}.items()) for key, values in self.tune.items() if len(values) > 1 for v in values
-        ]
-        return list(dict.fromkeys(tried))
+        return list(dict.fromkeys(tuple({**kept, k: v}.items()) for k, values in self.searched.items() for v in values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +310,7 @@ class Tuning:
         self._study, self._row = study, row
         self._best = dict(row.untuned)
         self._values = {key: list(values) for key, values in row.tune.items()}
-        self._open = [key for key, values in row.tune.items() if len(values) > 1]
+        self._open = list(row.searched)
         self._losses: dict[Tuned, float] = {}
         self.edges: tuple[str, ...] = ()  # the keys whose best value stayed at the edge of those that were tried
 
