@@ -145,7 +145,7 @@ class WatchedAgentCore(AgentCore):
         return super().on_reply(ask, result, now)
 
     def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer, now: float) -> Actions:
-        self.agent.meets = answer.push_in_s != OWN_PACE
+        self.agent.meets, self.agent.answered_at = answer.push_in_s != OWN_PACE, now
         return super().on_heartbeat_reply(inc, answer, now)
 
 
@@ -194,6 +194,7 @@ class SimAgent:
         self.leaves = False  # SIGTERM has arrived
         self.consumed = 0  # tokens since the last Joined, by the world's count
         self.outcome_at = self.world.heap.now  # time of its last Outcome, or of its trainer's start
+        self.answered_at = self.world.heap.now  # time of its last answered heartbeat, or of its start
         self.meets = False  # it pushes together with others, when the master plans
         self.finished: VersionId | None = None  # the last version, which it holds after the end of the run
         self._changed = ChangeSignal(world.heap)  # wakes rank 0

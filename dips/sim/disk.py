@@ -342,7 +342,10 @@ class LedgerDisk:
         self._mirrored_since.append(MirroredTransaction(tuple(records), 0.0))
 
     def lose_disk(self) -> list[Record]:
-        """Lose the disk; the next master starts from the mirror. Return the records that the rebuild raised."""
+        """Lose the disk; the next master starts from the mirror on another one, which has room. Return the records that
+        the rebuild raised.
+        """
+        self.repair_disk()
         self._copies.append(self._db)
         self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
         self._db.deserialize(self._mirrored_base)
@@ -372,8 +375,9 @@ class LedgerDisk:
     def restore_lagging(self, copy: sqlite3.Connection, times: int) -> None:
         """Restore the file `times` times from a mirror that lagged and held `copy`; the newest file still exists.
 
-        Raises DipsError, with the first restore in place, if a second one is refused.
+        Somebody has made room for it. Raises DipsError, with the first restore in place, if a second one is refused.
         """
+        self.repair_disk()
         self.put_back(copy)
         for _ in range(times):
             rebuild(self.open_ledger(), 0, ())

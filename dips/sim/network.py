@@ -37,7 +37,6 @@ Answer = Callable[[Any], None]
 
 
 LIFE = timedelta(days=90)  # of a certificate
-UNSEEN_S = 2.0  # who is enrolled for no longer may never show it: a look at the files, and a call that is lost
 
 
 @cache
@@ -61,25 +60,27 @@ class SimAuthority:
         self.run, self._heap = run, heap
         self._numbers: dict[str, int] = {}  # cluster → the number of its newest certificate
         self._revoked: frozenset[int] = frozenset()
-        self._revoked_at: dict[str, float] = {}  # cluster → since when it is revoked, moments between aside
-        self._enrolled_at: dict[str, float] = {}  # cluster → when another one was last issued
+        self._expelled: dict[str, list[list[float]]] = {}  # cluster → when it was revoked and when enrolled again
 
     def revoke(self, cluster: str) -> None:
         """Revoke the newest certificate of a cluster."""
         identity = PeerIdentity(cluster, PeerRole.CLUSTER, self.run)
         self._revoked |= {_issue(identity, self._numbers.get(cluster, 0)).serial_number}
-        lasted_s = self._heap.now - self._enrolled_at.pop(cluster, inf)
-        if cluster not in self._revoked_at or lasted_s > UNSEEN_S:
-            self._revoked_at[cluster] = self._heap.now
+        self._expelled.setdefault(cluster, []).append([self._heap.now, inf])
 
     def enroll(self, cluster: str) -> None:
         """Issue another certificate for a cluster."""
         self._numbers[cluster] = self._numbers.get(cluster, 0) + 1
-        self._enrolled_at[cluster] = self._heap.now
+        for times in self._expelled.get(cluster, ()):
+            times[1] = min(times[1], self._heap.now)
 
-    def revoked_s(self, cluster: str) -> float:
-        """Return for how long a cluster has been revoked, in seconds; it need not have seen what lasted a moment."""
-        return self._enrolled_at.get(cluster, self._heap.now) - self._revoked_at[cluster]
+    def revoked_s(self, cluster: str, answered_at: float) -> float:
+        """Return for how many seconds a cluster may have been refused whose last heartbeat was answered at
+        `answered_at`: enrolments since then need not have been seen, as while the master is down.
+        """
+        times = self._expelled[cluster]
+        first = next((revoked for revoked, enrolled in times if enrolled > answered_at), times[-1][0])
+        return min(times[-1][1], self._heap.now) - first
 
     def load_files(self, identity: PeerIdentity) -> LoadedTls:
         """Return what the files of a process hold."""

@@ -159,7 +159,7 @@ class OperatorInvariant(Invariant):
     def agent_exits(self, agent: SimAgent, reason: str) -> None:
         """Whoever is enrolled again within a moment goes on: every process looks at its files once a second."""
         if EXPELLED in reason and agent.inc:
-            lasted_s = self.world.authority.revoked_s(agent.name)
+            lasted_s = self.world.authority.revoked_s(agent.name, agent.answered_at)
             self.require(lasted_s >= HEAL_S - LOOK_S, f"{agent.name} ends, revoked for {lasted_s:.1f} s: {reason}")
 
     def _check_version(self, version: VersionId, record: VersionCommitted) -> None:

@@ -37,6 +37,8 @@ CROSSED = {  # the same, with the crossings
     "what a process copied to its mirror before it fell silent was not counted as being there": (54997, 56808),
     "a push without tokens was the third that was gated, and its norm of 0 was believed to be usual": (58170,),
     "the reference did not see that a joiner's norm was believed, since a larger one was known": (56763,),
+    "a cluster was enrolled for longer than a moment while the master was down, and nobody saw it": (9091, 9216, 9225),
+    "a ledger was restored onto the full disk of the one that was lost": (9164,),
     "the reference told usual norms apart beside one of thousands, which EDiT's weights in fp32 cannot": (50470,),
 }
 
@@ -45,6 +47,7 @@ SWARM = {  # what 10,000 of the swarm found; but for the last, each too narrow a
     "a forged order waited while a restore raised the term above it": (22858,),
     "all clusters were quarantined for a model that is not finite, and nobody readmitted them": (25714,),
     "a snapshot had rotted on a disk and in its mirror, and a rollback was held against the mirror": (28448,),
+    "an answer that was under way at a revocation arrived after it": (9059,),
     "a slave that had kept the first model registered again while it was to open a further seed": (28046,),
 }
 
