@@ -59,7 +59,7 @@ RACING = tuple(  # real processes and sockets, on a machine that is not ours alo
 )
 
 # Two shared cores are slow at times; a test that hangs has its own timeout.
-settings.register_profile("dips", deadline=None, print_blob=True)
+settings.register_profile("dips", max_examples=25, deadline=None, print_blob=True)
 settings.load_profile("dips")
 
 

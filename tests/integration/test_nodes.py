@@ -82,6 +82,7 @@ def made_hosts() -> Iterator[dict[str, namespaces.End]]:
         yield hosts
 
 
+@pytest.mark.slow
 def test_an_agent_on_a_host_of_its_own(
     hosts: dict[str, namespaces.End], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def say(*words: str, code: int = 0) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_is_operated_without_a_restart(run: harness.Run, tmp_path: Path) -> None:
     """Tuned numbers stand in the next version's row; who is expelled is gone within two heartbeats; the rest trains."""

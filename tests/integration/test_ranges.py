@@ -20,7 +20,7 @@ RANGES = 8
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("rest", [True, False])
+@pytest.mark.parametrize("rest", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
     """Agent, master, slaves, a DataLoader with two workers: all ranges, in order; each is settled once, the run ends.
 

@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent  # where pip puts console scripts
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.real_commands
 @pytest.mark.timeout(240)

@@ -78,6 +78,7 @@ def versions(run: harness.Run) -> int:
         return ledger.read_state().versions[-1].version.version
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(300)
 def test_two_three_two_in_the_middle_of_a_run(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def wait_for_versions(run: Run, more: int, what: str) -> None:
     run.until(lambda: head_of(run) >= begun + more, 60, f"{more} versions {what}")
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
 def test_no_room_for_logs_costs_lines_and_nothing_else(tmp_path: Path) -> None:

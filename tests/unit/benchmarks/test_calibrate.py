@@ -29,6 +29,7 @@ def test_phases_are_those_that_ended_while_the_stretches_lasted(tmp_path: Path) 
     assert _median_phases(file, stretches) == {"push": 2.0, "wait": 3.0, "pull": 1.0}
 
 
+@pytest.mark.slow
 def test_a_fit_finds_again_what_its_own_simulation_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers exactly, the latency nearly; tokens and standstill are then those of the simulation."""
     monkeypatch.setattr(calibrate, "SIMULATED_H", 0.08)
