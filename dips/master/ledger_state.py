@@ -55,8 +55,8 @@ def read_state(db: sqlite3.Connection) -> records.LedgerState:
 
 
 def _unknown_rounds(db: sqlite3.Connection) -> tuple[tuple[int, int], ...]:
-    """Return the round gaps of restores since an operator closed them: `dips-master recover` leaves a row without a
-    gap.
+    """Return the rounds that restores know nothing of, as (from, known again), since `dips-master recover` last closed
+    all gaps: it leaves a row without one.
     """
     query = """SELECT unknown_from, known_again FROM restores
                WHERE place > (SELECT coalesce(max(place), 0) FROM restores WHERE unknown_from = known_again)

@@ -160,7 +160,7 @@ class HeldThetas:
     # ---- what comes and goes -------------------------------------------------------------------------
 
     def leave_head(self) -> None:
-        """Let go of the served θ: to its readers, if it has any."""
+        """Serve no θ any more: its bank is free at once, or, if pulls read it, when the last of them has ended."""
         if self.head is None:
             return
         if self.head.pulls:
