@@ -427,7 +427,7 @@ class SimTorchrun:
         """Return nothing: a simulated trainer prints nothing."""
         return ()
 
-    def kill_leftovers(self) -> int:
+    async def kill_leftovers(self, give_up: Callable[[Sequence[int]], bool]) -> int:
         """Do nothing: nothing is left."""
         return 0
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -205,7 +206,7 @@ async def _on_any_host(remote: tuple[str, int, str], ranks: RankServer, token: b
     """Listen on the one address that `remote` names; return the server and the host as ranks write it."""
     host, port, named_by = remote
     try:
-        family, *_, address = await _resolve_host(host, port)
+        family, *_, address = await _resolve_host(host, port, ranks.signals)
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -221,7 +222,8 @@ async def _on_any_host(remote: tuple[str, int, str], ranks: RankServer, token: b
         ) from error
 
 
-async def _resolve_host(host: str, port: int) -> tuple[int, int, int, str, tuple[object, ...]]:
+async def _resolve_host(host: str, port: int, signals: AgentSignals) -> tuple[int, int, int, str, tuple[object, ...]]:
+    """Look up a name until it is known. Raises gaierror after RESOLVE_S, SystemExit if SIGTERM arrives meanwhile."""
     loop, until = asyncio.get_running_loop(), asyncio.get_running_loop().time() + RESOLVE_S
     while True:
         try:
@@ -229,7 +231,8 @@ async def _resolve_host(host: str, port: int) -> tuple[int, int, int, str, tuple
         except socket.gaierror:
             if loop.time() >= until:
                 raise
-            await asyncio.sleep(AGAIN_S)
+            if await signals.wait_terminated(AGAIN_S):
+                raise SystemExit(128 + signal.SIGTERM) from None
 
 
 def _bracket_host(host: str) -> str:
@@ -257,7 +260,7 @@ class RankServer:
     ) -> None:
         """Create a server; `hold_s` is the longest time that a question is held open for an answer."""
         self._core, self._hold_s, self._perform = core, hold_s, perform
-        self._signals, self._rewrite, self._log = signals, rewrite, log
+        self.signals, self._rewrite, self._log = signals, rewrite, log
         self._remote = 0  # connections over the network
         self._local = 0
 
@@ -311,7 +314,7 @@ class RankServer:
                     await rank.write_message(answer)
                 if isinstance(message, Detach) and isinstance(answer, Noted):
                     attempt = 0
-                    self._signals.detached.set()
+                    self.signals.detached.set()
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             if attempt:
                 self._log.info("rank 0 hung up", attempt=attempt)
@@ -329,7 +332,7 @@ class RankServer:
         """Ask the core again after each change, until it has an answer or `hold_s` has passed."""
         until = _now() + self._hold_s
         while True:
-            change = self._signals.next_change()
+            change = self.signals.next_change()
             answer, actions = self._core.on_message(message, _now())
             self._perform(actions)
             left_s = until - _now()
@@ -500,7 +503,7 @@ class Launch(Protocol):
     async def wait(self) -> int: ...
     async def end_within(self, grace_s: float) -> int: ...
     def last_lines(self, most: int) -> tuple[str, ...]: ...
-    def kill_leftovers(self) -> int: ...
+    async def kill_leftovers(self, give_up: Callable[[Sequence[int]], bool]) -> int: ...
     async def find_cause(self) -> str: ...
 
 
@@ -573,7 +576,7 @@ class CommandRunner:
         process = await self._begin_launch(command, environment)
         self._perform([RecordMark("trainer_start", {"attempt": launch, "pid": process.pid})])
         code = await self._wait_or_end(process, self._end_grace_s)
-        left = process.kill_leftovers()
+        left = await process.kill_leftovers(self._give_up_leftovers)
         self._perform(self._core.on_trainer_gone(f"the trainer ended with exit code {code}", _now()))
         self._perform([RecordMark("trainer_end", {"attempt": launch, "code": code, "killed": left})])
         return code, await process.find_cause()
@@ -594,10 +597,16 @@ class CommandRunner:
         except TimeoutError:
             await process.end_within(BEFORE_GRACE_S)
             code, late = LATE, f"not done after {settings.before_start_s:g} s (collective_s)"
-        left = process.kill_leftovers()
+        left = await process.kill_leftovers(self._give_up_leftovers)
         ended = {"attempt": launch, "code": code, "killed": left, "seconds": round(_now() - begun, 3)}
         self._perform([RecordMark("before_start_end", ended)])
         return code, "; ".join(filter(None, (late, await process.find_cause())))
+
+    def _give_up_leftovers(self, left: Sequence[int]) -> bool:
+        """Warn of processes that SIGKILL does not end; return whether the agent ends without them."""
+        why = "a device or a file system hangs? Until they are gone the training command is not started"
+        self._log.warning("processes of the trainer do not end", pids=list(left), why=why)
+        return self._signals.terminated.is_set() or self._signals.stopped.is_set()
 
     async def _wait_or_end(self, process: Launch, grace_s: float) -> int:
         """Wait for the process to end; stop it if SIGTERM arrived or the core ordered it. Return its exit code."""

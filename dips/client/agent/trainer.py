@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -199,10 +199,17 @@ def list_descendants(root: int) -> list[int]:
     return found
 
 
-def kill_leftovers() -> list[int]:
-    """Kill every process below this one and reap those that are our children; return their ids.
+UNDEAD_S = 10.0  # between two looks of `give_up` at processes that SIGKILL has not ended
+REAP_S = 0.02
+
+
+async def kill_leftovers(give_up: Callable[[Sequence[int]], bool]) -> list[int]:
+    """Kill every process below this one and wait until they are gone; return their ids.
 
     Only valid if no child may survive: the agent starts nothing but the trainer.
+
+    give_up  called every UNDEAD_S with those that are not gone, as the kernel keeps what waits for a device or a file
+             system; returns whether they are waited for no longer
     """
     killed: list[int] = []
     while left := [pid for pid in list_descendants(os.getpid()) if pid not in killed]:
@@ -210,10 +217,23 @@ def kill_leftovers() -> list[int]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         killed += left
-    for pid in killed:  # orphans became our children; a grandchild's parent may still be reaping it
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+    undead, loop = killed, asyncio.get_running_loop()
+    look_at = loop.time() + UNDEAD_S
+    while undead := [pid for pid in undead if not _is_reaped(pid)]:
+        if loop.time() >= look_at:
+            if give_up(undead):
+                break
+            look_at = loop.time() + UNDEAD_S
+        await asyncio.sleep(REAP_S)
     return killed
+
+
+def _is_reaped(pid: int) -> bool:
+    """Reap a process below this one if it is a child that has ended; return whether it is gone."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # a grandchild becomes our child when its parent has ended, unless that has reaped it
+        return pid not in list_descendants(os.getpid())
 
 
 class CommandLaunch:
@@ -233,9 +253,9 @@ class CommandLaunch:
         finally:
             tail.close_writer()
 
-    def kill_leftovers(self) -> int:
-        """Kill what the launch has left after its end; return the number of processes."""
-        return len(kill_leftovers())
+    async def kill_leftovers(self, give_up: Callable[[Sequence[int]], bool]) -> int:
+        """Kill what the launch has left after its end, as `kill_leftovers` does; return the number of processes."""
+        return len(await kill_leftovers(give_up))
 
     async def find_cause(self) -> str:
         """Return the probable cause of the launch's end in one line; empty if it printed nothing."""

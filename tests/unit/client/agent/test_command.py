@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def test_the_default_grace_is_that_of_a_large_checkpoint() -> None:
 
 def test_a_crash_is_told_once_and_as_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch that crashes is one remark. What a process that SIGKILL ended wrote before is not its cause."""
-    monkeypatch.setattr(trainer, "kill_leftovers", list)  # it would end the other children of pytest
+    monkeypatch.setattr(trainer, "list_descendants", lambda root: [])  # the other children of pytest
     monkeypatch.setattr(restarts, "RESTART_PAUSE_S", 0.0)
     told = list[str]()
 
@@ -107,12 +108,44 @@ def test_what_a_launch_leaves_is_killed_and_reaped(monkeypatch: pytest.MonkeyPat
     assert listed(parent) == [child]
     alive = lambda pid: Path(f"/proc/{pid}").exists()  # noqa: E731
     monkeypatch.setattr(trainer, "list_descendants", lambda root: [p for p in (parent, *listed(parent)) if alive(p)])
-    assert trainer.kill_leftovers() == [parent, child]
+    assert asyncio.run(trainer.kill_leftovers(lambda left: False)) == [parent, child]
     assert not alive(parent), "reaped"
     until = time.monotonic() + 10
     with suppress(FileNotFoundError):  # init has reaped it
         while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < until
+
+
+async def test_a_process_that_the_kernel_does_not_end_holds_up_the_trainer_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that waits for a device: the loop goes on, the operator is told, and an agent that is to end ends."""
+    read, write = os.pipe()  # what hangs: SIGKILL ends nothing until it is closed
+    hangs = os.posix_spawnp("cat", ["cat"], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, read, 0)])
+    os.close(read)
+    os.set_inheritable(write, False)
+    monkeypatch.setattr(trainer, "list_descendants", lambda root: [hangs])
+    monkeypatch.setattr(trainer.os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(trainer, "UNDEAD_S", 0.0)
+    play, told, signals = Play(), list[tuple[str, object]](), AgentSignals()
+
+    class Log:
+        def warning(self, event: str, pids: list[int], **fields: object) -> None:
+            told.append((event, pids))
+            if len(told) == 2:
+                signals.terminated.set()
+
+    unused: Any = None
+    runner = CommandRunner(play.core, unused, signals, Log(), start=unused)
+    launch = await trainer.CommandLaunch.start(["true"], {})
+    try:
+        async with asyncio.timeout(10):
+            assert await launch.kill_leftovers(runner._give_up_leftovers) == 1
+        assert told == [("processes of the trainer do not end", [hangs])] * 2
+    finally:
+        os.close(write)
+        os.waitpid(hangs, 0)
+        await launch.wait()
 
 
 class Simulated:
@@ -136,7 +169,7 @@ class Simulated:
     def last_lines(self, most: int) -> tuple[str, ...]:
         return self.lines[-most:]
 
-    def kill_leftovers(self) -> int:
+    async def kill_leftovers(self, give_up: Callable[[Sequence[int]], bool]) -> int:
         self.told.append("kill leftovers")
         return 3
 

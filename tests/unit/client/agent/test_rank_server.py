@@ -256,6 +256,17 @@ async def test_an_address_that_is_not_here_is_named(tmp_path: Path, monkeypatch:
         assert not (tmp_path / "agent.sock").exists()
 
 
+async def test_an_agent_that_waits_for_its_name_ends_at_sigterm(tmp_path: Path) -> None:
+    """A pod that is deleted before its name is known; the socket goes with the agent."""
+    served = Served(tmp_path, 0.0, agent="nowhere.invalid:7")
+    served.ranks.signals.terminated.set()
+    async with asyncio.timeout(20):
+        with pytest.raises(SystemExit, match="143"):
+            async with listen_for_ranks(served.config, served.ranks, structlog.get_logger()):
+                pass
+    assert not (tmp_path / "agent.sock").exists()
+
+
 class Stopped:
     """A trainer that others started, served until one of its events."""
 
