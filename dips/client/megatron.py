@@ -115,11 +115,12 @@ class OuterPretrain:
         if optimizer is None or self.outer is not None:  # not the trained model: a teacher, or a dense model to upcycle
             return load(model, optimizer, *words, **options)
         outer, saved = self._join(model, optimizer), self._directory("load")
+        pulled = outer.checksum()
         found = load(model, optimizer, *words, **options)
         file = _state_file(saved, int(found[0])) if saved is not None else None
         if file is not None and check_all_ranks(file.is_file()):
             outer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        elif found[0] or getattr(self._arguments(), "pretrained_checkpoint", None):
+        elif outer.checksum() != pulled:  # with --finetune, and of a release, the iteration is 0 as if none were loaded
             outer.pull()
             outer.remark(f"{file}: the checkpoint has no outer state, so its θ does not count: pulled {outer.version}")
         return found

@@ -310,6 +310,12 @@ class OuterLoop:
             self._outer_steps.pull_newest()
             self._tell_news()
 
+    def checksum(self) -> int:
+        """Return a checksum of the parameters that the cluster would push now, the same on all ranks. Collective."""
+        self._check_usable()
+        self._shard_transfer.finish_install()
+        return self._shard_transfer.checksum()
+
     def install(self) -> None:
         """Complete the install of the present version in the model; needed only with `install: lazy`.
 

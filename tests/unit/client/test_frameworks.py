@@ -104,10 +104,11 @@ def test_a_checkpoint_without_outer_state_is_pulled_over(tmp_path: Path, monkeyp
         assert hook.outer is None
         training.load_checkpoint([model], optimizer, None)
         assert pulls == []
-    training.loaded = 3
-    with OuterPretrain(training=training):
-        training.load_checkpoint([model], optimizer, None)
-    assert pulls == [True]
+    for iteration in (3, 0):  # with --finetune, and of a release, Megatron counts from 0
+        training.load_checkpoint = lambda models, *_, n=iteration: (models[0].weight.data.fill_(n), (n, 0))[1]
+        with OuterPretrain(training=training):
+            training.load_checkpoint([model], optimizer, None)
+    assert pulls == [True, True]
 
 
 def test_a_finished_run_ends_megatrons_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
