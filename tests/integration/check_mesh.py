@@ -237,6 +237,18 @@ def idle(mesh: DeviceMesh) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def carried_out(mesh: DeviceMesh) -> dict[str, Any]:
+    """By time, `sync` may find one replica a step behind a sync that the other has still to carry out."""
+    side = MeshSide(mesh, rules(PLAIN), lr=0.1, seconds=1000.0)
+    side.loop._began_s -= 2000.0
+    side.step(0)
+    if mesh.get_local_rank("sync") == 0:
+        side.step(1)
+    side.loop.sync()
+    assert side.loop.last_sync is not None
+    return {"steps": side.loop.last_sync.inner_steps, "agree": replicas_agree(side, mesh)}
+
+
 def saved(mesh: DeviceMesh) -> dict[str, Any]:
     """A checkpoint by torch.distributed.checkpoint, loaded in place into new objects: training goes on as it would."""
     path = Path(os.environ["CHECK_MESH_CHECKPOINT"])

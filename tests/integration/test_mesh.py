@@ -18,7 +18,7 @@ from tests.integration.test_adapters import under_torchrun
 from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, harness, reference
 
 pytestmark = pytest.mark.torchrun
-WORDS = ("layer_by_layer", "synchronous", "not_finite", "timed", "idle", "saved")
+WORDS = ("layer_by_layer", "synchronous", "not_finite", "timed", "idle", "carried_out", "saved")
 # NCCL ends a process whose peer is gone, and has no groups for tensors of the host.
 WORDS += ("refused", "a_rank_dies") if DEVICE == "cpu" else ("allocated",)
 MANY = ("layer_by_layer", "long_intervals", "synchronous", "not_finite")
@@ -91,6 +91,12 @@ def test_a_replica_without_a_step_brings_what_it_holds(four: list[dict[str, Any]
     """Not what it had before the last sync: with an outer step of 1.0 all hold the mean."""
     for of in (rank["idle"] for rank in four):
         assert of["steps"] == [1, 0] and of["agree"] and of["moved"] and of["off"] < 1e-6, of
+
+
+def test_a_replica_a_step_behind_the_last_sync_waits_for_those_that_trained_on(four: list[dict[str, Any]]) -> None:
+    """`sync` carries out the one that is under way and makes another, on all ranks or on none."""
+    for of in (rank["carried_out"] for rank in four):
+        assert of["steps"] == [1, 0] and of["agree"], of
 
 
 def test_a_checkpoint_holds_the_outer_state(four: list[dict[str, Any]]) -> None:

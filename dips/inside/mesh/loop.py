@@ -165,8 +165,8 @@ class MeshLoop:
     def sync(self) -> None:
         """Synchronise all replicas now, completely, if they have trained since the last sync."""
         self._check_usable()
-        if not self._sync.pending:
-            self._begin_sync("sync")
+        self._sync.finish()  # by time, a replica may have trained on since this one began
+        self._begin_sync("sync")
         self._sync.finish()
 
     def is_synced(self) -> bool:
@@ -319,7 +319,10 @@ class MeshLoop:
             for name, _, part in shard.split(shard.momentum) if shard.momentum is not None else ():
                 part.copy_(state["momentum"][name].to_local())
         self._merges.load_json(told)
-        self.inner_steps, self._warm_left, self._anchored = int(told["steps"]), int(told["warmup"]), False
+        self.inner_steps, self._anchored = int(told["steps"]), False
+        self._warm_left = min(
+            self._warm_left, int(told["warmup"])
+        )  # only a loop made with a warm-up averages gradients
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

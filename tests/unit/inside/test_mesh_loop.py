@@ -186,6 +186,22 @@ def test_a_warm_up_begins_no_sync(mesh: DeviceMesh) -> None:
     assert of.loop.last_sync is not None and of.loop.last_sync.inner_steps == (2,) and of.moved() == 3.0
 
 
+def test_a_checkpoint_of_a_warm_up_warms_up_no_loop_that_was_made_without(mesh: DeviceMesh) -> None:
+    """Such a loop averages no gradients, so its steps count and it synchronises; another ends the warm-up of before."""
+    of = MeshTrained(mesh, steps=1, warmup_steps=3)
+    of.step()
+    saved = of.loop.state_dict()
+    cold, warm = MeshTrained(mesh, steps=1), MeshTrained(mesh, steps=1, warmup_steps=9)
+    for each, before in ((cold, 0), (warm, 2)):
+        each.loop.load_state_dict(saved)
+        for _ in range(before):
+            each.step()
+        assert each.loop.last_sync is None
+        each.step()
+        each.loop.sync()
+        assert each.loop.last_sync is not None and each.loop.inner_steps == 2 + before
+
+
 def test_a_checkpoint_names_layers_and_momentum(mesh: DeviceMesh) -> None:
     """The names are the format; without momentum there is none to save, and none is loaded."""
     of = MeshTrained(mesh, NESTEROV, steps=1)
