@@ -1149,6 +1149,24 @@ def a_rank_stops(_: int) -> list[Any]:
     return on_ranks(UNEQUAL.ranks, play, dying=(1,))
 
 
+def mistaken(_: int) -> dict[str, str]:
+    """What is told of a loss, and of an optimizer, that fail on the only rank there is."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("it does not fit")
+
+    def optimizer_that_fails(part: nn.Module) -> torch.optim.Optimizer:
+        made = adamw(part)
+        made.register_step_pre_hook(fail)
+        return made
+
+    given: dict[str, dict[str, Any]] = {"loss": {"loss": fail}, "optimizer": {"optimizer": optimizer_that_fails}}
+    return {
+        what: on_ranks(1, lambda rank, of=of: make_pipeline(ALONE, **of).step(ALONE.batch(0)))[0]
+        for what, of in given.items()
+    }
+
+
 def repeated(count: int) -> int:
     """So many jobs of one plan with ministages, each of which must end without an abort; return how many."""
     for _ in range(count):

@@ -61,6 +61,7 @@ CHECKS = {
     "seen": "test_a_step_is_seen",
     "too_small": "test_a_device_that_is_too_small_is_told_before_the_first_step",
     "refused": "test_it_is_refused_with_one_sentence_on_all_ranks",
+    "mistaken": "test_what_a_loss_or_an_optimizer_raises_is_no_rank_that_is_gone",
     **({"allocated": "test_an_allocator_holds_what_the_plan_says"} if DEVICE != "cpu" else {}),
 }
 
@@ -255,6 +256,11 @@ def test_it_is_refused_with_one_sentence_on_all_ranks(found: dict[str, Any], wha
     """Nobody waits for those who cannot; after a batch that was refused, a right one is trained on."""
     told = set(found["refused"][what])
     assert len(told) == 1 and REFUSED[what] in told.pop(), found["refused"][what]
+
+
+def test_what_a_loss_or_an_optimizer_raises_is_no_rank_that_is_gone(found: dict[str, Any]) -> None:
+    """As for a loss of another shape, or a device that is full when the optimizer makes its state."""
+    assert found["mistaken"] == dict.fromkeys(("loss", "optimizer"), "RuntimeError: it does not fit")
 
 
 def check_told(found: list[Any], but: int) -> None:

@@ -252,8 +252,8 @@ class Pipeline:
         batch   inputs and targets of the whole batch, [samples, …] each, the same on all ranks; a rank reads the
                 inputs of its micro-batches if it holds the first layer, the targets if it holds the last
         Errors  Unavailable: a rank is gone, or did not come within `collective_s`. Diverged: the loss or the norm is
-                not finite. ConfigError: a batch of another size. The same on every rank. What a layer raises is
-                raised on its rank.
+                not finite. ConfigError: a batch of another size. The same on every rank. What a layer, the loss or an
+                optimizer raises is raised on its rank.
         """
         inputs, targets = self._take_batch("step", batch)
         with self._explained():
@@ -641,7 +641,7 @@ class Pipeline:
                 f"a step did not end: a rank is gone, or did not come within {self._collective_s:g} s. Restart the job "
                 "from a checkpoint"
             )
-            if self._gear.runtime.failed_here:
+            if self._times.failed_here or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise Unavailable(self._failed) from error
 

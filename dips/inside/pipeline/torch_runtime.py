@@ -117,6 +117,7 @@ class StepTimes:
     sent: dict[int, float] = field(default_factory=dict)  # offered to the receiver
     came: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # asked for, waited for, here
     spans: list[TimedSpan] = field(default_factory=list)  # one after another
+    failed_here: bool = False  # an exception came from this rank's own work, as from a layer, the loss or an optimizer
 
     def clear(self) -> None:
         """Forget them, before a step."""
@@ -137,6 +138,9 @@ class StepTimes:
         begin_s = time.monotonic()
         try:
             yield
+        except Exception:
+            self.failed_here = self.failed_here or isinstance(kind, DeviceWork)
+            raise
         finally:
             self.spans.append(TimedSpan(kind, action or str(kind), begin_s, time.monotonic()))
 
@@ -202,7 +206,6 @@ class RankStage(_PipelineStageBase):
         self._borders, self._around = borders, around
         self._activations: dict[int, torch.Tensor] = {}  # that came from the part before, by micro-batch
         self._gradients: dict[int, torch.Tensor] = {}  # from the part after
-        self.failed_here = False  # an exception was raised by the part's own computation
         self.sent_bytes = 0  # in host memory until the step ends: gloo tells only who waits that a send is over
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ class RankStage(_PipelineStageBase):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        with self._computing(Op.F, fwd_chunk_id):
+        with self._around(Op.F, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if self.is_last and not self.has_backward:
             del self.fwd_cache[fwd_chunk_id]
@@ -289,22 +292,12 @@ class RankStage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._computing(Op.B if full_backward else Op.I, bwd_chunk_id):
+        with self._around(Op.B if full_backward else Op.I, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._computing(Op.W, bwd_chunk_id):
+        with self._around(Op.W, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    @contextmanager
-    def _computing(self, op: Op, chunk: int) -> Iterator[None]:
-        """Compute with what is around it, and mark a failure as this rank's own."""
-        try:
-            with self._around(op, chunk):
-                yield
-        except Exception:
-            self.failed_here = True
-            raise
 
     def clear_runtime_states(self) -> None:
         for held in (self.fwd_cache, self.bwd_cache, self.output_chunks, self._activations, self._gradients):
@@ -380,7 +373,8 @@ class RankRuntime:
         order    its micro-batches numbered from 0, in the order of the forwards of the rank's last part
         inputs   of each, read by the first part
         targets  of each, read by the last
-        Raises   RuntimeError if a transfer or collective does not end; what a layer raises, with `failed_here` set
+        Raises   RuntimeError if a transfer or collective does not end; what a layer or the loss raises, with
+                 `failed_here` of the times set
         """
         losses: list[torch.Tensor] = []
         schedule = self._schedule
@@ -396,11 +390,6 @@ class RankRuntime:
             schedule.pipeline_order_with_comms = {schedule.rank: played}
             schedule._step_microbatches([(one,) for one in inputs], None, list(targets), losses, return_outputs=False)
         return losses
-
-    @property
-    def failed_here(self) -> bool:
-        """Whether an exception came from a layer of this rank."""
-        return any(stage.failed_here for stage in self._stages)
 
     def _tell_played(self, action: RankAction) -> None:
         self._on_played(action, self._stage_of(action.part).border_bytes)
