@@ -62,6 +62,11 @@ class Feedback:
             self._settle_accepted()
         self._seq = 0
 
+    def settle_result(self, inc: int, accepted: int) -> None:
+        """Settle the last push if it is push `accepted` of incarnation `inc`, before the next transfer says so."""
+        if self._seq and (inc, accepted) == (self._inc, self._seq):
+            self.settle_last_push(inc, accepted)
+
     def has_base(self, base: VersionId | None) -> bool:
         """Return whether differences to `base` can be computed."""
         return base is not None and base == self._version
@@ -111,8 +116,10 @@ class Feedback:
         self._taken, self._version, self._contained = version, None if self._lacking else version, False
 
     def checkpoint_arrays(self) -> tuple[Sequence[F32], Sequence[F32]]:
-        """Return (base, owed) for a checkpoint: this rank's own arrays, to be copied before the next transfer."""
-        return self._base, self._owed
+        """Return (base, owed) for a checkpoint: this rank's own arrays, to be copied before the next transfer. Nothing
+        is owed that the checkpoint's model contains.
+        """
+        return self._base, [np.zeros_like(owed) for owed in self._owed] if self._contained else self._owed
 
     def restore_debt(self, version: VersionId, base: Sequence[F32], owed: Sequence[F32]) -> None:
         """Restore base and debt of a checkpoint; the debt is owed by the present incarnation."""

@@ -432,7 +432,7 @@ class OuterLoop:
         saved = self._agent_client.ask_agent(messages.SaveWanted(self._state.attempt))
         if not isinstance(saved, messages.Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
-        own = self._shard_transfer.checkpoint_tensors()
+        own = self._shard_transfer.checkpoint_tensors(self._state.result)
         self._tell_of_own(bool(own))
         return make_state(saved, self.inner_steps, self._shard_transfer.checksum(), self._collectives.rank, own)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dips.client.ipc.messages import Saved
+from dips.client.ipc.messages import PushResult, Saved
 from dips.client.parallel import HostMemory
 from dips.client.parallel.blocks import wrap_sum
 from dips.client.parallel.host import Layers
@@ -29,6 +29,7 @@ from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Un
 from dips.ids import VersionId
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import Grant
+from dips.protocol.enums import OutcomeKind
 from dips.transport import seal
 from dips.wire.chunks import Piece
 from dips.wire.frame import encode_ranges
@@ -515,10 +516,14 @@ class ShardTransfer:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+    def checkpoint_tensors(self, result: PushResult | None = None) -> dict[str, torch.Tensor]:
         """Return this rank's own tensors for a checkpoint: error feedback with its base, and rounding errors of 16-bit
         parameters.
+
+        result  of the last push that is known to be settled: no pull may have followed it
         """
+        if self._feedback is not None and result is not None and result.kind == OutcomeKind.ACCEPTED:
+            self._feedback.settle_result(result.inc, result.seq)
         owed = save_feedback(self._feedback) if self._feedback is not None else {}
         rounded = self._memory.remainders.take_state()
         return owed if rounded is None else {**owed, ROUNDED: rounded}

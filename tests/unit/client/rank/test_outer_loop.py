@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -35,6 +36,7 @@ from dips.client.rank.outer_loop import OWN_STATES, find_loop  # CHECK
 from dips.client.rank.shard_transfer import BackgroundTransfer, ShardTransfer, TransferRequest, TransferResult
 from dips.client.rank.steps import OuterSteps
 from dips.client.rank.transfer import TransferStats
+from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.errors import ConfigError, Diverged, LocalProtocolError, UnavailableSlave
 from dips.ids import GENESIS, VersionId
@@ -612,6 +614,34 @@ def test_a_checkpoint_brings_what_is_owed_and_is_no_news(directory: Path, monkey
         outer.push()
         assert outer.version == V1 and versions == []
         assert outer.state_dict()["owed.rank0"].tolist() == list(range(8))
+    agent.join()
+
+
+def test_a_checkpoint_knows_the_outcome_of_a_push_without_a_pull(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was accepted is owed no more, though no transfer has followed; the model contains its rounding errors."""
+
+    def push_all(grant: Grant, base: Any, pieces: Any, *, encode: Any, **_: Any) -> TransferStats:
+        for piece in pieces:
+            encode(piece.range, piece.array.view(np.uint8).data)
+        return TransferStats(0, 0.0, 1)
+
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    monkeypatch.setattr(transfer, "push_pieces", push_all)
+    file = change_file(directory, install="whole", shared={"run": "r", "codec": "int8"})
+    saved, train_on = messages.Saved("c", str(V1), 0, False, 0, 0, (), 0.0, 0, (), 0), TrainOn("", 1000, 0.25)
+    push = PushNow(1, 2, Grant(V1, (), 60.0, Codec.INT8, V1))
+    accepted = TrainOn("", 1000, 0.25, messages.PushResult(1, 2, "accepted", ""))
+    resumed = saved, messages.Resumed("", 1000)
+    script = (Attached(1, 0.0), pull_now(V1, 1), train_on, *resumed, push, accepted, saved, Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    with OuterLoop(nn.Linear(3, 2), file) as outer:
+        state = outer.state_dict()
+        state["owed.rank0"] = torch.arange(8.0)
+        outer.load_state_dict(state)
+        outer.push()
+        assert not outer.state_dict()["owed.rank0"].any()
     agent.join()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from dips.client.ipc.messages import PushResult
 from dips.client.parallel import HostMemory, LazyMemory, lay_out
 from dips.client.rank import transfer
 from dips.client.rank.agent_client import JobCollectives
@@ -123,6 +124,36 @@ def test_an_accepted_push_is_settled_by_the_next_push(indebted: TransferRank, sl
     """Its pull failed, so the model still holds what was rounded away: the next push carries the difference alone."""
     indebted.push(V1, accepted=indebted._seq)
     assert not indebted.owed().any()
+
+
+@pytest.mark.parametrize("pull", ["fails", "never begins"])
+def test_a_checkpoint_owes_nothing_that_its_model_contains(
+    indebted: TransferRank, slaves: FakeSlaves, pull: str
+) -> None:
+    """An accepted push without its pull: who resumes pushes the difference alone, as this rank would. The result of an
+    older push settles nothing.
+    """
+    seq, before = indebted._seq, indebted.owed()
+    older, result = (PushResult(1, number, "accepted", "") for number in (seq - 1, seq))
+    assert np.array_equal(indebted.transfers.checkpoint_tensors(older)["owed"].numpy(), before)
+    if pull == "fails":
+        slaves.fails_at = 1
+        assert not indebted.transfers.begin_pull(indebted.request(V2, seq, Codec.FP32)).wait(5).ok
+    saved, resumed = indebted.transfers.checkpoint_tensors(result), TransferRank()
+    resumed.model.load_state_dict(indebted.model.state_dict())
+    resumed.transfers.restore_tensors(V1, saved)
+    pushed = []
+    for rank in (indebted, resumed):
+        rank.push(V1, accepted=seq if rank is indebted else 0)
+        pushed.append(slaves.pushed)
+    assert all(map(np.array_equal, *pushed)) and not saved["owed"].any()
+
+
+def test_a_checkpoint_settles_an_accepted_push_for_good(indebted: TransferRank) -> None:
+    """The pull that comes later leaves the debt of that push, as if nothing had been saved before."""
+    saved, seq = indebted.transfers.checkpoint_tensors(PushResult(1, indebted._seq, "accepted", "")), indebted._seq
+    indebted.pull(V2, accepted=seq)
+    assert indebted.owed().any() and not saved["owed"].any()
 
 
 @pytest.mark.parametrize("outcome", ["skipped", "gated"])
