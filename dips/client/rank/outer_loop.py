@@ -297,7 +297,7 @@ class OuterLoop:
 
     def push(self) -> None:
         """Take part in an outer step now, regardless of the pace; all inner steps since the last push count.
-        Collective.
+        Collective. Under `overlap: full` this begins it, and training goes on.
         """
         if self._settle_work("push"):
             self._poll_outer_step(demanded=True)
@@ -497,13 +497,17 @@ class OuterLoop:
     # ---- closing -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the run; the training since the last push does not count. Idempotent. Collective."""
+        """Leave the run; the training since the last push does not count. An outer step that `push` has begun is
+        settled before (`overlap: full`). Idempotent. Collective.
+        """
         if self._closed:
             return
         self._check_usable()
         self._unwatch()  # the agent may end as soon as it gets Detach, while other ranks still have work to do
         self._collectives.barrier("OuterLoop.close")
         self._settle_steps()
+        self._outer_steps.settle_demanded()
+        self._tell_news()
         self._shard_transfer.finish_install()
         self._outer_steps.cancel_transfers()
         self._agent_client.ask_agent(messages.Detach(self._state.attempt))

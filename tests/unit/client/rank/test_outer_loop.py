@@ -402,6 +402,27 @@ def test_a_loop_that_ends_leaves_nothing_behind(directory: Path, monkeypatch: py
     agent.join()
 
 
+def test_a_push_that_was_demanded_is_settled_before_the_end(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`push` and `close` at the end of a script under `overlap: full`: what was trained last counts, and `on_version`
+    has the version.
+    """
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    monkeypatch.setattr(transfer, "push_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    file, train_on = change_file(directory, install="whole", overlap="full"), TrainOn("", 1000, 0.25)
+    push_now, slots = PushNow(1, 2, Grant(V1, (), 60.0)), AskAgain("no slot", 100)
+    script = (Attached(1, 0.0), pull_now(V1, 1), train_on, slots, push_now, pull_now(V2, 2), train_on, Noted())
+    agent, versions = ScriptedAgent(directory / "agent.sock", *script), list[VersionId]()
+    with OuterLoop(nn.Linear(3, 2), file) as outer:
+        outer.on_version(versions.append)
+        outer.step(tokens=8)
+        outer.push()
+        assert outer.moving and outer.version == V1
+    agent.join()
+    told = [type(message).__name__ for message in agent.messages][3:]
+    assert told == ["Stepped", "PushWanted", "PushWanted", "PushMoved", "PullMoved", "Detach"]
+    assert versions == [V2]
+
+
 def test_ranges_end_with_what_is_settled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose loss and tokens are still on an accelerator is told before the next range is asked for, and the
     version that comes at the end of the data is told, too. A loop that is closed has no more ranges.
