@@ -91,6 +91,8 @@ def parse_source(spec: str) -> CorpusSource:
         raise ConfigError(f"--source: expected NAME=PATH, got {spec!r}")
     check_name(name, "source")
     path = Path(where)
+    if path.is_file():  # whatever its name: it may have brackets, or be an index that stands for its tokens
+        return CorpusSource(name, (path,))
     found = glob.iglob(f"{glob.escape(where)}/**", recursive=True) if path.is_dir() else glob.iglob(where)
     files = tuple(sorted(p for p in map(Path, found) if p.is_file() and not _is_index(p)))
     if not files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import secrets
@@ -162,6 +163,7 @@ class Connection:
 # ---- listen ---------------------------------------------------------------------------------------------------------
 
 
+HERE = "it must be an address of the host on which the agent runs"
 RESOLVE_S = 60.0  # the name of a pod is resolvable only some seconds after its start
 AGAIN_S = 1.0
 
@@ -216,10 +218,9 @@ async def _on_any_host(remote: tuple[str, int, str], ranks: RankServer, token: b
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(
-            f"{named_by}: cannot listen on {host}:{port}: {error.strerror or error}; it must be an address of the host "
-            "on which the agent runs"
-        ) from error
+        taken = error.errno == errno.EADDRINUSE
+        advice = "the agent of another cluster has it? Take another port" if taken else HERE
+        raise ConfigError(f"{named_by}: cannot listen on {host}:{port}: {error.strerror or error}; {advice}") from error
 
 
 async def _resolve_host(host: str, port: int, signals: AgentSignals) -> tuple[int, int, int, str, tuple[object, ...]]:

@@ -41,6 +41,14 @@ def test_a_megatron_data_set_is_read_where_it_lies(tmp_path: Path) -> None:
     assert read.dtype == np.uint16
 
 
+@pytest.mark.parametrize("name", ["corpus.idx", "part[1].bin"])
+def test_a_file_that_is_named_is_taken_as_it_is(tmp_path: Path, name: str) -> None:
+    """An index stands for the tokens beside it, and brackets are no pattern where there is such a file."""
+    path = megatron(tmp_path / name).with_name(name)
+    (found,) = parse_source(f"m={path}").files
+    assert find_tokens(found, None, None).path == path.with_suffix(".bin")
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Megatron's own
 def test_megatron_itself_wrote_it(tmp_path: Path) -> None:
     """megatron.core's own builder writes what we read."""

@@ -256,6 +256,16 @@ async def test_an_address_that_is_not_here_is_named(tmp_path: Path, monkeypatch:
         assert not (tmp_path / "agent.sock").exists()
 
 
+async def test_a_port_that_is_taken_is_no_address_of_another_host(tmp_path: Path) -> None:
+    """What to do about it is said: the address is right."""
+    async with serve(tmp_path, agent="127.0.0.1:0") as (_, environment):
+        taken = environment[AGENT].removeprefix("tcp://")
+        (tmp_path / "other").mkdir()
+        with pytest.raises(ConfigError, match=f"cannot listen on {taken}: Address already in use; .*another port$"):
+            async with serve(tmp_path / "other", agent=taken):
+                pass
+
+
 async def test_an_agent_that_waits_for_its_name_ends_at_sigterm(tmp_path: Path) -> None:
     """A pod that is deleted before its name is known; the socket goes with the agent."""
     served = Served(tmp_path, 0.0, agent="nowhere.invalid:7")
