@@ -158,10 +158,20 @@ class Relay:
                 inner.close()
                 self._log.warning("relay_full", connections=self._connections, target=port.target)
                 continue
-            self._connections += 1
-            task = self._loop.create_task(self._serve_connection(port, inner))
-            port.connections.add(task)
-            task.add_done_callback(port.connections.discard)
+            self._begin_connection(port, inner)
+
+    def _begin_connection(self, port: Port, inner: socket.socket) -> None:
+        """Count one rank's connection, and forward it until it ends, or the port is closed before that has begun."""
+
+        def end_connection(task: asyncio.Task[None]) -> None:
+            port.connections.discard(task)
+            self._connections -= 1
+            inner.close()
+
+        self._connections += 1
+        task = self._loop.create_task(self._serve_connection(port, inner))
+        port.connections.add(task)
+        task.add_done_callback(end_connection)
 
     async def _serve_connection(self, port: Port, inner: socket.socket) -> None:
         """Forward one rank's connection until either side ends it."""
@@ -179,8 +189,6 @@ class Relay:
         except (OSError, TimeoutError) as error:
             self._log.warning("relay_cannot_reach", target=port.target, error=str(error) or type(error).__name__)
         finally:
-            self._connections -= 1
-            inner.close()
             if outer is not None:
                 outer.close()
 

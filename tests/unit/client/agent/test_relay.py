@@ -128,6 +128,19 @@ def test_both_sides_of_a_connection_are_kept_alive(target: Target, monkeypatch: 
         made.close()
 
 
+def test_a_connection_whose_port_is_closed_at_once_leaves_its_place(target: Target) -> None:
+    """A task that is cancelled before it has begun runs nothing of itself, no `finally` either."""
+    made, (inner, outer) = relay(), socket.socketpair()
+    try:
+        lane(made, target.address)
+        port = made._ports[target.address]
+        made._loop.call_soon_threadsafe(lambda: (made._begin_connection(port, inner), made._end_port(port)))
+    finally:
+        made.close()
+    assert made.open_connections == 0 and inner.fileno() == -1
+    outer.close()
+
+
 def test_both_ways_have_ended_before_their_sockets_are_closed(target: Target) -> None:
     """Else a way that ends later takes a socket from the loop that by then is another connection's."""
     ended: list[int] = []
