@@ -54,9 +54,9 @@ def profile(
     lines of other machines be added by hand.
 
     With --changed the devices are compared with those of the profile. If they are the same, nothing is done. If all
-    that came are of kinds and sites that it knows, the nodes alone are written, otherwise all is measured. A node that
-    has gone stays with `devices: 0` where the file needs it. Meant for `before_start` in cluster.yaml; after a change
-    of the model, delete the profile.
+    that came are of kinds and sites that it knows, the nodes alone are written, otherwise all is measured; the model
+    file stays. A node that has gone stays with `devices: 0` where the file needs it. Meant for `before_start` in
+    cluster.yaml; after a change of the model, delete the profile.
 
     Exit codes: 0 written, or nothing to measure; 78 not under torchrun, or the model is not one that can be measured.
 
@@ -100,7 +100,8 @@ def profile(
         if dist.get_rank() == 0:
             machines, needs = make_files(everyone, links, found, Path(factory.partition(":")[0]).name, tokens, batch)
             _write_file(output, merge_machines(known[0] or {}, machines))
-            _write_file(model, needs)
+            if not (known[0] and model.exists()):  # else of the same model, and may have been edited
+                _write_file(model, needs)
     finally:
         dist.destroy_process_group()
 
@@ -483,15 +484,25 @@ def compare_nodes(before: Sequence[dict[str, Any]], after: Sequence[dict[str, An
 
 
 def merge_machines(known: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """Return a profile of what was measured and of what another one has of nodes that are not here."""
-    links = {**(known.get("links") or {})}
+    """Return a profile of what was measured and of what another one has besides: nodes that are not here, and keys of
+    kinds and links that nothing has measured now, as those that were written by hand.
+    """
+    links = {near: {**row} for near, row in (known.get("links") or {}).items()}
     for near, row in measured["links"].items():
-        links[near] = {**links.get(near, {}), **row}
+        lines = links.setdefault(near, {})
+        lines |= {far: _merge_keys(lines.get(far), line) for far, line in row.items()}
+    kinds = {**(known.get("kinds") or {})}
+    kinds |= {kind: _merge_keys(kinds.get(kind), figures) for kind, figures in measured["kinds"].items()}
     return {
         "nodes": known.get("nodes", measured["nodes"]),
         "links": links,
-        **{key: {**(known.get(key) or {}), **measured[key]} for key in ("kinds", "measured")},
+        "kinds": kinds,
+        "measured": {**(known.get("measured") or {}), **measured["measured"]},
     }
+
+
+def _merge_keys(known: Any, measured: dict[str, Any]) -> dict[str, Any]:
+    return {**(known if isinstance(known, dict) else {}), **measured}  # a number is a rate alone
 
 
 def make_files(

@@ -35,6 +35,7 @@ from dips.commands.profile import (
     measure_layers,
     measure_memory,
     measure_pairs,
+    merge_machines,
     time_work,
     update_nodes,
 )
@@ -272,7 +273,10 @@ def test_only_what_the_profile_lacks_is_measured(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(profile, "ROUNDS", 1)
     file.write_text(written.replace("cpu", "other"))
+    needs = Path("model.yaml").read_text().replace("recompute: false", "recompute: true")
+    Path("model.yaml").write_text(needs)
     done = profile_alone("--changed", "--name", "b")
+    assert Path("model.yaml").read_text() == needs != "", "it was edited"
     assert "Everything is measured, for it lacks: profile.yaml: nodes.b.kind" in done.stdout, repr(done.exception)
     found = yaml.safe_load(file.read_text())
     assert set(found["kinds"]) == set(found["measured"]) == {"cpu", "other"}
@@ -295,6 +299,19 @@ def test_what_was_not_measured_of_a_node_is_lacking() -> None:
     assert find_lacking(file, "p.yaml") == ""
     file["nodes"] = update_nodes(file, [place("a"), place("b", site="west")])
     assert "links.east.west: missing" in find_lacking(file, "p.yaml")
+
+
+def test_what_was_written_by_hand_outlives_what_is_measured() -> None:
+    """Keys of a kind and of a link that nothing measures, or nothing has measured this time; measured ones are new."""
+    fast = {"memory_gb": 16, "tflops": 10, "inside_gbit": 100, "copy_gbit": 200}
+    links = {"east": {"west": {"gbit": 1, "latency_us": 5, "shared": True}, "east": 25}, "a": {"b": 7}}
+    known = {"nodes": [], "kinds": {"fast": fast}, "links": links, "measured": {}}
+    line = {"gbit": 2, "latency_us": 4}
+    found = {"nodes": [], "kinds": {"fast": {"memory_gb": 16, "tflops": 11, "efficiency": 1.0}}, "measured": {}}
+    merged = merge_machines(known, {**found, "links": {"east": {"west": line, "east": line}}})
+    assert merged["kinds"] == {"fast": {**fast, "tflops": 11, "efficiency": 1.0}}
+    assert merged["links"] == {"east": {"west": {**line, "shared": True}, "east": line}, "a": {"b": 7}}
+    assert known["links"] == {"east": {"west": {"gbit": 1, "latency_us": 5, "shared": True}, "east": 25}, "a": {"b": 7}}
 
 
 def test_a_node_that_is_gone_is_kept_while_the_file_needs_it() -> None:
