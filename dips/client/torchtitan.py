@@ -157,8 +157,9 @@ def _wrap_checkpoints(trainer: Any, outer: OuterLoop) -> None:
                 loaded = bool(load(*words, **options))
             finally:
                 checkpointer.states[STATE] = held
-        if loaded and held.state:
-            outer.load_state_dict(held.state)
+        state, held.state = held.state, {}
+        if loaded and state:
+            outer.load_state_dict(state)
         elif loaded:  # a checkpoint without outer state, of other ranks, or of a finished run
             outer.pull()
             outer.remark((OTHERS if misfit else LOADED).format(outer.version, misfit=misfit))
