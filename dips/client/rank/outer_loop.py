@@ -503,11 +503,12 @@ class OuterLoop:
         if self._closed:
             return
         self._check_usable()
+        if self._outer_steps.is_demanded:
+            self._settle_work("close")
+            self._tell_news()
         self._unwatch()  # the agent may end as soon as it gets Detach, while other ranks still have work to do
         self._collectives.barrier("OuterLoop.close")
         self._settle_steps()
-        self._outer_steps.settle_demanded()
-        self._tell_news()
         self._shard_transfer.finish_install()
         self._outer_steps.cancel_transfers()
         self._agent_client.ask_agent(messages.Detach(self._state.attempt))

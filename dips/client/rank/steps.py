@@ -133,7 +133,8 @@ class OuterSteps:
         # Under `overlap: full`: a moving transfer, or a request that the agent has not answered; None: neither.
         self._in_flight: OpenTransfer | OuterRequest | None = None
         self._poll_steps = 1  # inner steps between two polls of the transfer in flight
-        self._demanded = False  # the script has demanded the one in flight
+        self.is_demanded = False
+        """Whether the script has demanded the outer step in flight."""
         self._on_answer: dict[type[Any], Callable[[Any], OpenTransfer | None]] = {
             PushNow: self._begin_push,
             PullNow: self._begin_pull,
@@ -162,7 +163,7 @@ class OuterSteps:
     def poll_outer_step(self, demanded: bool) -> None:
         """Take part in an outer step if one is due or `demanded`, or continue the one in flight."""
         if self._overlaps:
-            self._demanded |= demanded
+            self.is_demanded |= demanded
             self._poll_in_flight(demanded)
         else:
             self.run_outer_step(demanded)
@@ -174,11 +175,6 @@ class OuterSteps:
         if self._in_flight is not None:
             request, self._in_flight = self._in_flight, None
             self._run_request(request)
-
-    def settle_demanded(self) -> None:
-        """Wait until the outer step in flight is over, if the script has demanded it."""
-        if self._demanded:
-            self.settle_transfers()
 
     def cancel_transfers(self) -> None:
         """End the transfer in flight on this rank, independently of the others."""
@@ -247,10 +243,10 @@ class OuterSteps:
         self._state.progress, self._state.steps_until_poll = answer.progress, answer.steps
         self._state.result = answer.result
         self._state.recalls = answer.recalls
-        self._demanded = False
+        self.is_demanded = False
 
     def _end_run(self, answer: Over) -> None:
-        self._demanded = False
+        self.is_demanded = False
         self._shard_transfer.finish_install()  # no further forward will do it
         self._state.progress, self._state.finished, self._state.result = answer.progress, True, answer.result
 
