@@ -31,7 +31,7 @@ from dips.protocol.entities import Slave
 from dips.protocol.enums import OutcomeKind, SlaveCause, SlaveState
 from dips.protocol.events import RollbackAsked, SlaveRegistered
 from dips.protocol.records import RolledBack, VersionRow
-from dips.protocol.round import skip_round, skip_waiting_pushes
+from dips.protocol.round import finish_if_due, skip_round, skip_waiting_pushes
 from dips.protocol.run_state import RunState, in_order, offers_genesis
 
 
@@ -217,6 +217,7 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
     if run.finished not in run.versions:
         run.finished = None
     run.emit_note("rolled_back", head=head, undone=",".join(str(v.version) for v in undone), reason=reason)
+    finish_if_due(run)  # with `requeue: none` no range may be left for a push that would end the run
 
 
 def move_head(run: RunState, head: VersionId, reason: str) -> None:

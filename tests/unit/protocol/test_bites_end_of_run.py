@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from dips.ids import VersionId
 from dips.protocol.effects import Finished, Persist
-from dips.protocol.events import PushRequested, RangesRequested
+from dips.protocol.events import PushRequested, RangesRequested, RollbackAsked, SlaveRegistered
 from dips.protocol.options import DataOptions, StopOptions
 from dips.protocol.records import RunFinished
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
@@ -70,3 +71,16 @@ def test_the_last_version_leaves_nobody_waiting() -> None:
     run.answer()
     assert run.view.finished == "v1@r1" and run.outcome(last).kind == "accepted"
     assert run.outcome(late).kind == "skipped"
+
+
+def test_a_run_without_data_is_finished_where_it_went_back_to() -> None:
+    """What the undone version had trained is leased to nobody again: no cluster could finish it."""
+    run = ScriptedRun(replace(OPTIONS, data=DataOptions(ranges=2)))
+    run.train("a")
+    run.ask(RangesRequested(0, "a", run.inc("a"), 1, 2))
+    for number in (0, 1):
+        run.outcome(run.push("a", ranges=(number,)))
+    assert run.view.finished == "v2@r2"
+    run.ask(RollbackAsked(0, VersionId(1, 1)))
+    run.ask(SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 0, run.head, None, (VersionId(1, 1), run.head), 4, ""))
+    assert run.head == VersionId(1, 1) and run.ask(RangesRequested(0, "a", run.inc("a"), 2, 1)) == Finished(run.head)
