@@ -68,6 +68,9 @@ class FanoutKind(StrEnum):
     STANDALONE = "standalone"  # nothing follows
 
 
+SEED_ORDERS = frozenset({FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED})
+
+
 class DurabilityState(StrEnum):
     """State of the run's snapshots."""
 

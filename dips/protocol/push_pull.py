@@ -33,7 +33,15 @@ from dips.protocol.effects import (
     Result,
 )
 from dips.protocol.entities import Cluster, Fanout, Pull, Push, Tombstone
-from dips.protocol.enums import ClusterCause, ClusterState, DurabilityState, FanoutKind, OutcomeKind, SlaveCause
+from dips.protocol.enums import (
+    SEED_ORDERS,
+    ClusterCause,
+    ClusterState,
+    DurabilityState,
+    FanoutKind,
+    OutcomeKind,
+    SlaveCause,
+)
 from dips.protocol.order import MAX_RANKS, lowest_free
 from dips.protocol.rank_keys import MOST_FLIP_KEYS, find_wrong_keys
 from dips.protocol.records import ClusterDiverged, OperatorActed
@@ -472,10 +480,14 @@ def _pull_after_outcome(cluster: Cluster) -> PullId:
 
 
 def stop_waiting_for(run: RunState, slave: str) -> None:
-    """Remove a lost slave's orders; a fanout that needs all answers is ended by the handler that ends its subject."""
+    """Remove a lost slave's orders; a fanout that needs all answers is ended by the handler that ends its subject.
+
+    Those of a seed stay: it goes on where the same process registers again, and is dropped where it is another one.
+    """
     for number in list(run.orders.orders_of(slave)):
-        if run.orders.find_order(number) is None:
-            continue  # the late snapshot was forgotten, on every slave
+        found = run.orders.find_order(number)
+        if found is None or found[0].kind in SEED_ORDERS:
+            continue  # None: the late snapshot was forgotten, on every slave
         fanout, _ = run.orders.remove_order(number)
         if fanout.kind in (FanoutKind.COMMIT, FanoutKind.STANDALONE):
             fanout.waiting.pop(slave)

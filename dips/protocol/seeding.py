@@ -25,7 +25,7 @@ from dips.outer_step import NO_STEP
 from dips.printable import join_some
 from dips.protocol import effects, rollback
 from dips.protocol.entities import Bodies, Fanout, Recovery, Seed
-from dips.protocol.enums import FanoutKind, SlaveState
+from dips.protocol.enums import SEED_ORDERS, FanoutKind, SlaveState
 from dips.protocol.events import ModelKept, PushRefused, PushStaged, RecoverAsked, SeedAsked
 from dips.protocol.manifest import Manifest
 from dips.protocol.rank_keys import find_wrong_keys
@@ -45,7 +45,6 @@ SEEDER = "dips.seed"  # the cluster in the names of its pushes; their incarnatio
 SEED_RANKS = 1
 RECOVERS_IN = 2  # protocol: the release before knows neither the question nor a KeepSeed of another version
 AWAY = (SlaveState.AWAITED, SlaveState.LOST)
-SEED_ORDERS = frozenset({FanoutKind.OPEN_SEED, FanoutKind.KEEP_SEED})
 
 
 def answer_asked(run: RunState, event: SeedAsked) -> effects.Result:
@@ -229,7 +228,9 @@ def records_of_model(
 
 
 def settle_seed(run: RunState) -> None:
-    """Drop, after every event, a transfer that is not asked for any more, or one of whose slaves is another process."""
+    """Drop, after every event, a transfer that is not asked for any more, one of whose slaves is another process, or a
+    recovery of what has come back.
+    """
     seed = run.seed
     assert seed is not None
     for name, sinc in seed.slaves.items():
@@ -239,6 +240,8 @@ def settle_seed(run: RunState) -> None:
             return
     if seed.recovery is not None and run.head != seed.recovery.parent:
         drop_seed(run, f"the head is {run.head} now")
+    elif seed.recovery is not None and not (run.roster.lacking or run.roster.unasked):
+        drop_seed(run, f"every slave has {run.head} again: nothing is lost")
     elif run.now >= seed.deadline:
         drop_seed(run, "nobody asked for it for a lease")
 

@@ -18,6 +18,7 @@ from dips.protocol.effects import (
     DropPush,
     Effect,
     Failed,
+    Hold,
     KeepSeed,
     LoadVersion,
     OpenPush,
@@ -28,6 +29,7 @@ from dips.protocol.effects import (
     Reply,
     SeedGranted,
 )
+from dips.protocol.enums import SlaveCause
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, StopOptions
 from dips.protocol.records import (
@@ -86,12 +88,16 @@ class Lost:
         made = self.step(replace(question, req=self._req))
         return next(e.result for e in made if isinstance(e, Reply) and e.req == self._req)
 
-    def register(self, slave: str, *complete: VersionId, nonce: str = "") -> Any:
+    def register(
+        self, slave: str, *complete: VersionId, nonce: str = "", mirror: ev.MirrorReport | None = None,
+        memory: VersionId | None = None,
+    ) -> Any:  # fmt: skip
         registered = self.ask(
             ev.SlaveRegistered(
-                0, slave, nonce or f"n-{slave}", "r", f"{slave}:1", (f"{slave}:2",), 0, None, None, complete, 2, ""
+                0, slave, nonce or f"n-{slave}", "r", f"{slave}:1", (f"{slave}:2",), 0, memory, None, complete, 2, "",
+                mirror=mirror,
             )
-        )
+        )  # fmt: skip
         assert isinstance(registered, Registered)
         return registered.order
 
@@ -193,6 +199,32 @@ def test_a_common_version_that_comes_back_ends_it() -> None:
     assert run.register("s", OLDER, HEAD) == LoadVersion(OLDER)
     assert len(run.records(RolledBack)) == 1, "nobody lacks the head any more"
     assert run.recover() == Dropped(f"the head is {OLDER} now")
+
+
+def test_a_transfer_goes_on_beside_slaves_that_are_asked_what_they_hold() -> None:
+    """The mirror of the slave that lost the head is mounted while the others make room: they register anew, as the same
+    processes, and their answers count.
+    """
+    run = Lost(OLDER, retired=False)
+    assert run.register("s", OLDER, HEAD, memory=HEAD) == Hold()
+    assert run.recover() == Pending("the slaves are making room for it")
+    run.register("t", OLDER, mirror=ev.MirrorReport((HEAD,)))
+    assert run.machine.build_view(run.now).slaves["s"].cause is SlaveCause.OFFERS
+    for order in run.orders(OpenPush):
+        run.answer(order)
+    assert isinstance(run.recover(), SeedGranted)
+
+
+def test_a_mirror_that_brings_the_head_back_ends_it() -> None:
+    """The slave that had lost the head has it again, in the same process: the file's model does not replace it."""
+    run = Lost()
+    push = run.open()
+    (keep,) = run.stage(push, "s")
+    run.answer(keep, ev.ModelKept("manifest of s", HEAD))
+    assert run.register("t", HEAD) == LoadVersion(HEAD)
+    assert isinstance(run.recover(), Dropped)
+    assert run.recover() == NOTHING_LOST
+    assert not run.stage(push, "t") and not run.records(VersionCommitted)
 
 
 def test_a_process_that_is_silent_gives_its_place_up() -> None:
