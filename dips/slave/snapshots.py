@@ -203,8 +203,7 @@ class Snapshots:
         self._sinc = 0
         self._lock = self._take_directory()
         for path in sorted(directory.glob(ASIDE + "*")):
-            log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
-            shutil.rmtree(path)
+            self._remove_unfinished(path)
 
     def bind_layers(self, manifest: Manifest, layers: Sequence[int], genesis: Sequence[str], sinc: int) -> None:
         """Set the layers of this slave and their digests at v0@r0, from Registered.
@@ -230,6 +229,14 @@ class Snapshots:
             return PidLock(self._directory / _LOCK, busy=busy, advice="one slave for a directory")
         except OSError as error:
             raise ConfigError(f"directory: {self._directory} cannot be used for snapshots: {error}") from error
+
+    def _remove_unfinished(self, path: Path) -> None:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:  # as of files that root has brought here: they take room, and nothing else
+            self._log.error("snapshot_unfinished", path=str(path), reason=str(error), remedy="remove it")
+        else:
+            self._log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
 
     def _require_directory(self) -> None:
         """Create the directory again if it was removed: the served version is in memory, and is written again."""
@@ -445,19 +452,28 @@ class Snapshots:
         another owner, which the master knows by its name alone, is left for a person.
 
         A reader whose source is a map of the file keeps it: Linux frees an unlinked file, and its disk space, when its
-        last map is gone. Each removal counts as progress.
+        last map is gone. Each removal counts as progress. Raise the first error after all were tried.
         """
+        failed = list[OSError]()
         for version in versions:
-            if version == GENESIS:
-                continue
-            path = self._directory / str(version)
-            if path.exists() and not self._is_foreign(path):
-                delete_version(path)
-            if (staged := staged_path(self._directory, version)).exists():  # of a rebalance that failed
-                shutil.rmtree(staged)
-            self._whole.discard(version)
-            self._bad.pop(version, None)
+            try:
+                self._delete_snapshot(version)
+            except OSError as error:
+                failed.append(error)
             self._meter.add(1)  # progress of any size tells a slow disk from one that hangs
+        if failed:
+            raise failed[0]
+
+    def _delete_snapshot(self, version: VersionId) -> None:
+        if version == GENESIS:
+            return
+        path = self._directory / str(version)
+        if path.exists() and not self._is_foreign(path):
+            delete_version(path)
+        if (staged := staged_path(self._directory, version)).exists():  # of a rebalance that failed
+            shutil.rmtree(staged)
+        self._whole.discard(version)
+        self._bad.pop(version, None)
 
     def _is_foreign(self, path: Path) -> bool:
         try:

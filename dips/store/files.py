@@ -352,6 +352,8 @@ def put_version(aside: Path, path: Path) -> None:
 def delete_version(path: Path) -> None:
     """Remove a version, renamed first, so that a half-removed one is never taken for a whole one."""
     aside = path.with_name(f"{ASIDE}old-{path.name}")
+    if aside.exists():  # of one that could not be removed before
+        shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
     sync_path(path.parent)
     shutil.rmtree(aside)

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 
 import numpy as np
@@ -27,7 +29,7 @@ from dips.slave.export import export_snapshot
 from dips.slave.ports import READ_AT_START
 from dips.slave.snapshots import Snapshots
 from dips.store import files, tensorfile
-from dips.store.files import read_layer, write_version
+from dips.store.files import ASIDE, read_layer, write_version
 from dips.store.version import MOMENTUM, THETA, LayerRecord, VersionManifest, digest_of
 from tests.damage import flip_bit, load_parameters
 from tests.disk_calls import DiskCalls
@@ -380,6 +382,48 @@ def test_delete_removes_what_is_named_only(tmp_path: Path) -> None:
     assert snapshots.complete_versions() == (V2,)
     assert sorted(p.name for p in path.iterdir()) == [".lock", "v2@r5"]
     snapshots.close()
+
+
+@contextmanager
+def as_nobody(*owned: Path) -> Iterator[None]:
+    """Be a user who owns these, and may not remove what root has protected; tests may run as root, who may."""
+    user = os.geteuid()
+    if user == 0:
+        for path in owned:
+            os.chown(path, 65534, -1)
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_snapshot_that_cannot_be_removed_holds_nothing_up() -> None:
+    """Root has brought it back from a backup: the others go, the slave starts again, and when it may be removed it
+    goes, too.
+    """
+    with TemporaryDirectory() as made:  # pytest's own are closed to others
+        path = Path(made) / "s"
+        path.parent.chmod(0o777)
+        snapshots, theta = opened(path), arrays((0, 1, 2, 3), 1)
+        for version in (V1, V2):
+            snapshots.write_snapshot(version, theta, theta)
+        snapshots.close()
+        (path / str(V1)).chmod(0o555)
+        with as_nobody(path, *path.rglob("*")):
+            snapshots = opened(path)
+            with pytest.raises(OSError, match="Permission denied"):
+                snapshots.delete_snapshots((V1, V2))
+            left = path / f"{ASIDE}old-{V1}"
+            assert sorted(path.iterdir()) == [path / ".lock", left]
+            snapshots.write_snapshot(V1, theta, theta)
+            with capture_logs() as logs:
+                snapshots = reopened(snapshots, path)
+            assert [(line["path"], line["remedy"]) for line in logs] == [(str(left), "remove it")]
+            left.chmod(0o755)
+            snapshots.delete_snapshots((V1,))
+            assert [p.name for p in path.iterdir()] == [".lock"]
+            snapshots.close()
 
 
 def test_each_deletion_is_told_as_work(tmp_path: Path) -> None:
