@@ -85,9 +85,10 @@ class LastProcess:
 # ---- registration ---------------------------------------------------------------------------------------------------
 # Pure: `now` is an argument, actions are returned (ports.py). A master that does not answer is asked again for ever,
 # with backoff. A slave that serves no version, or is asked for one, restores from its mirror before each Register. With
-# an empty disk and a failing mirror it does not register at all, since the run might begin anew for that. What must
-# stay true: the answer to a heartbeat is applied only to the registration under which it was sent (a slave that
-# registers again loses its open round); heartbeats go on whatever the shard is busy with.
+# an empty disk, and a mirror that fails or no room, it does not register at all, since the run might begin anew for
+# that; with an old snapshot it says to the master why there is no newer one. What must stay true: the answer to a
+# heartbeat is applied only to the registration under which it was sent (a slave that registers again loses its open
+# round); heartbeats go on whatever the shard is busy with.
 
 
 RETRIED = (Unavailable, Busy, Stale, OSError)  # a Register is repeated; OSError: our disk cannot be listed
@@ -157,15 +158,17 @@ class Registration:
         if isinstance(restored, Restored):
             self._restored = restored.reason
             return [self._describe()]
-        if not isinstance(restored, FailedMirror):
+        if not isinstance(restored, FailedMirror | OSError):
             return self._on_failure(restored, now)
+        of_mirror = isinstance(restored, FailedMirror)
+        reason = str(restored) if of_mirror else f"its disk takes no version from its mirror: {restored}"
         if work.on_disk or work.look_for:
-            self._restored = str(restored)
-            fields = {"reason": str(restored), "done": "what is on the disk is used"}
-            return [WriteLog("warning", "mirror_fails", fields), self._describe()]
+            self._restored = reason
+            fields = {"reason": reason, "done": "what is on the disk is used"}
+            return [WriteLog("warning", "mirror_fails" if of_mirror else "restore_fails", fields), self._describe()]
         pause_s = self._backoff.next_pause_s()
         self._sleep_for(pause_s, now)
-        return [WriteLog("error", "restore_waits", {"reason": str(restored), "again_in_s": pause_s})]
+        return [WriteLog("error", "restore_waits", {"reason": reason, "again_in_s": pause_s})]
 
     def on_registered(self, registered: Registered | Exception, now: float) -> Actions:
         """Process the master's answer to a Register, or its failure."""

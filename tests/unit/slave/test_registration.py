@@ -166,19 +166,30 @@ def test_what_the_disk_has_is_not_looked_for_in_the_mirror() -> None:
     assert isinstance(call, CallMaster) and call.message.complete == (v2,)
 
 
-def test_with_an_empty_disk_and_a_mirror_that_fails_it_does_not_register() -> None:
+@pytest.mark.parametrize(
+    ("failed", "event", "reason"),
+    [
+        (FailedMirror("mirror: /m is not there: mount it"), "mirror_fails", "mirror: /m is not there: mount it"),
+        (
+            OSError(28, "No space left on device"),
+            "restore_fails",
+            "its disk takes no version from its mirror: [Errno 28] No space left on device",
+        ),
+    ],
+)
+def test_with_an_empty_disk_and_no_restore_it_does_not_register(failed: Exception, event: str, reason: str) -> None:
     """Who registers with nothing could make the run begin anew; with an old snapshot it says why there is no newer."""
-    registration, gone = with_mirror(), FailedMirror("mirror: /m is not there: mount it")
+    registration = with_mirror()
     (look,) = registration.on_described(SAID, 0.0)
-    (told,) = registration.on_restored(look, gone, 0.0)
+    (told,) = registration.on_restored(look, failed, 0.0)
     assert isinstance(told, WriteLog)
-    assert (told.level, told.event, told.fields["reason"]) == ("error", "restore_waits", str(gone))
+    assert (told.level, told.event, told.fields["reason"]) == ("error", "restore_waits", reason)
     assert registration.tick(registration.next_deadline()) == [DESCRIBE]
     (look,) = registration.on_described(replace(SAID, complete=(VersionId(1, 1),)), 1.0)
-    told, describe = registration.on_restored(look, gone, 1.0)
-    assert isinstance(told, WriteLog) and (told.event, describe) == ("mirror_fails", DESCRIBE)
+    told, describe = registration.on_restored(look, failed, 1.0)
+    assert isinstance(told, WriteLog) and (told.event, describe) == (event, DESCRIBE)
     (call,) = registration.on_described(replace(SAID, complete=(VersionId(1, 1),)), 1.0)
-    assert call.message.reason == str(gone)
+    assert call.message.reason == reason
 
 
 def test_wait_is_obeyed_to_the_second_and_a_failed_order_waits_the_longest_pause() -> None:
