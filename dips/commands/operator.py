@@ -326,8 +326,9 @@ def drain(
     """Take a slave, or all of them, out of service once nothing is open on it.
 
     From now on no push or pull begins (clusters train on and ask again); transfers in progress and the open round are
-    completed. Then the slave may be stopped, moved or updated without a skipped round. It serves again when it is
-    restarted. Stopping a slave without draining it costs the open round and nothing else.
+    completed, and the head is on every disk. Then the slave may be stopped, moved or updated without a skipped round.
+    It serves again when it is restarted. Stopping a slave without draining it costs the open round, and the versions
+    that its disk had no room for.
 
     Every slave is needed for every round, so --all is the way to upgrade them: stop and start all at once, and the run
     goes on when the last one is back. The request does not outlast the master: upgrade that afterwards.

@@ -20,7 +20,8 @@ Effects that last:
 * A run that has been finalised speaks a newer protocol for good (releases.py): the releases from before it, the
   master's too, cannot take part any more.
 * While slaves drain, one or all, no push or pull is admitted, since each needs every slave; open ones go on to their
-  end. Then such a slave is DRAINING and may be stopped without loss. It is READY again when its next process registers.
+  end. Then, and when the head is on every disk, such a slave is DRAINING and may be stopped without loss. It is READY
+  again when its next process registers.
   The request is not kept over a restart of the master.
 """
 
@@ -285,8 +286,12 @@ def _open_on(run: RunState, slave: Slave) -> str:
     pushes, pulls = run.transfers.pushes, run.transfers.pulls
     if pushes or pulls:
         return f"{len(pushes)} pushes and {len(pulls)} pulls"
-    orders = sum(1 for _ in run.orders.orders_of(slave.name))
-    return f"{orders} orders" if orders else ""
+    if orders := sum(1 for _ in run.orders.orders_of(slave.name)):
+        return f"{orders} orders"
+    if run.versions[run.head].durable:
+        return ""
+    why = run.durability.reason
+    return f"{run.head} to be on every disk{f': {why}' if why else ''}"
 
 
 # ---- protocol ------------------------------------------------------------------------------------------------------

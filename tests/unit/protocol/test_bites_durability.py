@@ -10,7 +10,7 @@ from dips.errors import FailedDisk, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.durability import RETRY_S
-from dips.protocol.effects import Apply, Note, Persist
+from dips.protocol.effects import Apply, Note, Pending, Persist
 from dips.protocol.enums import RoundState
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import RoundReserved, VersionDurable
@@ -65,6 +65,25 @@ def test_a_snapshot_whose_writer_has_gone_is_written_by_the_next() -> None:
     run.answer()
     assert run.view.durability.state == "durable"
     assert run.outcome(run.push("a")).kind == "accepted"
+
+
+def test_a_slave_whose_disk_lacks_the_head_is_not_drained() -> None:
+    """The run goes on without snapshots: whoever stopped the slave to give it a larger disk would lose the versions."""
+    run = ScriptedRun()
+    run.train("a")
+    fail_persist(run)
+    run.held.add(Persist)
+    push = run.push("a")
+    for _ in range(2):  # the row is written without it, and then it is tried again
+        order = run.orders.popleft()
+        run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    assert run.outcome(push).kind == "accepted" and not run.orders and not run.view.durability.head
+    for question in (ev.DrainAsked(0, "s"), ev.DrainAllAsked(0)):
+        answer = run.ask(question)
+        assert isinstance(answer, Pending) and f"{run.head} to be on every disk: versions are not" in answer.reason
+    run.held.clear()
+    run.wait(RETRY_S)
+    assert run.view.durability.head and run.view.slaves["s"].state == "draining"
 
 
 def test_tokens_of_a_version_that_is_undone_are_taken_back() -> None:
