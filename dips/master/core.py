@@ -49,6 +49,8 @@ class CoordinatorLike(Protocol):
     def term(self) -> int: ...
     @property
     def proven_term(self) -> int: ...
+    @property
+    def compute_s(self) -> float: ...
     def step(self, event: Event, now: float) -> list[Effect]: ...
     def next_deadline(self) -> float: ...
     def progress(self) -> Progress: ...
@@ -309,7 +311,8 @@ class SlavePatience:
     `compute_s`: then the disk hangs (docs/protocol.md#timing).
     """
 
-    def __init__(self, compute_s: float) -> None:
+    def __init__(self, compute_s: Callable[[], float]) -> None:
+        """`compute_s` is asked at each heartbeat: an operator may change it."""
         self._compute_s = compute_s
         self._seen: dict[str, tuple[int, int]] = {}  # slave → (incarnation, bytes processed)
         self._waiting_since: dict[str, float] = {}  # slave → time since which its disk has reported no work
@@ -329,7 +332,7 @@ class SlavePatience:
             return SlaveProgress(slave)
         if not heartbeat.waits:
             return None
-        left_s = self._waiting_since.setdefault(slave, now) + self._compute_s - now
+        left_s = self._waiting_since.setdefault(slave, now) + self._compute_s() - now
         if left_s <= 0.0:
             return None
         return SlaveProgress(slave, frozenset(wait.number for wait in heartbeat.waits), left_s)
@@ -382,7 +385,7 @@ class MasterCore:
         self._coordinator, self._judge, self._timing, self._polls = coordinator, judge, timing, polls
         self._decide = step or coordinator.step
         self._alignment = Alignment()
-        self._patience = SlavePatience(timing.compute_s)
+        self._patience = SlavePatience(lambda: coordinator.compute_s)
         self._held = HeldQuestions(polls)
         self._outbox = Outbox()
         self._expected_at = now  # when the shell planned to run again

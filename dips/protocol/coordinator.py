@@ -217,6 +217,11 @@ class Coordinator:
         """Return the term for clusters to follow; 0 until slaves have proven that the ledger is not an old copy."""
         return self._run.term if self._run.is_proven else 0
 
+    @property
+    def compute_s(self) -> float:
+        """Return how long a slave may be silent in an order that computes, as an operator has last set it."""
+        return self._run.options.timing.compute_s
+
     def progress(self) -> Progress:
         return self._run.read_progress()
 

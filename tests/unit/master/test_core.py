@@ -55,6 +55,7 @@ from dips.protocol.events import (
     SlaveSilent,
     Ticked,
     TokensReported,
+    TuningAsked,
 )
 from dips.protocol.heartbeats import (
     OWN_PACE,
@@ -66,7 +67,7 @@ from dips.protocol.heartbeats import (
 )
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.membership import Judge
-from dips.protocol.options import Options, TimingOptions
+from dips.protocol.options import Options, TimingOptions, TunedOption
 from dips.protocol.records import ClusterEnded, LedgerState, Record, RunRow, ScoreHistory, VersionRow
 from dips.protocol.slaves import EXIT_STALE
 
@@ -304,6 +305,18 @@ def test_a_slave_that_works_is_told_from_one_that_hangs(shell: Shell) -> None:
     shell.heartbeat_slave(term=2, work_bytes=50)
     shell.heartbeat_slave(work_bytes=9)
     assert told() <= 3
+
+
+def test_a_disk_may_be_silent_for_as_long_as_an_operator_says(shell: Shell) -> None:
+    """What waits behind it has the time of `dips set`, not that with which the master began."""
+    longer = 4 * TIMING.compute_s
+    shell.ask(lambda r: TuningAsked(r, (TunedOption("timing.compute_s", longer),)))
+    waits = (OrderWait(7, "OpenPull", 1.0),)
+    shell.heartbeat_slave(waits=waits)
+    shell.now += 2 * TIMING.compute_s
+    shell.heartbeat_slave(waits=waits)
+    extended = [action.most_s for action in shell.left if isinstance(action, SlaveProgress)]
+    assert extended == [longer, longer - 2 * TIMING.compute_s]
 
 
 def test_a_gap_is_not_time_in_which_a_disk_hangs(shell: Shell) -> None:

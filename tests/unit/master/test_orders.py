@@ -158,7 +158,7 @@ def heartbeat(worked: int = 0, waits: tuple[int, ...] = (), sinc: int = 1) -> Sl
 
 def test_a_disk_may_be_silent_for_compute_s_and_no_longer() -> None:
     """While heartbeats say that orders wait for it they have time, those orders alone; then it hangs, and they fail."""
-    patience = SlavePatience(compute_s=100.0)
+    patience = SlavePatience(lambda: 100.0)
     assert patience.judge_heartbeat(heartbeat(), 0.0) is None
     assert patience.judge_heartbeat(heartbeat(waits=(7, 9)), 50.0) == SlaveProgress("s", frozenset({7, 9}), 100.0)
     assert patience.judge_heartbeat(heartbeat(waits=(7,)), 149.0) == SlaveProgress("s", frozenset({7}), 1.0)
@@ -170,11 +170,11 @@ def test_a_disk_may_be_silent_for_compute_s_and_no_longer() -> None:
 def test_a_disk_has_its_time_anew_when_nothing_waited_in_between() -> None:
     """Likewise in a new process, and after a gap in which the master heard nobody."""
     for between in (heartbeat(), heartbeat(sinc=2, waits=(7,))):
-        patience = SlavePatience(compute_s=100.0)
+        patience = SlavePatience(lambda: 100.0)
         patience.judge_heartbeat(heartbeat(waits=(7,)), 0.0)
         patience.judge_heartbeat(between, 90.0)
         assert patience.judge_heartbeat(heartbeat(sinc=between.sinc, waits=(7,)), 120.0) is not None
-    patience = SlavePatience(compute_s=100.0)
+    patience = SlavePatience(lambda: 100.0)
     patience.judge_heartbeat(heartbeat(waits=(7,)), 0.0)
     patience.skip_gap(500.0)
     assert patience.judge_heartbeat(heartbeat(waits=(7,)), 550.0) == SlaveProgress("s", frozenset({7}), 50.0)

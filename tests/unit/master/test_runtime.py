@@ -66,6 +66,7 @@ class ScriptedCoordinator:
     """Remembers its events; answers each by a script: type of event → effects."""
 
     term, proven_term = 3, 2  # never so in earnest: which one is told shows
+    compute_s = 300.0
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
