@@ -266,6 +266,7 @@ class SnapshotMirror:
         if job.kind is MirrorJobKind.DELETE:
             for version in job.versions:
                 self._store.remove_path(str(version))
+                self._on_moved(0)
             self._tell(partial(self._plan.on_done, job))
             return
         begun = self._clock()

@@ -564,6 +564,28 @@ def test_a_copy_that_takes_long_is_no_failure_while_bytes_move(
     assert len(said) > 3 and not any(said)
 
 
+def test_a_deletion_of_many_is_no_failure_while_they_go(url: str, tmp_path: Path) -> None:
+    """A mirror that has caught up lets several large ones go; each may take nearly as long as one may be silent."""
+    versions, now, said = tuple(VersionId(n, n) for n in range(1, 5)), 0.0, list[str]()
+    written(tmp_path / "s", *versions)
+    for version in versions:
+        copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", version, nothing)
+
+    class SlowStore(MirrorStore):
+        def remove_path(self, name: str) -> None:
+            nonlocal now
+            super().remove_path(name)
+            now += 0.8 * STALL_S
+            said.append(mirror.report().reason)
+
+    store = SlowStore(url, "r", "s", of=tmp_path / "s")
+    mirror = SnapshotMirror(store, tmp_path / "s", "r", "s", LOG, lambda: now)
+    mirror.want(versions[-1:])
+    for _ in range(2):  # it is listed first
+        mirror._do_next_job()
+    assert mirror.report() == MirrorReport(versions[-1:]) and said == ["", "", ""]
+
+
 def hold_up(
     monkeypatch: pytest.MonkeyPatch, stall_s: float, meanwhile: Callable[[Callable[[int], None]], None]
 ) -> threading.Event:
