@@ -32,6 +32,7 @@ from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, insist, l
 Tensor = npt.NDArray[np.float32]
 
 LEDGER = "ledger.sqlite"
+BOUND = "lease.bound"  # a file beside it: a standby may have been told that it may claim (standby.py)
 INITIAL = Path("initial")  # the root of v0@r0, which a slave's initial_model names
 INITIAL_VERSION = INITIAL / str(GENESIS)
 INITIAL_SHARED = INITIAL / "shared.json"  # the ledger has only their digest; this file has the options
@@ -222,11 +223,12 @@ def layer_norm(layer: Layer, tensors: Mapping[str, Tensor]) -> float:
 
 
 def _throw_away(ledger: Path) -> None:
-    """Delete the old run's ledger, if no master holds it."""
+    """Delete the old run's ledger, if no master holds it, and what it noted of its mirror, which is deleted, too."""
     if ledger.exists():
         with hold_ledger(ledger):
             ledger.unlink()
-    (ledger.parent / SEEN).unlink(missing_ok=True)  # its mirror is deleted, too
+    for name in (SEEN, BOUND):
+        (ledger.parent / name).unlink(missing_ok=True)
 
 
 def write_initial(config: RunFile, model: Manifest, tensors: Mapping[str, Tensor], directory: Path) -> None:

@@ -16,7 +16,13 @@ from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.files import PidLock, make_directory, sync_path
 from dips.ids import VersionId
 from dips.master import ledger_history
-from dips.master.ledger_chain import ChainedRows, refuse_failing, verify_chain, verify_pages
+from dips.master.ledger_chain import (
+    ChainedRows,
+    count_transactions_after,
+    refuse_failing,
+    verify_chain,
+    verify_pages,
+)
 from dips.master.ledger_history import (
     find_unprocessed,
     read_history,
@@ -105,6 +111,10 @@ class Ledger:
         """Return the newest term that has begun; 0 if none has."""
         (term,) = self._db.execute("SELECT coalesce(max(term), 0) FROM terms").fetchone()
         return int(term)
+
+    def count_transactions(self, term: int) -> int:
+        """Return how many transactions were written since a term began."""
+        return count_transactions_after(self._db, "terms", term)
 
     def write_records(self, records: Sequence[Record], wall: float | None = None) -> None:
         """Make all records durable in one transaction, in their order; on any error none of them is written.

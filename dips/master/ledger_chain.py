@@ -9,6 +9,7 @@ import sqlite3
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from operator import ge
@@ -77,8 +78,8 @@ def refuse_failing(error: Exception, path: str) -> None:
 # What must stay true: every row of the ledger is written through ChainedRows, into tables, hence `main.`: an older
 # ledger is read through views of the same names. A ledger is verified whenever it is opened: first SQLite's own
 # integrity_check of pages and indexes, which checks no values; then every row against the chain, in one pass. A flipped
-# bit may still cut the end of a WAL that a crash left, which gives an older ledger; a later term in the mirror, or a
-# slave that has seen more, reveals that (docs/rationale.md#2).
+# bit may still cut the end of a WAL that a crash left, which gives an older ledger; a mirror that has more, or a slave
+# that has seen more, reveals that (docs/rationale.md#2).
 
 
 CHAIN, SCHEMA = "chain", "sqlite_schema"
@@ -212,10 +213,11 @@ def verify_chain(db: sqlite3.Connection, where: str) -> None:
     _verify(_check_chain, db, where)
 
 
-def _verify(check: Callable[[sqlite3.Connection], None], db: sqlite3.Connection, where: str) -> None:
-    db.execute("BEGIN")
+@contextmanager
+def refuse_damage(where: str) -> Iterator[None]:
+    """Raise CorruptLedger for what the body finds unreadable in a ledger, FailedDisk if the disk fails."""
     try:
-        check(db)
+        yield
     except _Damaged as damage:
         problem = str(damage)
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -223,9 +225,16 @@ def _verify(check: Callable[[sqlite3.Connection], None], db: sqlite3.Connection,
         problem = f"SQLite cannot read all of it: {error}"
     else:
         return
-    finally:
-        _end_reading(db)
     raise CorruptLedger(f"{where}: {problem}; {ADVICE}")
+
+
+def _verify(check: Callable[[sqlite3.Connection], None], db: sqlite3.Connection, where: str) -> None:
+    with refuse_damage(where):
+        db.execute("BEGIN")
+        try:
+            check(db)
+        finally:
+            _end_reading(db)
 
 
 def _end_reading(db: sqlite3.Connection) -> None:
@@ -316,8 +325,17 @@ def _describe_unreadable(db: sqlite3.Connection, table: str) -> str:
     return f"table {table} cannot be read"
 
 
+def count_transactions_after(db: sqlite3.Connection, table: str, key: int) -> int:
+    """Return how many transactions came after the last one that wrote this row."""
+    (newest,) = db.execute(f"SELECT coalesce(max(number), 0) FROM {CHAIN}").fetchone()
+    try:
+        return int(newest) - _find_writer(db, table, key)
+    except (msgspec.DecodeError, TypeError, ValueError) as error:  # the chain was not verified
+        raise _Damaged(f"table {CHAIN} cannot be read: {error}") from error
+
+
 def _find_writer(db: sqlite3.Connection, table: str, key: int) -> int:
-    """Return the last transaction that wrote this row; the chain must have been verified."""
+    """Return the last transaction that wrote this row, 0 if none did."""
     query = f"SELECT number, rows FROM {CHAIN} ORDER BY number DESC"
     return next(
         (

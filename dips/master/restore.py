@@ -17,6 +17,7 @@ from dips.dataclass import dataclass, replace
 from dips.errors import ConfigError, Corrupt, FailedMirror
 from dips.master import genesis
 from dips.master.ledger import Ledger, hold_ledger, put_in_place, remove_beside
+from dips.master.ledger_chain import refuse_damage
 from dips.plain import from_plain, to_plain
 from dips.protocol import codec
 from dips.protocol.enums import RoundResult
@@ -98,7 +99,7 @@ _NAME = re.compile(r"(\d{10})-(\d{10})\.(base|log|term)")
 
 def newest_term(store: MirrorStore) -> int:
     """Return the newest term with a file in the mirror; 0 if there is none."""
-    return max((int(found[1]) for found in _list_files(store)), default=0)
+    return _find_last(_list_files(store))[0]
 
 
 def write_base(store: MirrorStore, run: str, term: int, number: int, content: bytes) -> None:
@@ -113,28 +114,52 @@ def write_base(store: MirrorStore, run: str, term: int, number: int, content: by
 def write_transaction(store: MirrorStore, run: str, term: int, number: int, written: MirroredTransaction) -> None:
     """Write the file of one transaction."""
     content = json.dumps([written.wall, codec.encode_value(written.records)], separators=(",", ":")).encode()
-    insist(lambda: store.write_file(f"{FOLDER}/{term:010d}-{number:010d}.log", seal(run, content)))
+    insist(lambda: store.write_file(f"{FOLDER}/{_name_log(term, number)}", seal(run, content)))
 
 
 def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
     """Return the newest complete ledger in the mirror, None if there is none.
 
     A master that is cut off may still write there: if it replaces files meanwhile, they are read again. Raise Corrupt
-    if a file is of another run, or cannot be decoded.
+    if a file is of another run, or cannot be decoded, or is missing before others that follow it.
     """
     while True:
         bases = _list_bases(store)
-        found = _read_first(store, run, bases)
-        if bases == _list_bases(store):
+        found, number = _read_first(store, run, bases)
+        files = _list_files(store)
+        if bases == _bases_of(files):
             break
     if found is None and bases:
         raise Corrupt(f"{store.url}/{FOLDER}: none of its {len(bases)} bases is whole")
+    if found is not None:
+        _check_is_last(store, found.term, number, files)
     return found
+
+
+def _check_is_last(store: MirrorStore, term: int, number: int, files: Sequence[re.Match[str]]) -> None:
+    """Raise Corrupt if transactions follow the one behind this number, which was not whole: only the last one may be,
+    since a master writes one after the other.
+    """
+    behind = [m[0] for m in files if m[3] == "log" and int(m[1]) == term and int(m[2]) > number + 1]
+    if behind:
+        name = f"{FOLDER}/{_name_log(term, number + 1)}"
+        raise Corrupt(
+            f"{store.url}/{name} is not whole or gone, and {len(behind)} transactions after it are there: put it back, "
+            f"or move it and all up to {max(behind)} away, and the run goes on from what was before"
+        )
+
+
+def _name_log(term: int, number: int) -> str:
+    return f"{term:010d}-{number:010d}.log"
 
 
 def _list_bases(store: MirrorStore) -> list[tuple[int, int]]:
     """Return term and number of every base, the newest first."""
-    return sorted(((int(m[1]), int(m[2])) for m in _list_files(store) if m[3] == "base"), reverse=True)
+    return _bases_of(_list_files(store))
+
+
+def _bases_of(files: Sequence[re.Match[str]]) -> list[tuple[int, int]]:
+    return sorted(((int(m[1]), int(m[2])) for m in files if m[3] == "base"), reverse=True)
 
 
 def _list_files(store: MirrorStore) -> list[re.Match[str]]:
@@ -142,25 +167,33 @@ def _list_files(store: MirrorStore) -> list[re.Match[str]]:
     return [match for match in map(_NAME.fullmatch, insist(lambda: store.list_names(FOLDER))) if match]
 
 
+def _find_last(files: Sequence[re.Match[str]]) -> tuple[int, int]:
+    """Return the newest term of these files, and the number of its newest transaction; 0 if there is none."""
+    term = max((int(found[1]) for found in files), default=0)
+    numbers = (int(found[2]) for found in files if int(found[1]) == term and found[3] != "term")
+    return term, max(numbers, default=0)
+
+
 def _remove(store: MirrorStore, names: Sequence[str]) -> None:
     insist(lambda: store.remove_files([f"{FOLDER}/{name}" for name in names]))
 
 
-def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) -> MirroredLedger | None:
-    """Return the first of these bases that is complete, with the transactions that follow it."""
+def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) -> tuple[MirroredLedger | None, int]:
+    """Return the first of these bases that is complete, with the transactions that follow it, and the number of the
+    last.
+    """
     for term, number in bases:
         base = read_sealed(store, run, f"{FOLDER}/{term:010d}-{number:010d}.base", MOST_BASE_BYTES)
         if base is not None:
-            return MirroredLedger(term, base, tuple(_read_transactions(store, run, term, number)))
-    return None
+            followed = tuple(_read_transactions(store, run, term, number))
+            return MirroredLedger(term, base, followed), number + len(followed)
+    return None, 0
 
 
 def _read_transactions(store: MirrorStore, run: str, term: int, number: int) -> Sequence[MirroredTransaction]:
-    """Return all transactions that follow a base without a gap; the last one may be incomplete if its master ended."""
+    """Return all transactions that follow a base without a gap."""
     followed = []
-    while (
-        content := read_sealed(store, run, f"{FOLDER}/{term:010d}-{number + 1:010d}.log", MOST_LOG_BYTES)
-    ) is not None:
+    while (content := read_sealed(store, run, f"{FOLDER}/{_name_log(term, number + 1)}", MOST_LOG_BYTES)) is not None:
         wall, spelled = json.loads(content)
         followed.append(MirroredTransaction(codec.decode_value(spelled), wall))
         number += 1
@@ -211,25 +244,26 @@ def look_at_lease(store: MirrorStore, run: str) -> SeenLease:
 
 
 def _read_lease(store: MirrorStore, run: str) -> SeenLease:
-    found = [(int(m[1]), int(m[2]), m[3]) for m in _list_files(store)]
-    newest = max((term for term, _, _ in found), default=0)
-    number = max((n for term, n, kind in found if (term, kind) == (newest, "term")), default=-1)
+    files = _list_files(store)
+    newest, transactions = _find_last(files)
+    number = max((int(m[2]) for m in files if (int(m[1]), m[3]) == (newest, "term")), default=-1)
+    seen = SeenLease(newest, number, transactions=transactions)
     if number < 0:
-        return SeenLease(newest)
+        return seen
     name = _name_lease(newest, number)
     try:
         content = read_sealed(store, run, name, MOST_LEASE_BYTES)
         if content is None:
-            return SeenLease(newest, number, problem=f"{store.url}/{name}: the lease is not whole")
+            return replace(seen, problem=f"{store.url}/{name}: the lease is not whole")
         lease = from_plain(TermLease, json.loads(content))
     except Corrupt as error:
-        return SeenLease(newest, number, problem=str(error))
+        return replace(seen, problem=str(error))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return SeenLease(newest, number, problem=f"{store.url}/{name}: is no lease of this version of Di-PS: {error}")
+        return replace(seen, problem=f"{store.url}/{name}: is no lease of this version of Di-PS: {error}")
     if (lease.term, lease.number) != (newest, number):
         problem = f"{store.url}/{name}: expected the lease {newest}-{number}, got {lease.term}-{lease.number}"
-        return SeenLease(newest, number, problem=problem)
-    return SeenLease(newest, number, lease)
+        return replace(seen, problem=problem)
+    return replace(seen, lease=lease)
 
 
 def _name_lease(term: int, number: int) -> str:
@@ -304,18 +338,21 @@ def build_file(found: MirroredLedger, path: Path) -> LedgerState:
 
 
 def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
-    """Raise ConfigError if a master of a later term than this file knows has written to the mirror. If not, the file
-    on disk is the newer one.
+    """Raise ConfigError if the mirror has a later term than this file, or transactions of its newest term that are not
+    in it: each is written here first. If not, the file on disk is the newer one.
     """
     try:
-        mirrored = newest_term(store)
+        term, number = _find_last(_list_files(store))
     except FailedMirror as error:
         log.warning("ledger_mirror_lags", reason=str(error))
         return
-    term = _term_of(path)
-    if mirrored > term:
+    ours = _find_place(path, term)
+    if (term, number) > ours:
+        has, there = f"knows terms up to {ours[0]}", f"has term {term}"
+        if term == ours[0]:
+            has, there = f"ends with transaction {ours[1]} of term {term}", f"with {number}"
         raise ConfigError(
-            f"{path} knows terms up to {term}, its mirror {store.url} has term {mirrored}: this file is an old copy; "
+            f"{path} {has}, its mirror {store.url} {there}: this file is an old copy; "
             "put the newest one back, or move it away to have it restored from the mirror"
         )
 
@@ -323,7 +360,7 @@ def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
 def set_aside_old(config: RunFile, newest: int, log: Log) -> None:
     """Move the ledger of a former master away, if it knows no term as new as this one, so that it can be restored."""
     path = genesis.ledger_path(config)
-    if not path.exists() or _term_of(path) >= newest:
+    if not path.exists() or _find_place(path)[0] >= newest:
         return
     Ledger.open(path, wall=time.time, verified=False).close()  # moves its WAL into the file
     with hold_ledger(path):
@@ -332,12 +369,20 @@ def set_aside_old(config: RunFile, newest: int, log: Log) -> None:
     log.warning("old_ledger_set_aside", ledger=str(path.with_name(OLD)), newest_term=newest)
 
 
-def own_ledger_is_newest(config: RunFile, newest: int) -> bool:
-    """Return whether this directory has the ledger of the newest term: its master only starts again."""
+def own_ledger_is_newest(config: RunFile, term: int, number: int) -> bool:
+    """Return whether this directory's ledger has the newest term and transaction of the mirror, whose master only
+    starts again.
+    """
     path = genesis.ledger_path(config)
-    return path.exists() and _term_of(path) >= newest
+    return path.exists() and _find_place(path, term) >= (term, number)
 
 
-def _term_of(path: Path) -> int:
-    with closing(Ledger.open(path, readonly=True, verified=False)) as ledger:  # the master verifies it when it opens it
-        return ledger.read_term()
+def _find_place(path: Path, term: int = 0) -> tuple[int, int]:
+    """Return the newest term of a ledger's file and, if that is `term`, how many transactions it has since."""
+    # Not verified here: the master does when it opens it.
+    with (
+        refuse_damage(str(path)),
+        closing(Ledger.open(path, readonly=True, verified=False)) as ledger,
+    ):
+        newest = ledger.read_term()
+        return newest, ledger.count_transactions(newest) if newest == term else 0

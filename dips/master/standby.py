@@ -33,13 +33,16 @@ from dips.errors import ConfigError, Corrupt, DipsError, FailedMirror
 from dips.files import write_durably
 from dips.http import HttpSubject
 from dips.master import restore
+from dips.master.genesis import BOUND
 from dips.protocol.releases import PROTOCOL
 from dips.protocol.standby import (
+    CLAIM_S,
     LOOK_S,
     RENEW_S,
     LeaseHolder,
     LeaseWatch,
     PresentStandbys,
+    SeenLease,
     StandbyState,
 )
 from dips.protocol.view import LeaseView, StandbyView
@@ -50,7 +53,6 @@ from dips.transport.tls import TlsSource
 
 T = TypeVar("T")
 FOLDER = "standby"
-BOUND = "lease.bound"  # a file in the master's directory: a standby may have been told that it may claim
 MOST_STANDBYS = 8  # that are read at a time
 UNUSABLE = -1  # in the place of the number in such a file
 MOST_BYTES = 1 << 16  # of a standby's file
@@ -63,8 +65,12 @@ def read_clock() -> float:
 
 
 def name_holder(config: RunFile) -> str:
-    """Return this process's name for people."""
-    return f"{socket.gethostname()} ({config.master.listen}, pid {os.getpid()})"
+    """Return this process's name for people; a master that starts again has the same up to its pid."""
+    return f"{_name_place(config)}{os.getpid()})"
+
+
+def _name_place(config: RunFile) -> str:
+    return f"{socket.gethostname()} ({config.master.listen}, pid "
 
 
 # ---- who serves -----------------------------------------------------------------------------------------------------
@@ -265,6 +271,7 @@ class Standby:
         self._run, self._name = config.shared.run, name_holder(config)
         self._file, self._number, self._told = f"{FOLDER}/{uuid.uuid4().hex[:12]}", 0, -inf
         self._said: StandbyState | None = None
+        self._seen = SeenLease(0)
         self.watch, self.counts = LeaseWatch(), _Counts()
 
     def look(self) -> LeaseKeeper | None:
@@ -289,6 +296,16 @@ class Standby:
             self._said = self.watch.state
         return keeper
 
+    def may_start_again(self) -> bool:
+        """Return whether this was the master that serves: its ledger is the newest, and no other renews the lease."""
+        lease = self._seen.lease
+        if self.watch.state in (StandbyState.LOOKING, StandbyState.CLAIMS):
+            return False
+        ours = lease is None or lease.holder.startswith(_name_place(self._config))
+        if not ours and self.watch.unchanged_s < CLAIM_S:
+            return False  # this directory may be a copy of a living master's
+        return restore.own_ledger_is_newest(self._config, self._seen.newest_term, self._seen.transactions)
+
     def leave(self) -> None:
         """Say that no standby is here any more, if the store can be told."""
         try:
@@ -299,7 +316,7 @@ class Standby:
     def _look_once(self) -> LeaseKeeper | None:
         begun = self._clock()
         seen = restore.look_at_lease(self._store, self._run)
-        before = self.watch.state
+        self._seen, before = seen, self.watch.state
         self.watch.on_look(seen, begun, self._clock())
         self.counts.term = seen.newest_term
         self.counts.refused += self.watch.state is StandbyState.REFUSED and before is not StandbyState.REFUSED
@@ -386,8 +403,7 @@ def _try_to_serve(standby: Standby, config: RunFile, log: Log, stack: AsyncExitS
     """Look once; return True if this master is to serve, with its ledger in place."""
     keeper = standby.look()
     if keeper is None:
-        newest, state = standby.counts.term, standby.watch.state
-        return state is not StandbyState.LOOKING and restore.own_ledger_is_newest(config, newest)
+        return standby.may_start_again()
     stack.callback(keeper.close)
     return _take_over(config, keeper, log)
 

@@ -144,6 +144,7 @@ class SeenLease:
     number: int = -1  # of the newest file with the lease of that term
     lease: TermLease | None = None
     problem: str = ""
+    transactions: int = 0  # of that term
 
 
 class LeaseWatch:
@@ -152,6 +153,7 @@ class LeaseWatch:
     def __init__(self) -> None:
         self._seen: tuple[int, int] | None = None
         self._since = inf  # the first look that found it has ended
+        self.unchanged_s = 0.0  # how long the lease had been seen unchanged when the last look began
         self.state, self.reason = StandbyState.LOOKING, "it has not read the store yet"
 
     def on_failed(self, problem: str) -> None:
@@ -162,7 +164,8 @@ class LeaseWatch:
         """Take a look that began and ended at these times; `state` and `reason` are new afterwards."""
         if (seen.newest_term, seen.number) != self._seen:
             self._seen, self._since = (seen.newest_term, seen.number), ended
-        self.state, self.reason = self._judge(seen, begun - self._since)
+        self.unchanged_s = begun - self._since
+        self.state, self.reason = self._judge(seen, self.unchanged_s)
 
     def _judge(self, seen: SeenLease, unchanged_s: float) -> tuple[StandbyState, str]:
         lease = seen.lease

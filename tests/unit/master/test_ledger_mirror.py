@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import shutil
 import sqlite3
 import threading
@@ -21,7 +22,7 @@ import structlog
 import yaml
 
 from dips.config import RunFile, load_run
-from dips.errors import ConfigError, Corrupt, FailedMirror, StaleTerm
+from dips.errors import ConfigError, Corrupt, CorruptLedger, FailedMirror, StaleTerm
 from dips.master import genesis, recover, restore
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
@@ -287,6 +288,30 @@ def test_what_was_cut_short_is_not_believed(config: RunFile) -> None:
         restored(config)
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_transaction_that_is_damaged_before_others_ends_no_restore(config: RunFile, gone: bool) -> None:
+    """What follows it was told: the run does not go on without it unless somebody moves it away."""
+    term = Term(config)
+    for records in itertools.islice(transactions(), 4):
+        term.write(records)
+    term.end()
+    store = restore.mirror_of(config)
+    assert store is not None
+    name = f"ledger/{1:010d}-{2:010d}.log"
+    if gone:
+        store.remove_path(name)
+    else:
+        store.write_file(name, b"{}")
+    lose(config)
+    with pytest.raises(
+        Corrupt, match=rf"{name} is not whole or gone, and 2 transactions after it are there: put it back"
+    ):
+        restored(config)
+    assert not genesis.ledger_path(config).exists()
+    store.remove_files([f"ledger/{1:010d}-{number:010d}.log" for number in (2, 3, 4)])
+    restored(config)
+
+
 def test_a_mirror_of_another_run_is_refused(config: RunFile, tmp_path: Path) -> None:
     """Somebody copied another run's mirror there: the message names both."""
     Term(config).end()
@@ -310,6 +335,47 @@ def test_an_old_ledger_beside_a_newer_mirror_is_refused(config: RunFile) -> None
         restore.restore_if_lost(config, LOG)
     path.unlink()
     assert restored(config).term == 2 + SPARE + 1
+
+
+def test_an_old_ledger_of_the_same_term_is_refused_too(config: RunFile) -> None:
+    """A disk's snapshot was put back, or a WAL's end was lost: the mirror has what it lacks, and that was told."""
+    path, term = genesis.ledger_path(config), Term(config)
+    before, *after = itertools.islice(transactions(), 4)
+    term.write(before)
+    backup = term.ledger.serialize()
+    for records in after:
+        term.write(records)
+    knew = term.end()
+    restore.restore_if_lost(config, LOG)  # the newest is fine
+    path.write_bytes(backup)
+    with pytest.raises(
+        ConfigError, match=r"ends with transaction 1 of term 1, its mirror .* with 4: this file is an old"
+    ):
+        restore.restore_if_lost(config, LOG)
+    path.unlink()
+    assert like(restored(config), knew)
+
+
+def test_a_damaged_ledger_beside_a_mirror_is_called_so(config: RunFile, tmp_path: Path) -> None:
+    """Its term is asked for before it is verified: of bits flipped in its schema none meets the operator without the
+    advice to move the file away, which is right where there is a mirror."""
+    path = genesis.ledger_path(config)
+    Term(config).end()
+    content = path.read_bytes()
+    at = [found.start() + 8 for found in re.finditer(rb"CREATE TABLE", content)]
+    said = [_refusal(config, content[:each] + bytes([content[each] ^ 128]) + content[each + 1 :]) for each in at]
+    assert all("Move it away" in each and str(path) in each for each in filter(None, said))
+    assert sum(map(bool, said)) > len(at) / 2
+
+
+def _refusal(config: RunFile, content: bytes) -> str:
+    """What is said of a ledger with this content where a mirror is; empty if it is taken."""
+    genesis.ledger_path(config).write_bytes(content)
+    try:
+        restore.restore_if_lost(config, LOG)
+    except CorruptLedger as error:
+        return str(error)
+    return ""
 
 
 def test_a_lost_ledger_whose_mirror_is_gone_says_so(config: RunFile, tmp_path: Path) -> None:

@@ -29,14 +29,15 @@ from structlog.testing import capture_logs
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, FailedMirror, StaleTerm
 from dips.master import genesis, restore, standby
+from dips.master.genesis import BOUND
 from dips.master.ledger import Ledger
 from dips.master.runtime import MasterOutside, OperatorServicer
-from dips.master.standby import BOUND, LeaseKeeper, Standby
+from dips.master.standby import LeaseKeeper, Standby
 from dips.protocol.effects import Acknowledged
 from dips.protocol.records import RoundReserved
 from dips.protocol.releases import PROTOCOL
 from dips.protocol.standby import CLAIM_S, SERVE_S, StandbyState, TermLease
-from dips.protocol.view import RunView
+from dips.protocol.view import LedgerMirrorView, RunView
 from dips.store.mirror import MirrorStore, read_sealed, seal
 from dips.wire.generated import operator_pb2
 from tests.busy_store import BusyFileSystem, persist
@@ -93,9 +94,9 @@ def mirror(config: RunFile) -> MirrorStore:
 class Serving(Term):
     """A master that serves: its ledger, its mirror and its lease."""
 
-    def __init__(self, config: RunFile, *, bound: bool = False) -> None:
+    def __init__(self, config: RunFile, *, bound: bool = False, name: str = "") -> None:
         super().__init__(config)
-        name = config.master.directory.name
+        name = name or config.master.directory.name
         self.lease = LeaseKeeper(mirror(config), "r", self.term, name, config.master.directory, LOG, bound=bound)
         assert self.lease.start(5.0)
         self.lease.follow_mirror(self.mirror)
@@ -133,6 +134,10 @@ class Waiting:
     def until(self, state: StandbyState) -> None:
         """Look until it is so, while no time passes for its clock."""
         until(lambda: self.look(0.0) is state, f"{state}: {self.standby.watch.reason}")
+
+    def serves(self) -> bool:
+        """Look once; return whether it is to serve the ledger that it has."""
+        return standby._try_to_serve(self.standby, self.config, LOG, AsyncExitStack())
 
     def claim(self) -> LeaseKeeper | None:
         """Claim a term, as it does when it has seen no renewal for CLAIM_S; None if it could not."""
@@ -415,6 +420,18 @@ def test_a_master_that_was_bound_waits_for_its_store(tmp_path: Path, ended: list
     assert started.wait(10.0) and bound.left_s() > 0
 
 
+def test_a_run_that_is_made_anew_is_not_bound_by_the_one_before(tmp_path: Path, ended: list[Any]) -> None:
+    """No standby was told anything of it: its master serves though the store is away."""
+    (tmp_path / "mirror").mkdir()
+    (a,) = begun(tmp_path, str(tmp_path / "mirror"), "a")
+    (a.master.directory / BOUND).touch()
+    genesis.make_run(a, TENSORS, force=True)
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    keeper = LeaseKeeper(mirror(a), "r", 1, "a", a.master.directory, LOG)
+    ended.append(keeper)
+    assert keeper.left_s() > 1e9 and keeper.start(0.1)
+
+
 def test_a_store_that_hangs_is_waited_for_as_long_as_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
 ) -> None:
@@ -610,8 +627,8 @@ def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, en
     keeper = waiting.take_over()
     assert keeper is not None
     ended.append(keeper)
-    assert not restore.own_ledger_is_newest(a, keeper.term)
-    assert restore.own_ledger_is_newest(b, keeper.term)
+    assert not restore.own_ledger_is_newest(a, keeper.term, 0)
+    assert restore.own_ledger_is_newest(b, keeper.term, 0)
     restore.set_aside_old(a, keeper.term, LOG)
     assert sorted(p.name for p in a.master.directory.glob("ledger*sqlite*")) == [
         "ledger.old.sqlite",
@@ -621,6 +638,41 @@ def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, en
         assert old.read_state() == knew, "with what was in its WAL"
     restore.set_aside_old(b, keeper.term, LOG)
     assert genesis.ledger_path(b).exists()
+
+
+def cloned(a: RunFile, b: RunFile, master: Serving) -> RunFile:
+    """The run file of another machine, with a copy of this master's ledger."""
+    b.master.directory.mkdir()
+    genesis.ledger_path(b).write_bytes(master.ledger.serialize())
+    return b.model_copy(update={"master": b.master.model_copy(update={"listen": "127.0.0.1:2"})})
+
+
+def test_a_copy_of_a_living_master_s_directory_is_not_served(tmp_path: Path, url: str, ended: list[Any]) -> None:
+    """A standby's machine is a clone of the master's: it waits. The master itself starts again at once."""
+    a, b = begun(tmp_path, url, "a", "b")
+    master = persist(lambda: Serving(a, name=standby.name_holder(a)))
+    ended.append(master.lease)
+    clone, itself = Waiting(cloned(a, b, master)), Waiting(a)
+    clone.until(StandbyState.READY)
+    assert not any(clone.serves() for _ in range(6))
+    master.die()
+    until(itself.serves, "it starts again")
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_copy_of_a_lost_master_s_directory_is_served_if_it_has_all(tmp_path: Path, url: str, more: int) -> None:
+    """The lease allows no claim, and nobody has renewed it for long enough."""
+    a, b = begun(tmp_path, url, "a", "b")
+    master = persist(lambda: Serving(a))
+    clone = Waiting(cloned(a, b, master))
+    if more:
+        master.write([RoundReserved(1, 0.0)])
+        until(lambda: master.mirror.view() == LedgerMirrorView(), "it has caught up")
+    master.die()
+    clone.until(StandbyState.FORBIDDEN)
+    assert not any(clone.serves() for _ in range(6))
+    clone.clock.now += CLAIM_S
+    assert any(clone.serves() for _ in range(6)) is not bool(more)
 
 
 def test_a_standby_answers_scrapes(tmp_path: Path) -> None:
