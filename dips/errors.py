@@ -5,6 +5,7 @@ A message says what was expected, what came, and from whom. A lost round is a va
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 
@@ -114,6 +115,10 @@ class CorruptLedger(Corrupt):
 
 class Diverged(DipsError):
     """The model has values that are not finite, and this job cannot repair it by itself."""
+
+
+# An OSError with one of these says that a disk is full, read-only or broken: a FailedDisk, wherever it was raised.
+OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 
 
 @dataclass(frozen=True, slots=True)

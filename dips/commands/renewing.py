@@ -22,7 +22,16 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from dips import daemon
-from dips.errors import Busy, ConfigError, Denied, RemoteProtocolError, Unavailable
+from dips.errors import (
+    Busy,
+    ConfigError,
+    Corrupt,
+    Denied,
+    FailedDisk,
+    LocalProtocolError,
+    RemoteProtocolError,
+    Unavailable,
+)
 from dips.identity import certificates
 from dips.identity.authority import Authority
 from dips.identity.certificates import identity_of, utc_now
@@ -44,6 +53,7 @@ CRT, KEY, CSR = ".crt", ".key", ".csr"
 LOOK_S = 60.0  # between two looks at a certificate that is not due
 LOOKS = 24  # at least in the third of its life in which it is renewed
 DEADLINE_S = 10.0  # of a call; the list of signed certificates is read in it
+AGAIN = (Unavailable, Busy, RemoteProtocolError, FailedDisk)  # what passes, here or at the authority
 
 # ---- the authority's port -------------------------------------------------------------------------------------------
 
@@ -113,8 +123,7 @@ class Renewer:
     def __init__(self, certificate: Path, address: str, say: Callable[[str], None]) -> None:
         """Read the files; raise ConfigError if they do not fit or the certificate has ended. `say` gets sentences."""
         self._certificate, self._say = certificate, say
-        if (signed := renewal_of(certificate, CRT)).exists():  # it was ended between the two renames
-            put_in_place(signed, certificate)
+        self._finish_former()
         files = TlsFiles.beside(certificate)
         own = certificates.parse_certificate(certificates.read_pem(certificate, "tls"), certificate, "tls")
         self._own = identity_of(own)
@@ -123,16 +132,18 @@ class Renewer:
         self._peer = Endpoint(f"the authority at {address}", address, authority, self._tls)
 
     async def renew(self) -> None:
-        """Ask for the next certificate and put it in place.
+        """Ask for the next certificate and put it in place, after its key is written: of what a full disk cannot take
+        the authority would sign as many as it signs for a name.
 
         Raise Denied if the authority refuses, Busy if it signed too many for this name, Unavailable if it does not
-        answer, RemoteProtocolError if what it answers does not fit.
+        answer, RemoteProtocolError if what it answers does not fit, FailedDisk if this disk fails.
         """
         key = certificates.new_key()
         request = certificates.make_request(self._own, key).public_bytes(Encoding.DER)
+        self._finish_former()
+        certificates.write_private(renewal_of(self._certificate, KEY), certificates.key_to_pem(key))
         reply = await self._ask("Renew", authority_pb2.RenewalAsked(request=request))
         signed = self._check_answer(reply.certificate, key)
-        certificates.write_private(renewal_of(self._certificate, KEY), certificates.key_to_pem(key))
         certificates.write_public(renewal_of(self._certificate, CRT), certificates.to_pem(signed))
         put_in_place(renewal_of(self._certificate, CRT), self._certificate)
         self._say(f"{self._certificate}: renewed, valid until {signed.not_valid_after_utc:%Y-%m-%d %H:%M:%S} UTC")
@@ -178,24 +189,32 @@ class Renewer:
             if left < life / 3:
                 try:
                     await self.renew()
-                except (Unavailable, Busy, RemoteProtocolError) as error:
+                except AGAIN as error:
                     self._say(f"{self._certificate} is not renewed, and ends at {loaded.until:%H:%M:%S} UTC: {error}")
             try:
                 await self.follow_revocations()
                 problem = ""
-            except (Unavailable, RemoteProtocolError) as error:
+            except AGAIN as error:
                 if not problem:  # once: it is tried again and again
                     self._say(f"{self._tls.files.crl} may be old: {error}")
                 problem = str(error)
             await asyncio.sleep(min(LOOK_S, life.total_seconds() / 3 / LOOKS, left.total_seconds() + 0.1))
 
+    def _finish_former(self) -> None:
+        """Put in place what a former renewal, ended between the two renames, left."""
+        if (signed := renewal_of(self._certificate, CRT)).exists():
+            put_in_place(signed, self._certificate)
+
     async def _ask(self, method: str, request: Any) -> Any:
+        """Call the authority; what is wrong with its own files is RemoteProtocolError: not these files are at fault."""
         channel = control.open_channel(self._peer)
         try:
             return await control.call_method(
                 getattr(AuthorityServiceStub(channel), method), request,
                 deadline_s=DEADLINE_S, peer=self._peer, unavailable=Unavailable, explain=True,
             )  # fmt: skip
+        except (ConfigError, Corrupt, FailedDisk, LocalProtocolError) as error:
+            raise RemoteProtocolError(f"{self._peer}: {error}") from error
         finally:
             await channel.close()
 

@@ -5,8 +5,10 @@ Private keys of daemons never come here: they are made where they are used, and 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from dips.errors import Busy, ConfigError, Denied
+from dips.errors import Busy, ConfigError, Denied, FailedDisk
 from dips.identity import certificates
 from dips.identity.certificates import CLOCK_SKEW, Key, utc_now
 from dips.identity.names import PeerIdentity, parse_san
@@ -87,6 +89,10 @@ class Authority:
 
         The signer must pass the label: a request may ask for any role, and its sender chooses the file's name.
         """
+        with self._lock():
+            return self._sign(request, label, life)
+
+    def _sign(self, request: x509.CertificateSigningRequest, label: str, life: timedelta) -> x509.Certificate:
         identity = certificates.identity_of(request)
         if identity.label != label:
             raise Denied(f"expected a request of {label}, got one of {identity.label}: it asks to be {identity}")
@@ -113,7 +119,7 @@ class Authority:
             if len(live := self.find_live(parse_san(row.san))) >= MOST_LIVE:
                 first = min(row.until for row in live)
                 raise Busy(f"{label} has {len(live)} valid certificates, the most: the first ends at {first:%H:%M} UTC")
-            return self.issue(request, label, life)
+            return self._sign(request, label, life)
 
     def revoke(self, label: str) -> list[IssuedRow]:
         """Revoke all certificates of `NAME.ROLE`, or one by its serial; raise ConfigError if there is none."""
@@ -157,7 +163,7 @@ class Authority:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """Keep other processes (`dips certs serve`, `revoke`) from changing the list."""
+        """Keep other processes (`dips certs serve`, `issue`, `revoke`) from changing the list."""
         with (self.directory / ISSUED).open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -167,15 +173,31 @@ class Authority:
 
     def _read_rows(self) -> Iterator[dict[str, str]]:
         path = self.directory / ISSUED
-        for number, line in enumerate(path.read_text().splitlines()[1:], 2):
+        lines, _, _ = path.read_bytes().rpartition(b"\n")  # behind the last: a line that was torn
+        for number, line in enumerate(lines.split(b"\n")[1:], 2):
             try:
                 yield json.loads(line)
             except ValueError as error:
                 raise ConfigError(f"{path}: line {number} is not JSON: {error}") from error
 
     def _append(self, row: dict[str, str]) -> None:
-        with (self.directory / ISSUED).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Add a line, durable on return, in place of one that was torn: what that said was never handed out. Raise
+        FailedDisk if it cannot be written; then it is not in the list.
+        """
+        path, line = self.directory / ISSUED, json.dumps(row).encode() + b"\n"
+        try:
+            with path.open("r+b", buffering=0) as file:
+                end = file.read().rfind(b"\n") + 1
+                file.truncate(end)
+                try:
+                    if os.pwrite(file.fileno(), line, end) < len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(end)
+                    raise
+        except OSError as error:
+            raise FailedDisk(f"{path}: cannot be written: {error.strerror}") from error
 
     def _write_revocations(self, serials: dict[int, datetime]) -> None:
         revoked = certificates.make_revocations(serials, self.root, self._key, utc_now())

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
 
-from dips.errors import ConfigError, Denied
+from dips.errors import OF_THE_DISK, ConfigError, Denied, FailedDisk
 from dips.files import require_private, sync_path, write_aside
 from dips.identity.names import PeerIdentity, parse_san
 
@@ -122,7 +122,8 @@ def _write(path: Path, content: bytes, mode: int) -> None:
                 file.write(content)
             sync_path(aside)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        cls = FailedDisk if error.errno in OF_THE_DISK else ConfigError
+        raise cls(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _parse(load: Callable[[bytes], Document], content: bytes, path: Path, key: str, what: str) -> Document:

@@ -4,19 +4,15 @@ was.
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from dips.distribution import refuse_other_dips
-from dips.errors import DipsError, FailedDisk, treatment_of
+from dips.errors import OF_THE_DISK, DipsError, FailedDisk, treatment_of
 from dips.printable import make_lines_printable
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
-
-
-OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})  # a traceback is no help
 
 
 def run_command(command_line: Callable[[], object]) -> None:

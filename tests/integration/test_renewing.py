@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from dips.commands import certs
 from dips.commands.renewing import AuthorityPort, Renewer, serve_authority
 from dips.errors import Busy, Denied, RemoteProtocolError, Unavailable
+from dips.files import sync_path
 from dips.identity import certificates
 from dips.identity.authority import MOST_LIVE, Authority
 from dips.identity.certificates import utc_now
@@ -330,6 +333,40 @@ async def test_it_ends_when_only_a_person_can_help(enrolled: Enrolled) -> None:
         async with asyncio.timeout(20.0):
             await renewer.keep()
     assert ["is not renewed" in said[0], "crl.pem may be old" in said[1], len(said)] == [True, True, 2], said
+
+
+@pytest.mark.parametrize("full", ["west.cluster", "ca"])
+async def test_a_disk_that_is_full_for_a_while_ends_no_renewal(
+    enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """Here or at the authority: it is tried until there is room again, also if that takes many tries."""
+    monkeypatch.setattr("dips.commands.renewing.LOOK_S", 0.02)
+    west, there_is_room = far_away(enrolled, enrolled.enroll_ending("west", PeerRole.CLUSTER)), False
+
+    def sync(path: Path) -> None:
+        if not there_is_room and "west" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync_path(path)
+
+    def fsync(fd: int) -> None:
+        if not there_is_room and "issued" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with served(enrolled) as address:
+        if full == "ca":
+            monkeypatch.setattr("dips.identity.authority.os.fsync", fsync)
+        else:
+            monkeypatch.setattr(certificates, "sync_path", sync)
+        renewer, said = said_by(west, address)
+        keeping = asyncio.create_task(renewer.keep())
+        while len(said) <= MOST_LIVE and not keeping.done():
+            await asyncio.sleep(0.02)
+        there_is_room = True
+        while "renewed, valid until" not in said[-1] and not keeping.done():
+            await asyncio.sleep(0.02)
+        keeping.cancel()
+    assert "is not renewed, and ends at" in said[0] and "No space left" in said[0]
+    assert load_tls(west).until - utc_now() > timedelta(hours=23)
 
 
 async def test_a_command_renews_once_or_until_a_signal(

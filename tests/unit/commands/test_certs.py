@@ -20,6 +20,7 @@ from dips.identity.certificates import (
     read_pem,
 )
 from dips.identity.names import PeerRole
+from tests.disk_calls import DiskCalls
 from tests.enrolled import Enrolled
 
 RUN = "two-hosts"
@@ -195,3 +196,29 @@ def test_what_has_ended_is_not_listed(tmp_path: Path) -> None:
     (row,) = enrolled.authority.revoke("berlin.cluster")
     (revoked,) = parse_revocations(read_pem(path, "crl"), path, "crl")
     assert [listed.serial_number for listed in revoked] == [row.serial]
+
+
+@pytest.mark.parametrize("torn", [b'{"san": "rom', b"\0" * 40, b"\xff\xfe"])
+def test_a_line_that_was_torn_is_nobody_s(tmp_path: Path, torn: bytes) -> None:
+    """A full disk or a power cut ended the list in the middle of a line: it is read, and goes on, without that."""
+    enrolled, issued = Enrolled(tmp_path), tmp_path / "ca" / "issued.jsonl"
+    enrolled.enroll("berlin", PeerRole.CLUSTER)
+    with issued.open("ab") as file:
+        file.write(torn)
+    assert len(enrolled.authority.list_issued()) == 1
+    enrolled.enroll("oslo", PeerRole.CLUSTER)
+    enrolled.authority.revoke("oslo.cluster")
+    assert [row.revoked is None for row in enrolled.authority.list_issued()] == [True, False]
+    assert torn not in issued.read_bytes() and issued.read_bytes().count(b"\n") == 4
+
+
+def test_what_is_signed_or_revoked_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A certificate whose row was lost with the power could not be revoked by its name, and a revocation whose row was
+    lost would be taken back by the next one."""
+    enrolled = Enrolled(tmp_path)
+    disk = DiskCalls(tmp_path, monkeypatch)
+    enrolled.enroll("berlin", PeerRole.CLUSTER)
+    assert disk.calls[0] == "fsync ca/issued.jsonl"
+    disk.calls.clear()
+    enrolled.authority.revoke("berlin.cluster")
+    assert disk.calls[-1] == "fsync ca/issued.jsonl"
