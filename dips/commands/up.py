@@ -93,19 +93,21 @@ def _is_mirrored(run_file: RunFile) -> bool:
 
 
 def _make_run(config: Path, factory: str | None, model: Path | None, seed: int) -> None:
+    directory = None
     if factory is None and model is None:
         if not config.with_name(MODEL_FILE).exists():
             raise ConfigError(
                 f"this run has no first model yet: expected --factory MODULE:FUNCTION, --model FILE, or {MODEL_FILE} "
                 f"with a function build() beside {config}"
             )
-        factory = DEFAULT_FACTORY
+        factory, directory = DEFAULT_FACTORY, config.parent.absolute()  # where that module is found
     source = [
         *(["--factory", factory, "--seed", str(seed)] if factory else []),
         *(["--model", str(model)] if model else []),
     ]
     try:
-        print(local.run_word("init", "--config", str(config), *source).partition("\n")[0])
+        said = local.run_word("init", "--config", str(config.absolute()), *source, directory=directory)
+        print(said.partition("\n")[0])
     except ProcessEnded as ended:
         print(f"error: {ended}", file=sys.stderr)
         raise typer.Exit(ended.code or 1) from ended

@@ -215,9 +215,12 @@ def module_command(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", name, *arguments]
 
 
-def run_word(*arguments: str) -> str:
-    """Run a `dips` command and return its output. Raises ProcessEnded with its errors if it fails."""
-    done = subprocess.run(module_command("dips.cli", *arguments), capture_output=True, text=True, check=False)
+def run_word(*arguments: str, directory: Path | None = None) -> str:
+    """Run a `dips` command, in `directory` or here, and return its output. Raises ProcessEnded with its errors if it
+    fails.
+    """
+    command = module_command("dips.cli", *arguments)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=directory)
     if done.returncode != 0:
         said = f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}"
         raise ProcessEnded(said, done.returncode)

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -39,7 +40,8 @@ from dips.study.task import BatchDraw, Task, load_task, make_model
 PACKAGE = Path(__file__).parents[1]
 COMPUTING = (
     "outer_step.py", "protocol", "outer", "sim", "client/agent", "client/rank/feedback.py", "slave", "codecs.py",
-    "quantisers.py", "wire/chunks.py", "data/steps.py", "demo/data.py", "demo/model.py", "study",
+    "quantisers.py", "wire/chunks.py", "wire/frame.py", "transport/intake.py", "transport/backoff.py",
+    "master/core.py", "master/runtime.py", "data/steps.py", "demo/data.py", "demo/model.py", "study",
 )  # fmt: skip
 REPORTING = frozenset({"runner", "report", "study_file"})
 
@@ -183,7 +185,7 @@ def _run_all(
             yield plan, numbers
         else:
             missing.setdefault(store.name_of(plan), []).append(plan)
-    under_way: dict[Future[Numbers], list[RunPlan]] = {
+    under_way: dict[Future[Numbers | str], list[RunPlan]] = {
         pool.submit(execute_and_keep, same[0], store.directory): same for same in missing.values()
     }
     while under_way:
@@ -196,11 +198,16 @@ def _run_all(
                 yield from ((plan, numbers) for plan in same)
 
 
-def execute_and_keep(plan: RunPlan, directory: Path) -> Numbers:
-    """Execute a run in its own process and store its result, even if the study is killed meanwhile."""
-    numbers = execute_run(plan)
-    gc.collect()  # a simulated world has reference cycles, and holds every version's θ
-    ResultStore(directory, plan.factory).keep(plan, numbers)
+def execute_and_keep(plan: RunPlan, directory: Path) -> Numbers | str:
+    """Execute a run in its own process and store its result, even if the study is killed meanwhile; return the error
+    as text if there is one, since not every exception can be handed to another process.
+    """
+    try:
+        numbers = execute_run(plan)
+        gc.collect()  # a simulated world has reference cycles, and holds every version's θ
+        ResultStore(directory, plan.factory).keep(plan, numbers)
+    except Exception as error:  # noqa: BLE001 (whatever the user's factory, or ours, raises loses this run only)
+        return f"{type(error).__name__}: {error}"
     return numbers
 
 
@@ -216,14 +223,22 @@ def end_with_parent() -> None:
     Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
-def _result_of(future: Future[Numbers], plan: RunPlan, failed: dict[str, str]) -> Numbers | None:
-    """Return a run's result; if it raised, store the error under its row and return None."""
+def _result_of(future: Future[Numbers | str], plan: RunPlan, failed: dict[str, str]) -> Numbers | None:
+    """Return a run's result; if it failed, store the error under its row and return None.
+
+    Raise DipsError if one of the pool's processes was killed.
+    """
     try:
-        return future.result()
-    except (DipsError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # An error of the user's factory, or of ours, loses one run only.
-        failed[plan.row] = f"seed {plan.seed}: {type(error).__name__}: {error}"
+        result = future.result()
+    except BrokenProcessPool as error:
+        raise DipsError(
+            "a process of this study was ended from outside, for want of memory perhaps: finished runs are kept, and "
+            "the same command computes the others; name fewer --jobs"
+        ) from error
+    if isinstance(result, str):
+        failed[plan.row] = f"seed {plan.seed}: {result}"
         return None
+    return result
 
 
 class _Progress:

@@ -116,6 +116,12 @@ def test_a_run_of_ones_own_in_two_commands(place: Path) -> None:
     assert "step 0" not in said, "a run that has ended trains no more"
 
 
+def test_the_first_model_is_found_beside_the_run_file(place: Path) -> None:
+    """From whatever directory the command is typed; the training command's own paths are of that one."""
+    say(place.parent, "up", "--config", f"{place.name}/dips.yaml", "--", "true")
+    assert ledger_path(load_run(place / "dips.yaml")).exists()
+
+
 @pytest.mark.timeout(240)
 def test_stop_lets_the_run_end_with_its_next_version(place: Path, started: list[subprocess.Popen[str]]) -> None:
     """Asked in the middle of a run without an end; a second word says that it has ended; `extend` takes it back."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from benchmarks import convergence_bad, convergence_claims, convergence_rows
 from dips.cli import cli
 from dips.commands.new import read_template
-from dips.errors import ConfigError
+from dips.errors import ConfigError, DipsError
 from dips.study import runner
 from dips.study.report import (
     SHOWN,
@@ -44,6 +45,13 @@ CONTENT: dict[str, Any] = {
     "study": "s", "factory": FACTORY, "seeds": [1, 2], "fleets": {"two": [1.0, 1.5]}, "base": BASE,
     "rows": {"synchronous": {"method": "synchronous"}, "ours": {}}, "compare": "synchronous",
 }  # fmt: skip
+# Files of a run that name, store, encode and show, and decide nothing that its numbers could depend on.
+HANDING_ON = (
+    "client/parallel/factory", "config/", "dataclass", "files", "identity/", "ids", "master/app", "master/ledger",
+    "master/meters", "master/schema", "plain", "printable", "store/", "tasks", "telemetry/", "transport/gate",
+    "transport/lane", "transport/limits", "transport/tls", "view/", "wire/generated", "wire/messages",
+    "wire/packed_manifest",
+)  # fmt: skip
 
 
 def study_of(**keys: Any) -> Study:
@@ -141,6 +149,29 @@ def test_the_code_that_is_digested_is_there() -> None:
     """A file that was renamed would silently be left out."""
     assert not [name for name in runner.COMPUTING if not (runner.PACKAGE / name).exists()]
     assert not runner.REPORTING - {path.stem for path in (runner.PACKAGE / "study").glob("*.py")}
+
+
+def test_what_decides_in_a_run_is_digested() -> None:
+    """The shells of the master and the data flow run in it, too: a result of before they changed is not used."""
+    executed: set[str] = set()
+
+    def note_call(frame: FrameType, event: str, argument: object) -> None:
+        executed.add(frame.f_code.co_filename)
+
+    (plan,) = study_of(rows={"ours": {}}, seeds=[1]).plan_results({"ours": ()})
+    sys.setprofile(note_call)
+    try:
+        runner.execute_run(plan)
+    finally:
+        sys.setprofile(None)
+    paths = [runner.PACKAGE / name for name in runner.COMPUTING]
+    digested = {str(file) for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
+    left = {Path(file).relative_to(runner.PACKAGE).as_posix() for file in executed - digested if _is_ours(file)}
+    assert executed & digested and not [file for file in left if not file.startswith(HANDING_ON)], left
+
+
+def _is_ours(file: str) -> bool:
+    return Path(file).is_relative_to(runner.PACKAGE)
 
 
 def test_rows_of_equal_settings_are_computed_once(in_place: type[PoolInPlace], tmp_path: Path) -> None:
@@ -324,6 +355,23 @@ def test_a_factory_that_breaks_loses_its_row_only(in_place: type[PoolInPlace], t
     result = run(study, tmp_path)
     assert set(result.failed) == {"synchronous", "ours"} and "they ended; repeat the data" in result.failed["ours"]
     assert all(line[2] == "failed" for line in list_lines(result))
+
+
+def test_whatever_a_run_raises_loses_that_run_only(tmp_path: Path) -> None:
+    """In real processes, also what cannot be handed from one to another."""
+    rows = {"odd": {"task.how": "odd"}, "attribute": {"task.how": "attribute"}, "ours": {}}
+    result = run(study_of(factory=FACTORY.replace("build", "misbehaves"), rows=rows, seeds=[1]), tmp_path)
+    assert result.failed["odd"] == "seed 1: OddError: it is odd: so"
+    assert "has no attribute 'nothing'" in result.failed["attribute"] and set(result.runs) == {"ours"}
+
+
+def test_a_process_that_is_killed_ends_the_study_with_what_is_done(tmp_path: Path) -> None:
+    """The kernel kills one that takes too much memory: what is done is kept, and the message says what to do."""
+    rows = {"ours": {}, "killed": {"task.how": "killed"}}
+    study = study_of(factory=FACTORY.replace("build", "misbehaves"), rows=rows, seeds=[1])
+    with pytest.raises(DipsError, match=r"was ended from outside, for want of memory perhaps: .* name fewer --jobs"):
+        run(study, tmp_path)
+    assert len(list(tmp_path.glob("*.json"))) == 1
 
 
 def test_paired_intervals() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +52,30 @@ def breaks() -> Task:
         yield from ()
 
     whole = build()
+    return Task(whole.make_model, draw_batches, whole.loss, whole.validate, TOKENS)
+
+
+class OddError(Exception):
+    """Cannot be unpickled: its constructor takes more than its text."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} is odd: {why}")
+
+
+def misbehaves(how: str = "") -> Task:
+    """The task, whose batches end in this way."""
+    whole = build()
+
+    def draw_batches(draw: BatchDraw) -> Iterator[Batch]:
+        match how:
+            case "odd":
+                raise OddError("it", "so")
+            case "attribute":
+                whole.nothing  # type: ignore[attr-defined]  # noqa: B018
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+        yield from whole.draw_batches(draw)
+
     return Task(whole.make_model, draw_batches, whole.loss, whole.validate, TOKENS)
 
 
