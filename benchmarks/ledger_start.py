@@ -210,7 +210,7 @@ def _run_copied(source: Path, place: Path) -> Iterator[Path]:
     """A copy of a run, its ledger with what is in the WAL; gone when the block ends."""
     shutil.copytree(source, place, ignore=shutil.ignore_patterns("ledger.sqlite*"))
     ledger = Ledger.open(source / "m" / genesis.LEDGER, readonly=True)
-    (place / "m" / genesis.LEDGER).write_bytes(ledger.serialize())
+    ledger.copy_to(place / "m" / genesis.LEDGER)
     ledger.close()
     os.sync()
     try:

@@ -136,9 +136,16 @@ class Ledger:
             for record in records:
                 write_record(rows, record, at)
 
-    def serialize(self) -> bytes:
-        """Return the whole file as bytes, with the contents of its WAL."""
-        return self._db.serialize()
+    def copy_to(self, path: Path) -> None:
+        """Write the whole file, with the contents of its WAL, to another one, which is replaced; it is not durable."""
+        path.unlink(missing_ok=True)
+        try:
+            with closing(sqlite3.connect(path)) as copy:
+                copy.execute("PRAGMA synchronous = OFF")
+                self._db.backup(copy)
+        except sqlite3.OperationalError as error:
+            refuse_failing(error, str(path))
+            raise
 
     def read_state(self) -> LedgerState:
         """Return the state from which a new master starts; raise Corrupt if rows contradict each other."""

@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from random import Random
 
 from dips.dataclass import dataclass
@@ -46,14 +47,16 @@ class _Waiting:
 
 
 class LedgerMirror:
-    """The mirror of one term. `take_base` returns (number of transactions, the ledger's bytes), from any thread."""
+    """The mirror of one term. `take_base` returns (number of transactions, a copy of the ledger's file, which is
+    removed when it is mirrored), from any thread.
+    """
 
     def __init__(
         self,
         store: MirrorStore,
         run: str,
         term: int,
-        take_base: Callable[[], tuple[int, bytes]],
+        take_base: Callable[[], tuple[int, Path]],
         patience_s: float,
         clock: Callable[[], float],
         log: Log,
@@ -191,8 +194,9 @@ class LedgerMirror:
         with self._changed:
             self._base_due = False  # a queue that overflows from here on needs another one
         try:
-            number, content = self._take_base()
-            restore.write_base(self._store, self._run, self._term, number, content)
+            number, copy = self._take_base()
+            restore.write_base(self._store, self._run, self._term, number, copy)
+            copy.unlink(missing_ok=True)
             if not self._is_newest():
                 return
         except BaseException:

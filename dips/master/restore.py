@@ -8,8 +8,8 @@ import shutil
 import sqlite3
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from dips.config import RunFile
@@ -23,7 +23,7 @@ from dips.protocol import codec
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import LedgerRestored, LedgerState, Record, RoundEnded, RoundReserved
 from dips.protocol.standby import SeenLease, TermLease
-from dips.store.mirror import MirrorStore, insist, read_sealed, seal
+from dips.store.mirror import MirrorStore, fetch_sealed_file, insist, read_sealed, seal, write_sealed_file
 from dips.telemetry.logs import Log
 
 # ---- ledger rebuild -------------------------------------------------------------------------------------------------
@@ -50,10 +50,10 @@ class MirroredTransaction:
 
 @dataclass(frozen=True, slots=True)
 class MirroredLedger:
-    """The contents of a ledger's mirror: a base, and the transactions since."""
+    """The contents of a ledger's mirror: a base, which is a file of this disk, and the transactions since."""
 
     term: int
-    base: bytes
+    base: Path
     transactions: tuple[MirroredTransaction, ...]
 
 
@@ -91,7 +91,6 @@ def _gap_records(state: LedgerState) -> list[Record]:
 
 FOLDER = "ledger"
 MOST_LOG_BYTES = 256 << 20  # a transaction of a run with thousands of clusters has some MB
-MOST_BASE_BYTES = 64 << 30
 MOST_LEASE_BYTES = 1 << 16
 MOST_NUMBER = 10**10 - 1  # of ten digits
 _NAME = re.compile(r"(\d{10})-(\d{10})\.(base|log|term)")
@@ -102,10 +101,10 @@ def newest_term(store: MirrorStore) -> int:
     return _find_last(_list_files(store))[0]
 
 
-def write_base(store: MirrorStore, run: str, term: int, number: int, content: bytes) -> None:
+def write_base(store: MirrorStore, run: str, term: int, number: int, base: Path) -> None:
     """Write a base, then remove all files of this and earlier terms that it replaces."""
     name = f"{term:010d}-{number:010d}.base"
-    insist(lambda: store.write_file(f"{FOLDER}/{name}", seal(run, content)))
+    write_sealed_file(store, run, f"{FOLDER}/{name}", base)
     newest = {"term": (term - 1, MOST_NUMBER)}  # that it replaces; of other kinds: those of its own number
     found = [(m[0], m[3], (int(m[1]), int(m[2]))) for m in _list_files(store)]
     _remove(store, [file for file, kind, at in found if at <= newest.get(kind, (term, number)) and file != name])
@@ -117,15 +116,15 @@ def write_transaction(store: MirrorStore, run: str, term: int, number: int, writ
     insist(lambda: store.write_file(f"{FOLDER}/{_name_log(term, number)}", seal(run, content)))
 
 
-def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
-    """Return the newest complete ledger in the mirror, None if there is none.
+def read_newest(store: MirrorStore, run: str, base: Path) -> MirroredLedger | None:
+    """Return the newest complete ledger in the mirror, None if there is none; its base is written to the file `base`.
 
     A master that is cut off may still write there: if it replaces files meanwhile, they are read again. Raise Corrupt
     if a file is of another run, or cannot be decoded, or is missing before others that follow it.
     """
     while True:
         bases = _list_bases(store)
-        found, number = _read_first(store, run, bases)
+        found, number = _read_first(store, run, bases, base)
         files = _list_files(store)
         if bases == _bases_of(files):
             break
@@ -178,13 +177,14 @@ def _remove(store: MirrorStore, names: Sequence[str]) -> None:
     insist(lambda: store.remove_files([f"{FOLDER}/{name}" for name in names]))
 
 
-def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) -> tuple[MirroredLedger | None, int]:
+def _read_first(
+    store: MirrorStore, run: str, bases: Sequence[tuple[int, int]], base: Path
+) -> tuple[MirroredLedger | None, int]:
     """Return the first of these bases that is complete, with the transactions that follow it, and the number of the
     last.
     """
     for term, number in bases:
-        base = read_sealed(store, run, f"{FOLDER}/{term:010d}-{number:010d}.base", MOST_BASE_BYTES)
-        if base is not None:
+        if fetch_sealed_file(store, run, f"{FOLDER}/{term:010d}-{number:010d}.base", base):
             followed = tuple(_read_transactions(store, run, term, number))
             return MirroredLedger(term, base, followed), number + len(followed)
     return None, 0
@@ -305,36 +305,42 @@ def restore_if_lost(config: RunFile, log: Log, claimed: int | None = None) -> No
         while claimed is None:
             lease = claim_term(store, run, RESTORING, claimable=False, above=newest_term(store))
             claimed = None if lease is None else lease.term
-        found = read_newest(store, run)
-        if found is None:
-            raise Corrupt(f"{store.url}/{FOLDER}: its bases are gone")
-        genesis.fetch_initial(store, run, config.master.directory)  # first: a directory with a ledger is not restored
-        state = build_file(replace(found, term=claimed - SPARE - 1), path)
+        with make_aside(path) as base:
+            found = read_newest(store, run, base)
+            if found is None:
+                raise Corrupt(f"{store.url}/{FOLDER}: its bases are gone")
+            genesis.fetch_initial(store, run, config.master.directory)  # first: one with a ledger is not restored
+            state = build_file(replace(found, term=claimed - SPARE - 1), path)
     log.warning(
         "ledger_restored", mirror=store.url, term=found.term, head=str(state.versions[-1].version),
         transactions_since_base=len(found.transactions),
     )  # fmt: skip
 
 
-def build_file(found: MirroredLedger, path: Path) -> LedgerState:
-    """Build the ledger's file aside, and rename it when it is complete."""
+@contextmanager
+def make_aside(path: Path) -> Iterator[Path]:
+    """Yield the name of a file in an empty directory beside this one, which is removed in the end."""
     aside = path.parent / ASIDE
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    built = aside / path.name
     try:
-        built.write_bytes(found.base)
-        ledger = Ledger.open(built, wall=time.time)
+        yield aside / path.name
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def build_file(found: MirroredLedger, path: Path) -> LedgerState:
+    """Build the ledger in the file of its base, and rename that when it is complete."""
+    try:
+        ledger = Ledger.open(found.base, wall=time.time)
         try:
             state, _ = rebuild(ledger, found.term, found.transactions)
         finally:
             ledger.close()  # the last connection moves the WAL into the file
-        put_in_place(built, path)
-        return state
+        put_in_place(found.base, path)
     except sqlite3.DatabaseError as error:
         raise Corrupt(f"the mirrored ledger cannot be built: {error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    return state
 
 
 def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:

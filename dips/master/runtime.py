@@ -184,6 +184,7 @@ class SlaveLinks:
 
 
 ROUNDS_BACK = 16  # searched for the newest version
+BASE = ".mirrored.sqlite"  # in the master's directory: a copy of the ledger on its way to the mirror
 MIRROR_S = 5.0  # a mirror that takes longer is not waited for until it has caught up: rounds go on
 
 
@@ -223,7 +224,7 @@ class MasterOutside:
         if not self._lease.start(MIRROR_S):
             raise StaleTerm(self._lease.explain_end())
         self._mirror = LedgerMirror(
-            store, run, term, lambda: self._thread.submit(self._take_base).result(),
+            store, run, term, lambda: self._thread.submit(self._take_base, directory / BASE).result(),
             MIRROR_S, time.monotonic, log,
         )  # fmt: skip
         self._mirror.start()
@@ -282,8 +283,9 @@ class MasterOutside:
         self._written += 1
         return self._written
 
-    def _take_base(self) -> tuple[int, bytes]:
-        return self._written, self._ledger.serialize()
+    def _take_base(self, path: Path) -> tuple[int, Path]:
+        self._ledger.copy_to(path)
+        return self._written, path
 
     async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         return await self._links.execute_order(order)

@@ -19,7 +19,7 @@ import numpy as np
 from dips.errors import ConfigError, CorruptSnapshot, Stale
 from dips.ids import GENESIS, VersionId
 from dips.master.ledger import MEMORY, Ledger
-from dips.master.restore import MirroredLedger, MirroredTransaction, build_file, rebuild
+from dips.master.restore import MirroredLedger, MirroredTransaction, build_file, make_aside, rebuild
 from dips.protocol.records import Record, RunRow
 from dips.slave.ports import F32, READ_AT_START, Arrays
 
@@ -361,7 +361,9 @@ class LedgerDisk:
         base, since, term = self._mirrored_base, tuple(self._mirrored_since), self._mirrored_term
         raised, path = self.lose_disk(), directory / FILE
         leave_wal(path, base, since)
-        build_file(MirroredLedger(term, base, since), path)
+        with make_aside(path) as fetched:
+            fetched.write_bytes(base)
+            build_file(MirroredLedger(term, fetched, since), path)
         self._copies.append(self._db)
         self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
         restored = Ledger.open(path)

@@ -1,8 +1,8 @@
 """Files below a URL that hold copies of state which must survive a machine: a second disk, NFS, s3://… (fsspec).
 
 A directory path or `file://` needs no other package; other URLs need their fsspec package (s3fs for s3). Must stay
-true: `write_file` leaves a whole file under its name, or none; `create_file` does not guarantee this, so its caller
-afterwards writes a small file that marks it as complete. Any error of the backend is raised as FailedMirror.
+true: `write_file` and `create_file` leave a whole file under its name, or none; of several files the caller writes a
+small one last, which marks them as complete. Any error of the backend is raised as FailedMirror.
 
 If a disk is not mounted, nothing must be written below its mount point, and an empty directory there must not be
 taken for an empty mirror. So the directory of a local mirror is never created here; and the first write leaves a marker
@@ -43,6 +43,7 @@ SEEN = "mirror.seen"  # a file in the mirrored directory: the mirror's URL and m
 MOST_MARKER_BYTES = 4096
 MOST_MANIFEST_BYTES = 64 << 20
 FORMAT = 1  # of sealed files
+MOST_HEAD_BYTES = 4096  # of the first line of one
 MOST_PARTS = 10_000  # of an object in S3
 STREAMS = 4  # layers restored at once; each holds some 24 MB, and one connection of an object store has some 100 MB/s
 TRIES, AGAIN_S = 4, 0.1  # of a request, or of a layer; a store that is busy refuses some
@@ -135,8 +136,8 @@ class MirrorStore:
 
     @contextmanager
     def create_file(self, name: str, size: int) -> Iterator[IO[bytes]]:
-        """Yield a file of `size` bytes to be written piece by piece; it is durable when the context ends, if the disk
-        is local. Nothing of it is left in an object store if an exception ends the context.
+        """Yield a file of `size` bytes to be written piece by piece; it has its name, and is durable if the disk is
+        local, when the context ends. Nothing of it is left if an exception ends the context.
         """
         with self._translate_errors(name):
             self._require_mirror(marks=True)
@@ -146,10 +147,16 @@ class MirrorStore:
                     yield file
                 return
             make_directory(Path(path).parent)
-            with Path(path).open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
+            aside = Path(path).with_name(ASIDE + Path(path).name)
+            try:
+                with aside.open("wb") as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                aside.rename(path)
+            except BaseException:
+                aside.unlink(missing_ok=True)
+                raise
             sync_path(Path(path).parent)
 
     @contextmanager
@@ -316,8 +323,7 @@ def insist(request: Callable[[], T]) -> T:
 
 def seal(run: str, content: bytes) -> bytes:
     """Return the bytes of a sealed file."""
-    head = {"format": FORMAT, "run": run, "bytes": len(content), "xxh3": xxhash.xxh3_128_hexdigest(content)}
-    return json.dumps(head).encode() + b"\n" + content
+    return _spell_head(run, len(content), xxhash.xxh3_128_hexdigest(content)) + content
 
 
 def read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | None:
@@ -328,15 +334,68 @@ def read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | N
     if raw is None:
         return None
     line, _, content = raw.partition(b"\n")
-    where = f"{store.url}/{name}"
+    whole = _is_whole(line, len(content), xxhash.xxh3_128_hexdigest(content), run, f"{store.url}/{name}")
+    return content if whole else None
+
+
+def write_sealed_file(store: MirrorStore, run: str, name: str, source: Path) -> None:
+    """Write a sealed file with the content of a file of this disk, piece by piece."""
+    digest = xxhash.xxh3_128()
+    with source.open("rb") as file:
+        for piece in _read_pieces(file):
+            digest.update(piece)
+    size = source.stat().st_size
+    head = _spell_head(run, size, digest.hexdigest())
+
+    def write() -> None:
+        with source.open("rb") as file, store.create_file(name, len(head) + size) as target:
+            target.write(head)
+            for piece in _read_pieces(file):
+                target.write(piece)
+
+    insist(write)
+
+
+def fetch_sealed_file(store: MirrorStore, run: str, name: str, target: Path) -> bool:
+    """Write the content of a sealed file to a file of this disk, piece by piece; return False if there is none, or it
+    is incomplete. Raise as `read_sealed`.
+    """
+
+    def fetch() -> bool:
+        if store.file_size(name) is None:
+            return False
+        digest, size = xxhash.xxh3_128(), 0
+        with store.open_file(name) as source, target.open("wb") as file:
+            line = source.readline(MOST_HEAD_BYTES)
+            for piece in _read_pieces(source):
+                digest.update(piece)
+                size += file.write(piece)
+        return _is_whole(line, size, digest.hexdigest(), run, f"{store.url}/{name}")
+
+    return insist(fetch)
+
+
+def _read_pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while piece := file.read(PIECE_BYTES):
+        yield piece
+
+
+def _spell_head(run: str, size: int, digest: str) -> bytes:
+    return json.dumps({"format": FORMAT, "run": run, "bytes": size, "xxh3": digest}).encode() + b"\n"
+
+
+def _is_whole(line: bytes, size: int, digest: str, run: str, where: str) -> bool:
+    """Return whether content of this size and digest is what its first line says; raise Corrupt if that is of another
+    run or format.
+    """
     try:
         head = json.loads(line)
-        whole = (len(content), xxhash.xxh3_128_hexdigest(content)) == (head["bytes"], head["xxh3"])
+        whole = (size, digest) == (head["bytes"], head["xxh3"])
         written_by, of = head["format"], head["run"]
     except (ValueError, KeyError, TypeError):
-        return None  # incomplete within its first line
+        return False  # incomplete within its first line
     if not whole:
-        return None
+        return False
     if written_by != FORMAT:
         raise Corrupt(
             f"{where}: expected a mirror of format {FORMAT}, got {written_by!r}; restore it with the Di-PS that "
@@ -344,7 +403,7 @@ def read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | N
         )
     if of != run:
         raise Corrupt(f"{where}: expected the ledger of run {run!r}, got one of {of!r}")
-    return content
+    return True
 
 
 # ---- copies of versions ---------------------------------------------------------------------------------------------

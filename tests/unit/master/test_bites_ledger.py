@@ -136,13 +136,14 @@ def test_a_ledger_that_begins_with_dips_seed_is_whole_before_it_has_its_name(
 
 def test_a_restored_ledger_is_whole_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut leaves no ledger or all of it, and beside it no WAL of the one before."""
-    with closing(Ledger.create(tmp_path / "base.sqlite", ROW)) as ledger:
-        base = ledger.serialize()
+    Ledger.create(tmp_path / "base.sqlite", ROW).close()
     path = tmp_path / "m" / "ledger.sqlite"
     path.parent.mkdir()
     path.with_name("ledger.sqlite-wal").write_bytes(b"of a master that crashed")
     disk = DiskCalls(path.parent, monkeypatch)
-    restore.build_file(MirroredLedger(3, base, (MirroredTransaction((RoundReserved(1, 0.0),), 0.0),)), path)
+    with restore.make_aside(path) as fetched:
+        fetched.write_bytes((tmp_path / "base.sqlite").read_bytes())
+        restore.build_file(MirroredLedger(3, fetched, (MirroredTransaction((RoundReserved(1, 0.0),), 0.0),)), path)
     assert disk.calls == [
         "fsync .restoring/ledger.sqlite",
         "remove ledger.sqlite-wal",
@@ -168,7 +169,8 @@ def test_what_is_mirrored_is_on_the_mirror_s_disk(tmp_path: Path, monkeypatch: p
         assert disk.calls == [*made, *(call.replace("NAME", name) for call in whole)]
         return
     del disk.calls[:]
-    restore.write_base(store, "r", 3, 2, b"content")
+    (tmp_path / "base").write_bytes(b"content")
+    restore.write_base(store, "r", 3, 2, tmp_path / "base")
     assert disk.calls[:3] == [call.replace("NAME", "0000000003-0000000002.base") for call in whole]
     assert store.list_names("ledger") == ["0000000003-0000000002.base"]
 
@@ -183,7 +185,8 @@ def test_a_file_that_is_mirrored_piece_by_piece_has_its_name_on_the_disk(
     with store.create_file("initial/v0@r0/00000.safetensors", len(b"content")) as file:
         file.write(b"content")
     folder = "r/master/initial/v0@r0"
-    assert disk.calls[-2:] == [f"fsync {folder}/00000.safetensors", f"fsync {folder}"]
+    aside, name = f"{folder}/.unfinished-00000.safetensors", f"{folder}/00000.safetensors"
+    assert disk.calls[-3:] == [f"fsync {aside}", f"rename {aside} {name}", f"fsync {folder}"]
 
 
 def test_a_master_does_not_write_over_its_successor(tmp_path: Path) -> None:

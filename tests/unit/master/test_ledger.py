@@ -23,7 +23,7 @@ from dips.master.ledger_chain import ChainedRows
 from dips.master.ledger_history import removed_slaves
 from dips.master.ledger_rows import RowReader, _insert
 from dips.master.page import MasterPage
-from dips.master.restore import MirroredLedger, MirroredTransaction, build_file
+from dips.master.restore import MirroredLedger, MirroredTransaction, build_file, make_aside
 from dips.outer_step import OuterStep, nesterov_step
 from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
@@ -405,11 +405,12 @@ def test_a_ledger_is_raised_whole_or_not_at_all(ledger: Ledger, tmp_path: Path) 
 
 def test_a_mirror_has_the_moment_at_which_the_ledger_was_raised(tmp_path: Path) -> None:
     """A base in the format of before and the transactions since are the ledger, in its new format."""
-    with closing(Ledger.create(MEMORY, OLD_ROW)) as ledger:
-        base = ledger.serialize()
     since = ((RoundReserved(1, 0.0),), (ProtocolRaised(2, 5.0),), (RoundReserved(2, 0.0),))
     path = tmp_path / "ledger.sqlite"
-    build_file(MirroredLedger(1, base, tuple(MirroredTransaction(written, 7.0) for written in since)), path)
+    with make_aside(path) as fetched:
+        with closing(Ledger.create(MEMORY, OLD_ROW)) as ledger:
+            ledger.copy_to(fetched)
+        build_file(MirroredLedger(1, fetched, tuple(MirroredTransaction(written, 7.0) for written in since)), path)
     with closing(Ledger.open(path)) as ledger:
         assert ledger.read_state().row == ROW and ledger.read_state().next_round > 2
     assert read_form(path) == 2 and sorted(p.name for p in tmp_path.iterdir()) == [

@@ -264,7 +264,7 @@ def test_a_copy_has_the_chain(path: Path, tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("VACUUM INTO ?", (str(tmp_path / "backup.sqlite"),))
     with closing(Ledger.open(path)) as ledger:
-        (tmp_path / "base.sqlite").write_bytes(ledger.serialize())
+        ledger.copy_to(tmp_path / "base.sqlite")
     assert read_all(tmp_path / "backup.sqlite") == read_all(tmp_path / "base.sqlite") == read_all(path)
 
 

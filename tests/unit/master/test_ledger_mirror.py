@@ -8,6 +8,8 @@ import itertools
 import re
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -65,6 +67,7 @@ class Term:
     def __init__(self, config: RunFile, patience_s: float = 5.0) -> None:
         self.ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         self.term, self.written = self.ledger.start_term(), 0
+        self.copy = config.master.directory / ".mirrored.sqlite"
         self.lock = threading.Lock()  # in the daemon both run on the ledger's thread
         store = restore.mirror_of(config)
         assert store is not None
@@ -73,9 +76,10 @@ class Term:
         self.kept_up = self.mirror.start()
         self.started_s = time.monotonic() - began
 
-    def take_base(self) -> tuple[int, bytes]:
+    def take_base(self) -> tuple[int, Path]:
         with self.lock:
-            return self.written, self.ledger.serialize()
+            self.ledger.copy_to(self.copy)
+            return self.written, self.copy
 
     def write(self, records: list[Record]) -> None:
         """Durable here and, unless it lags, in the mirror on return."""
@@ -211,14 +215,15 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
     assert like(restored(config), knew)
 
 
-def test_a_base_replaces_what_it_holds_and_nothing_else(config: RunFile) -> None:
+def test_a_base_replaces_what_it_holds_and_nothing_else(config: RunFile, tmp_path: Path) -> None:
     """Bases and transactions of earlier terms, and those of its own up to its number; leases of earlier terms."""
     store = restore.mirror_of(config)
     assert store is not None
     kinds = [(term, number, kind) for term in (4, 5, 6) for number in (1, 2, 3) for kind in ("base", "log", "term")]
     for term, number, kind in kinds:
         store.write_file(f"ledger/{term:010d}-{number:010d}.{kind}", b"x")
-    restore.write_base(store, "r", 5, 2, b"content")
+    (tmp_path / "base").write_bytes(b"content")
+    restore.write_base(store, "r", 5, 2, tmp_path / "base")
     stays = [(5, 2, "base"), *(k for k in kinds if k[0] == 6 or k in ((5, 3, "base"), (5, 3, "log")))]
     stays += [k for k in kinds if k[0] == 5 and k[2] == "term"]
     assert store.list_names("ledger") == sorted(f"{t:010d}-{n:010d}.{kind}" for t, n, kind in stays)
@@ -267,7 +272,7 @@ def test_a_hung_mirror_is_waited_for_once(config: RunFile, monkeypatch: pytest.M
     term.end()
 
 
-def test_what_was_cut_short_is_not_believed(config: RunFile) -> None:
+def test_what_was_cut_short_is_not_believed(config: RunFile, tmp_path: Path) -> None:
     """A half transaction at the end is as if it were not there; a half base is none."""
     term = Term(config)
     for records in itertools.islice(transactions(), 4):
@@ -279,7 +284,7 @@ def test_what_was_cut_short_is_not_believed(config: RunFile) -> None:
     content = store.read_file(f"ledger/{last}", 1 << 20)
     assert content is not None
     store.write_file(f"ledger/{last}", content[:-5])
-    found = restore.read_newest(store, "r")
+    found = restore.read_newest(store, "r", tmp_path / "base")
     assert found is not None and len(found.transactions) == 3
     base = next(name for name in store.list_names("ledger") if name.endswith(".base"))
     store.write_file(f"ledger/{base}", b"{}")
@@ -318,7 +323,7 @@ def test_a_mirror_of_another_run_is_refused(config: RunFile, tmp_path: Path) -> 
     (tmp_path / "mirror" / "other").mkdir()
     (tmp_path / "mirror" / "r" / "master").rename(tmp_path / "mirror" / "other" / "master")
     with pytest.raises(Corrupt, match="expected the ledger of run 'other', got one of 'r'"):
-        restore.read_newest(MirrorStore(str(tmp_path / "mirror"), "other", "master"), "other")
+        restore.read_newest(MirrorStore(str(tmp_path / "mirror"), "other", "master"), "other", tmp_path / "base")
 
 
 def test_an_old_ledger_beside_a_newer_mirror_is_refused(config: RunFile) -> None:
@@ -342,12 +347,12 @@ def test_an_old_ledger_of_the_same_term_is_refused_too(config: RunFile) -> None:
     path, term = genesis.ledger_path(config), Term(config)
     before, *after = itertools.islice(transactions(), 4)
     term.write(before)
-    backup = term.ledger.serialize()
+    term.ledger.copy_to(backup := config.master.directory / "backup")
     for records in after:
         term.write(records)
     knew = term.end()
     restore.restore_if_lost(config, LOG)  # the newest is fine
-    path.write_bytes(backup)
+    backup.replace(path)
     with pytest.raises(
         ConfigError, match=r"ends with transaction 1 of term 1, its mirror .* with 4: this file is an old"
     ):
@@ -491,12 +496,12 @@ def test_only_one_master_restores(config: RunFile, monkeypatch: pytest.MonkeyPat
     config.master.directory.mkdir()
     honest, seen = restore.read_newest, list[str]()
 
-    def read(store: MirrorStore, run: str) -> MirroredLedger | None:
+    def read(store: MirrorStore, run: str, base: Path) -> MirroredLedger | None:
         monkeypatch.undo()
         with pytest.raises(ConfigError, match="in use by another master"):
             restore.restore_if_lost(config, LOG)
         seen.append("refused")
-        return honest(store, run)
+        return honest(store, run, base)
 
     monkeypatch.setattr(restore, "read_newest", read)
     restore.restore_if_lost(config, LOG)
@@ -504,15 +509,50 @@ def test_only_one_master_restores(config: RunFile, monkeypatch: pytest.MonkeyPat
     assert genesis.ledger_path(config).exists()
 
 
-def test_serialized_bytes_hold_the_wal(config: RunFile, tmp_path: Path) -> None:
-    """What was committed a moment ago, and lies in the WAL only, is in the bytes."""
+def test_a_copy_holds_the_wal(config: RunFile, tmp_path: Path) -> None:
+    """What was committed a moment ago, and lies in the WAL only, is in the copy."""
     ledger = Ledger.open(genesis.ledger_path(config))
     ledger.write_records([RoundReserved(7, 0.0)])
-    (tmp_path / "copy.sqlite").write_bytes(ledger.serialize())
+    ledger.copy_to(tmp_path / "copy.sqlite")
     ledger.close()
     db = sqlite3.connect(tmp_path / "copy.sqlite")
     assert db.execute("SELECT max(round) FROM rounds").fetchone() == (7,)
     db.close()
+
+
+MEASURED = """
+import sys
+from contextlib import closing
+from pathlib import Path
+from dips.master import restore
+from dips.master.ledger import Ledger
+from dips.store.mirror import MirrorStore
+
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) >> 10
+
+directory = Path(sys.argv[2])
+store = MirrorStore(str(directory / "mirror"), "r", "master")
+with closing(Ledger.open(sys.argv[1], verified=False)) as ledger:
+    before = peak()
+    ledger.copy_to(directory / "copy")
+    restore.write_base(store, "r", 1, 0, directory / "copy")
+    assert restore.read_newest(store, "r", directory / "base") is not None
+    print(peak() - before)
+"""
+
+
+def test_a_ledger_of_any_size_is_mirrored_and_restored_in_little_memory(config: RunFile, tmp_path: Path) -> None:
+    """A month of twenty clusters has 150 MB; `dips plan memory` counts 400 MB for a master, however long its run."""
+    with closing(Ledger.open(genesis.ledger_path(config))) as ledger:
+        ledger._db.execute("CREATE TABLE much (content BLOB)")
+        for _ in range(80):
+            ledger._db.execute("INSERT INTO much VALUES (randomblob(1000000))")
+    words = [sys.executable, "-c", MEASURED, str(genesis.ledger_path(config)), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 40, f"{done.stdout} MB for a ledger of 80"
+    assert (tmp_path / "base").stat().st_size == (tmp_path / "copy").stat().st_size > 80_000_000
 
 
 def test_a_master_with_a_successor_in_the_mirror_is_fenced(config: RunFile) -> None:

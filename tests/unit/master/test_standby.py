@@ -223,7 +223,7 @@ def test_two_masters_that_restore_at_once_get_terms_of_their_own(tmp_path: Path,
     finally:
         one.end()
         other.end()
-    found = restore.read_newest(mirror(first), "r")
+    found = restore.read_newest(mirror(first), "r", tmp_path / "base")
     assert found is not None and found.term == other.term
 
 
@@ -581,7 +581,7 @@ async def test_what_the_daemon_writes_is_in_its_mirror(tmp_path: Path) -> None:
         outside = MasterOutside(ledger)
         outside.begin_mirror(a, ledger.start_term(), LOG)
         await outside.write_records([RoundReserved(1, 0.0)])
-        found = restore.read_newest(mirror(a), "r")
+        found = restore.read_newest(mirror(a), "r", tmp_path / "base")
         assert found is not None and found.transactions[-1].records == (RoundReserved(1, 0.0),)
         await outside.close()
 
@@ -643,7 +643,7 @@ def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, en
 def cloned(a: RunFile, b: RunFile, master: Serving) -> RunFile:
     """The run file of another machine, with a copy of this master's ledger."""
     b.master.directory.mkdir()
-    genesis.ledger_path(b).write_bytes(master.ledger.serialize())
+    master.ledger.copy_to(genesis.ledger_path(b))
     return b.model_copy(update={"master": b.master.model_copy(update={"listen": "127.0.0.1:2"})})
 
 
