@@ -88,11 +88,14 @@ class DemoLayout:
 
 
 def make_layout(out: Path | None) -> DemoLayout:
-    """Make the directories of a demo. Raises ConfigError if `out` exists and is not empty."""
+    """Make the directories of a demo. Raises ConfigError if `out` exists and is not empty, or cannot be made."""
     directory = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
-    if directory.exists() and any(directory.iterdir()):
-        raise ConfigError(f"--out: {directory} is not empty: name a new directory")
-    (directory / LOGS).mkdir(parents=True)
+    try:
+        if directory.exists() and any(directory.iterdir()):
+            raise ConfigError(f"--out: {directory} is not empty: name a new directory")
+        (directory / LOGS).mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {directory} cannot be made: {error.strerror}") from error
     return DemoLayout(directory)
 
 

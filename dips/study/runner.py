@@ -52,6 +52,13 @@ class ResultStore:
     def __init__(self, directory: Path, factory: str) -> None:
         self.directory, self._code = directory, digest_code(factory)
 
+    def require_writable(self) -> None:
+        """Raise ConfigError if no result can be written: better before the runs than after each."""
+        with self._explained():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (probe := self.directory / f"{os.getpid()}.tmp").touch()
+            probe.unlink()
+
     def find(self, plan: RunPlan) -> Numbers | None:
         """Return the numbers of a finished run; None if its file is missing or cannot be read."""
         try:
@@ -66,10 +73,15 @@ class ResultStore:
         path = self._path_of(plan)
         content = {"row": plan.row, **plan.description, "numbers": numbers}
         beside = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with self._explained():
+            self.directory.mkdir(parents=True, exist_ok=True)
             beside.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
             beside.replace(path)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from error
 
@@ -130,7 +142,10 @@ class StudyResult:
 
 
 def run_study(study: Study, store: ResultStore, jobs: int, say: Say) -> StudyResult:
-    """Compute the missing results; errors of single runs are stored in the result, and do not end the others."""
+    """Compute the missing results; errors of single runs are stored in the result, and do not end the others. Raise
+    ConfigError if results cannot be written, DipsError if a process of the study is killed.
+    """
+    store.require_writable()
     result, total = StudyResult(study), study.run_count
     progress = _Progress(total, jobs, say)
     with _single_threads(), ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:

@@ -174,6 +174,14 @@ def _is_ours(file: str) -> bool:
     return Path(file).is_relative_to(runner.PACKAGE)
 
 
+def test_nothing_is_computed_that_cannot_be_kept(in_place: type[PoolInPlace], tmp_path: Path) -> None:
+    """An output that is a file, read-only or not mounted is told before the first run, not after each."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--output .*file/runs: cannot be written: Not a directory"):
+        run(study_of(), tmp_path / "file" / "runs")
+    assert in_place.computed == 0
+
+
 def test_rows_of_equal_settings_are_computed_once(in_place: type[PoolInPlace], tmp_path: Path) -> None:
     result = run(study_of(rows={"a": {}, "b": {}}, seeds=[1], compare="a"), tmp_path)
     assert in_place.computed == 1 and result.runs["a"] == result.runs["b"]
