@@ -82,7 +82,9 @@ class RecoveryPlan:
         records.append(LedgerRestored(REASON, self.round, self.round, max(peers_inc, default=0) + SPARE))
         for role, peers in ((Role.SLAVE, self.state.slaves), (Role.CLUSTER, self.state.clusters)):
             records += [IncarnationGiven(role, peer.name, peer.inc + SPARE, REASON) for peer in peers]
-        records += [ClusterEnded(peer.name, peer.inc + SPARE, REASON, 0, 0.0) for peer in self.state.clusters]
+        for peer in self.state.clusters:  # with the one that lived when the backup was made end its leases
+            living = () if peer.ended else (peer.inc,)
+            records += [ClusterEnded(peer.name, inc, REASON, 0, 0.0) for inc in (*living, peer.inc + SPARE)]
         adopted = f" --adopt {self.adopted}" if self.adopted else ""
         records.append(make_local_row("dips-master recover", f"term {self.term}, round {self.round}{adopted}"))
         ledger.write_records(records)

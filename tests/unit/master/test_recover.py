@@ -20,7 +20,7 @@ from dips.master import genesis, recover, restore
 from dips.master.app import cli
 from dips.master.ledger import Ledger
 from dips.master.restore import SPARE
-from dips.protocol.records import IncarnationGiven, RoundReserved, VersionsRetired
+from dips.protocol.records import IncarnationGiven, RangesLeased, RoundReserved, VersionsRetired
 
 
 @pytest.fixture
@@ -80,6 +80,19 @@ def test_the_next_master_uses_no_name_twice(config: RunFile) -> None:
         assert [v.version for v in state.versions] == [VersionId(0, 0)]
     with recover.open_ledger(config) as ledger:
         assert ledger.start_term() == 2 + 2 * SPARE + 1
+
+
+def test_data_ranges_of_the_backups_time_are_free_again(config: RunFile) -> None:
+    """An incarnation that lived when the backup was made is over: what it held is leased to others, whatever the next
+    one is numbered.
+    """
+    with recover.open_ledger(config) as ledger:
+        ledger.write_records([RangesLeased("west", 7, 1, (0, 1))])
+        assert ledger.read_state().leased == (("west", 7, 1, (0, 1)),)
+    for _ in range(2):
+        carry_out(config)
+        with recover.open_ledger(config) as ledger:
+            assert ledger.read_state().leased == ()
 
 
 def test_a_directory_elsewhere_is_said(config: RunFile) -> None:
