@@ -108,8 +108,13 @@ def _find_rival(run: RunState, cluster: Cluster | None, event: events.ClusterJoi
 
 
 def _settled_pushes(cluster: Cluster) -> int:
-    """Return the number of this cluster's pushes that are accepted, gated, or in a window and about to be settled."""
-    return cluster.counts["accepted"] + cluster.counts["gated"] + cluster.in_window
+    """Return the number of this cluster's pushes that are accepted, gated, or in a window and about to be settled.
+
+    It never falls: a push that a rollback has undone counts twice, since the agent, which counts on from here, does not
+    know of the rollback. So no checkpoint that it saves has the number of a later time.
+    """
+    counts = cluster.counts
+    return counts["accepted"] + counts["gated"] + 2 * counts["undone"] + cluster.in_window
 
 
 def _find_mismatch(run: RunState, event: events.ClusterJoined) -> Failed | ManifestWanted | None:

@@ -159,9 +159,9 @@ def on_ranges_pending(s: AgentState, result: Pending) -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 # A checkpoint is valid for the cluster as long as none of its pushes was settled since it was saved: then the run still
 # waits for exactly the checkpoint's θ, progress and data ranges, and resuming is exact. If a push was settled since,
-# the checkpoint's work is in the global model already: the trainer pulls instead and is given the reason. It also pulls
-# if the checkpoint was saved while a push was under way (the frozen copy is gone), or if its ranges are leased to
-# others by now.
+# the checkpoint's work is in the global model already, or was rolled back: the trainer pulls instead and is given the
+# reason. It also pulls if the checkpoint was saved while a push was under way (the frozen copy is gone), or if its
+# ranges are leased to others by now.
 
 
 def save_progress(s: AgentState, _: messages.SaveWanted) -> messages.Saved:
@@ -220,7 +220,7 @@ def _why_overtaken(s: AgentState, saved: messages.Saved) -> str:
     if since < 0:
         return f"{-since} pushes of {saved.cluster} that it was saved after were rolled back"
     if since:
-        return f"{since} pushes of {saved.cluster} were settled since it was saved"
+        return f"{since} pushes of {saved.cluster} were settled or rolled back since it was saved"
     return ""
 
 

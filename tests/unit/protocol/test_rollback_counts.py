@@ -270,3 +270,22 @@ def test_an_operator_goes_back_to_the_initial_model() -> None:
     run.offer(*run.on_offer())
     assert not isinstance(run.ask(ev.RollbackAsked(0, GENESIS)), Refused)
     assert run.head == GENESIS and not run.state.mirrored, "nothing is kept for the mirror of what is undone"
+
+
+def test_a_rollback_overtakes_what_a_cluster_saved_before_it() -> None:
+    """A cluster counts its settled pushes on from the number that Joined told, and knows no rollback. What it saves is
+    compared with the number that the next Joined tells: never equal to it again after a further push was settled.
+    """
+    run = StoredRun()
+    run.train("a")
+    for _ in range(2):
+        run.make_version("a")
+    counted = 2  # by the agent
+    run.offer(VersionId(1, 1))
+    run.make_version("a")
+    counted += 1
+    saved = counted
+    run.make_version("a")
+    joined = run.ask(ev.ClusterJoined(0, "a", "again", "r", MANIFEST.digest, "c", former=run.inc("a")))
+    assert joined.settled > saved, "a push was settled after it was saved"
+    assert run.machine.capture_state().clusters["a"].counts == read_again(run).clusters["a"].counts

@@ -125,7 +125,7 @@ def test_a_trainer_that_dies_while_it_resumes_leaves_nothing_to_the_next(play: P
     ("change", "why"),
     [
         ({"pending": True}, "while a push was out"),
-        ({"settled": 2}, "3 pushes of west were settled since it was saved"),
+        ({"settled": 2}, "3 pushes of west were settled or rolled back since it was saved"),
         ({"settled": 8}, "3 pushes of west that it was saved after were rolled back"),
         ({"cluster": "east"}, "east"),
     ],
