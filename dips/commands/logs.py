@@ -52,10 +52,16 @@ def logs(
 
 
 def _find_logs(config: Path) -> dict[str, Path]:
-    """Return the log of each process by name. Raises ConfigError if there is none."""
+    """Return the log of each process by name; of two, that of a slave that was started in another way before, the one
+    written last. Raises ConfigError if there is none.
+    """
     run_file = load_run(config)
     places = [config.with_name(LOGS), run_file.master.directory / "slaves"]
-    found = {path.stem: path for place in reversed(places) for path in sorted(place.glob("*.log"))}
+    found = dict[str, Path]()
+    for path in (path for place in reversed(places) for path in sorted(place.glob("*.log"))):
+        known = found.get(path.stem)
+        if known is None or known.stat().st_mtime <= path.stat().st_mtime:
+            found[path.stem] = path
     if not found:
         raise ConfigError(
             f"expected logs in {places[0]}, where `dips up` writes them, or in {places[1]}, where the master writes "

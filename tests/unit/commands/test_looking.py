@@ -248,6 +248,18 @@ def test_the_newest_lines_of_logs_are_printed(files: FilesToCheck) -> None:
     assert type_words(*words, "s0", "-n", "2") == f"s0 | {long.decode()}\ns0 | last\n", "longer than a block"
 
 
+def test_the_log_that_a_process_writes_now_is_printed(files: FilesToCheck) -> None:
+    """A slave that the master starts since its run file says so has a log of before in the other place."""
+    files.check()
+    for age_s, directory in ((60, "logs"), (0, "m/slaves")):
+        (path := files.directory / directory / "s0.log").parent.mkdir(parents=True)
+        path.write_text(f"in {directory}\n")
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age_s))
+    assert type_words("logs", "-c", str(files.run_file)) == "s0 | in m/slaves\n"
+    os.utime(files.directory / "logs" / "s0.log")
+    assert type_words("logs", "-c", str(files.run_file)) == "s0 | in logs\n"
+
+
 def test_logs_are_followed_by_whole_lines(files: FilesToCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is still being written waits for its end, unless it is longer than a block; a file that was truncated begins
     again; Ctrl-C ends it.
