@@ -195,20 +195,26 @@ class _JournalWriter:
 
     def _open_segment(self, head: _Head) -> None:
         self.close()
-        self._segment += 1
-        self._file = (self._directory / f"journal-{self._term}-{self._segment}.jsonl").open("wb", buffering=0)
+        number = self._segment + 1
+        path = self._directory / f"journal-{self._term}-{number}.jsonl"
+        self._file = path.open("wb", buffering=0)
         self._size, self.why = 0, ""
         about = {
             "journal": FORMAT,
             "run": self._run,
             "term": self._term,
-            "segment": self._segment,
+            "segment": number,
             "code": code_digest(),
             "wall": time.time(),
             "shapes": codec.field_names(head.state),
             "state": head.state,
         }
-        self._append_lines(codec.spell_json(about).encode() + b"\n")
+        try:
+            self._append_lines(codec.spell_json(about).encode() + b"\n")
+        except OSError:
+            path.unlink()  # on a disk that stays full, tries without a head would take the places of whole segments
+            raise
+        self._segment = number
         self._size = 0  # a state as large as a segment must not begin the next one at once
         ours = (path for path in list_segments(self._directory) if _term_of(path) <= self._term)
         for old in list(ours)[: -self._segments]:  # those of later terms are of a run that `dips init --force` deleted
@@ -298,8 +304,10 @@ class Replayed:
 
 
 def replay_journal(path: Path, watch: Watch = lambda *_: None) -> list[Replayed]:
-    """Replay a segment, or all of a directory, until one differs; raise ConfigError or Corrupt if none can be read."""
-    paths = list_segments(path) if path.is_dir() else [path]
+    """Replay a segment, or all of a directory that have their first line, until one differs; raise ConfigError or
+    Corrupt if none can be read.
+    """
+    paths = list(filter(_is_begun, list_segments(path))) if path.is_dir() else [path]
     if not paths:
         raise ConfigError(f"{path}: no journal is here (journal-<term>-<n>.jsonl in the master's directory)")
     done: list[Replayed] = []
@@ -316,6 +324,12 @@ def find_gaps(done: list[Replayed]) -> Iterator[str]:
         follows = (after.term, after.segment) == (before.term, before.segment + 1)
         if follows and not before.torn and after.begin != before.end:
             yield f"{after.path.name} does not begin where {before.path.name} ends: it had stopped between them"
+
+
+def _is_begun(segment: Path) -> bool:
+    """Whether the first line is whole: it is not after a crash of the machine that came just behind it."""
+    _, torn = next(_read_lines(segment), (None, True))
+    return not torn
 
 
 def _replay_one(path: Path, watch: Watch) -> Replayed:

@@ -209,6 +209,16 @@ def test_a_torn_end_is_no_difference(copy: Path) -> None:
     assert one.torn and not one.differs and one.events > 0
 
 
+def test_a_segment_whose_first_line_is_lost_hides_no_other(copy: Path) -> None:
+    """A machine that crashed just after a segment had begun left a file with nothing in it, or with a part of its
+    first line: a replay of all passes over it.
+    """
+    segments = list_segments(copy)
+    for rest, segment in ((0, segments[0]), (40, segments[1])):
+        segment.write_bytes(segment.read_bytes()[:rest])
+    assert [one.path for one in replay_journal(copy)] == segments[2:] != []
+
+
 def test_what_ended_the_master_is_in_its_journal(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event at which the deciding code raised is the last line, and a replay raises the same."""
     path = list_segments(copy)[-1]
@@ -311,6 +321,32 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     journal.close()
     assert [path.name for path in list_segments(tmp_path)] == ["journal-1-1.jsonl", "journal-1-2.jsonl"]
     assert list_segments(tmp_path)[1].read_text().count("\n") == 2
+
+
+def test_a_disk_that_stays_full_costs_no_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try to begin anew fails in its first line. Nothing is left of it, so what was written before is kept."""
+    journal, is_full, open_file = Journal(tmp_path, "r", 1, 3, structlog.get_logger()), True, Path.open
+    for begun in (1, 2, 3):
+        journal.begin_segment(())
+        until(lambda begun=begun: journal._writer._segment == begun)
+
+    def full() -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    def open_on_it(path: Path, *how: Any, **more: Any) -> Any:
+        file = open_file(path, *how, **more)
+        return Full(file, full) if path.parent == tmp_path else file
+
+    monkeypatch.setattr(Path, "open", open_on_it)
+    for _ in range(5):
+        journal.begin_segment(())
+        until(lambda: journal._writer.failed)
+    assert [path.name for path in list_segments(tmp_path)] == [f"journal-1-{n}.jsonl" for n in (1, 2, 3)]
+    is_full = False
+    journal.begin_segment(())
+    journal.close()
+    assert [path.name for path in list_segments(tmp_path)] == [f"journal-1-{n}.jsonl" for n in (2, 3, 4)]
 
 
 def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
