@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.convergence_honest import CHOSEN
-from benchmarks.convergence_rows import DP, DP_LRS, MUON, RDA, SHARE, THIRD_S, Rows, spell_clusters
+from benchmarks.convergence_rows import MUON, RDA, SHARE, THIRD_S, Rows, spell_clusters
 from benchmarks.harness import Bench
 from benchmarks.record import RESULTS
 from dips.study.report import Comparison, compare_paired, losses_of
@@ -44,10 +44,6 @@ ROWS: Rows = {
     "H 8": {"inner_steps": 8},
     "rda, H 8": {"inner_steps": 8, **RDA},
     "Muon": MUON,
-    "Muon, 5.23 ×": {"fleet": "fivefold", **MUON},
-    DP: {"method": "data_parallel", "tune": DP_LRS},
-    "1 cluster": {"fleet": "1 cluster"},
-    f"{DP}, 1 cluster": {"method": "data_parallel", "fleet": "1 cluster", "tune": DP_LRS},
     "int8 both ways": {"codec": "int8", "pull_codec": "int8"},
     "int4 pushes": {"codec": "int4"},
     "overlap": {"overlap": True},
@@ -86,8 +82,6 @@ CLAIMS = (
     Claim("rda, 5.23 ×, H 64", "5.23 ×, H 64", -0.002),
     Claim("rda, H 8", "H 8", 0.02, least=True),
     Claim("Muon", "aligned", -0.02),
-    Claim("Muon, 5.23 ×", DP, 0.0),
-    Claim("1 cluster", f"{DP}, 1 cluster", -0.01, least=True),
     Claim("int8 both ways", "aligned", 0.01),
     Claim("int4 pushes", "aligned", 0.01),
     Claim("overlap", "aligned", 0.03),
