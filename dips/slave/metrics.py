@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
+from dips.store.version import version_of
 from dips.telemetry.metrics import MetricRow, Status, Table, make_families
 
 # ---- disk room ------------------------------------------------------------------------------------------------------
@@ -98,15 +99,14 @@ def collect(status: Status) -> Iterator[Metric]:
 
 
 def count_snapshots(directory: Path) -> dict[str, int]:
-    """Count the snapshots in a slave's directory and their bytes; those removed meanwhile are ignored."""
-    versions, nbytes = 0, 0
-    for path in directory.glob("v*@r*"):
-        versions += 1
-        nbytes += sum(_file_sizes(path.iterdir()))
-    return {"snapshots": versions, "snapshot_bytes": nbytes}
+    """Count the snapshots in a slave's directory and their bytes; of those that are removed meanwhile, or cannot be
+    read, no bytes are counted.
+    """
+    versions = [path for path in directory.glob("v*@r*") if version_of(path) is not None]
+    return {"snapshots": len(versions), "snapshot_bytes": sum(size for path in versions for size in _file_sizes(path))}
 
 
-def _file_sizes(files: Iterable[Path]) -> Iterator[int]:
-    with suppress(FileNotFoundError):  # retired meanwhile
-        for file in files:
+def _file_sizes(version: Path) -> Iterator[int]:
+    with suppress(OSError):
+        for file in version.iterdir():
             yield file.stat().st_size

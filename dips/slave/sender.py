@@ -585,6 +585,6 @@ class Sender:
 
     def _describe_pull(self, pull: OutgoingPull, now: float) -> Transfer:
         pull.rate.record_bytes(pull.out, now)  # of a pull that waits `tick` records nothing
-        named = sum(stream.named for stream in pull.streams)
+        named = sum(stream.named for stream in pull.latest.values())
         cluster, inc, seq = pull.pull.cluster, pull.pull.inc, pull.pull.seq
         return Transfer(cluster, inc, seq, push=False, nbytes=pull.out, total=named, bytes_per_s=pull.rate.bytes_per_s)

@@ -76,9 +76,11 @@ class Timeline:
             self.lines_lost += 1
 
     def _rotate_file(self) -> None:
-        """Rename the full file to the older one's name and begin a new one."""
-        self._path.replace(older_path(self._path))
-        self._file.close()
+        """Rename the full file to the older one's name and begin a new one; each line tries it again if that fails."""
+        with suppress(FileNotFoundError):  # it was renamed before, or a person removed it
+            self._path.replace(older_path(self._path))
+        with suppress(OSError):
+            self._file.close()
         self._file, self._size = self._path.open("a", buffering=1), 0
 
 

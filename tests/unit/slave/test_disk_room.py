@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dips.slave import metrics
-from dips.slave.metrics import DiskRoom, FreeDisk
+from dips.slave.metrics import DiskRoom, FreeDisk, count_snapshots
+from dips.telemetry.metrics import DiskLooks
 
 
 def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +37,15 @@ def test_a_disk_that_is_gone_has_no_room_that_is_known(tmp_path: Path) -> None:
     for thread in [t for t in threading.enumerate() if t.name == "disk-room"]:
         thread.join(10)
     assert room.read_room() == FreeDisk()
+
+
+def test_what_only_looks_like_a_version_does_not_end_the_looks_at_a_disk(tmp_path: Path) -> None:
+    """A person's archive beside the snapshots is no snapshot; the next scrapes get what is there then."""
+    (tmp_path / "v1@r1.tar").write_bytes(b"kept by a person")
+    (tmp_path / "v1@r1").mkdir()
+    (tmp_path / "v1@r1" / "layer").write_bytes(b"four")
+    looks = DiskLooks(lambda: count_snapshots(tmp_path))
+    assert looks.read_newest() == {"snapshots": 1, "snapshot_bytes": 4}
+    (tmp_path / "v2@r2").mkdir()
+    assert looks.read_newest() == {"snapshots": 2, "snapshot_bytes": 4}
+    looks.close()

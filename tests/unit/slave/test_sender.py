@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -122,6 +124,18 @@ def test_what_a_cluster_was_sent_is_counted_when_it_has_left():
     sender.close_pull(PULL, "closed")
     assert sender.tick(0.0) == [Released(PULL, "closed")]
     assert code(sender.on_hello(0, b"q", hello, (), 0.0)) == "stale_push"
+
+
+def test_a_pull_is_as_large_as_what_its_ranks_named_whoever_of_them_is_done():
+    """A rank that is done, or came back over another connection, is counted once for as long as its pull is open."""
+    sender, whole = make(), (Range(0, 0, 0, 500),)
+    for rank, peer in enumerate((b"p", b"q")):
+        sender.on_hello(0, peer, replace(name(), rank=rank), whole, 0.0)
+    sender.on_hello(0, b"r", replace(name(epoch=2), rank=1), whole, 0.0)
+    assert [t.total for t in sender.list_transfers()] == [4000]
+    sender.on_done(0, b"p", name().stream_id)
+    assert sender.tick(0.0) == []
+    assert [t.total for t in sender.list_transfers()] == [4000]
 
 
 def test_a_closed_pull_is_released_and_not_moved():
