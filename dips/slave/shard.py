@@ -208,8 +208,7 @@ class OpenTransfers:
         found = self.disk.map_momentum(version)
         if found is not None:
             return found
-        if version in self.disk.unread_versions():
-            raise UnreadSnapshot(f"{version} on the disk must be read and verified first")
+        self._refuse_unread(version)
         raise StaleVersion(f"m of {version} is asked for, and no snapshot of it is on the disk")
 
     def _pin_version(self, pull: PullId, version: VersionId) -> Arrays:
@@ -228,11 +227,19 @@ class OpenTransfers:
                 raise
             source = self.disk.map_theta(version)
             if source is None:
-                if version in self.disk.unread_versions():
-                    raise UnreadSnapshot(f"{version} on the disk must be read and verified first") from None
+                self._refuse_unread(version)
                 raise
         self.versions.held.pin_file(pull, version)
         return source
+
+    def _refuse_unread(self, version: VersionId) -> None:
+        """Raise UnreadSnapshot if a snapshot is on the disk and nobody has read it; FailedDisk if that is not known."""
+        try:
+            unread = self.disk.unread_versions()
+        except OSError as error:
+            raise FailedDisk(f"whether {version} is on the disk cannot be told: {error}") from error
+        if version in unread:
+            raise UnreadSnapshot(f"{version} on the disk must be read and verified first") from None
 
     def move_old_readers(self) -> None:
         """Move the readers of older versions beyond the pinned ones to their snapshot files, the oldest first.

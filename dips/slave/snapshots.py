@@ -256,7 +256,6 @@ class Snapshots:
 
         One that was skipped is read again when its files have changed, since it may have been repaired.
         """
-        self._require_directory()
         found, left = self._list_versions(), READ_AT_START
         for version in sorted(found, key=lambda v: v.round, reverse=True):
             if (left > 0 or version in look_for) and self._verify_once(version):
@@ -268,6 +267,7 @@ class Snapshots:
         return tuple(sorted(v for v in self._list_versions() - self._whole if not self._is_known_bad(v)))
 
     def _list_versions(self) -> set[VersionId]:
+        self._require_directory()
         found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None} - {GENESIS}
         if self._manifest is None:  # bind_layers may promote a staged snapshot
             found.update(staged_versions(self._directory))

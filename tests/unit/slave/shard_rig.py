@@ -119,6 +119,7 @@ class MemoryDisk:
         return tuple(sorted(self.kept.keys() - self.unread))
 
     def unread_versions(self) -> tuple[VersionId, ...]:
+        self._fail()
         return tuple(sorted(self.unread))
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 from dips.codecs import Codec
 from dips.errors import (
     Busy,
+    FailedDisk,
     LocalProtocolError,
     RemoteProtocolError,
     StalePush,
@@ -233,6 +234,22 @@ def test_an_archive_is_served_after_it_was_read_and_not_if_it_is_damaged() -> No
     with pytest.raises(StaleVersion):
         rig.order(OpenPull(PullId("x", 1, 2), V1))
     assert rig.shard.make_registration(WHO).unread == ()
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_a_disk_that_cannot_be_listed_refuses_a_pull_as_a_disk_that_fails(momentum: bool) -> None:
+    """Whoever pulls an older version hears of that disk, and not of a bug in Di-PS; the next pull is served."""
+    rig = ShardRig().ready()
+    rig.disk.kept = {V1: ({0: bytes(24), 2: bytes(4)},) * 2, VersionId(2, 2): ({0: bytes(24), 2: bytes(4)},) * 2}
+    rig.disk.unread = {V1}
+    rig.welcome(LoadVersion(VersionId(2, 2)))
+    assert follow_load(rig.shard, VersionId(2, 2)) is Followed.DONE
+    rig.disk.error = OSError(5, "Input/output error")
+    with pytest.raises(FailedDisk, match=r"whether v1@r1 is on the disk.*Input/output error"):
+        rig.order(OpenPull(PULL, V1, momentum=momentum))
+    assert not rig.flow.pulls and not rig.shard.versions.held.pins
+    rig.order(OpenPull(PULL, V1, momentum=momentum))
+    assert rig.flow.pulls.keys() == {PULL}
 
 
 def test_heal_drops_what_the_master_does_not_list() -> None:
