@@ -104,6 +104,7 @@ class Parts:
     room: DiskRoom
     nonce: str
     last: LastProcess
+    disk_threads: ThreadPoolExecutor
 
     def prepare_memory(self, registered: Registered) -> None:
         """Check the memory that the layers need before it is allocated, and bind the layers; on the shard's thread."""
@@ -230,12 +231,14 @@ def list_foreign_keys(config: RunFile, section: SlaveSection) -> tuple[str, ...]
 
 def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
     """Build everything that ends with this incarnation; the stack closes it in reverse: flow, shard's thread, kernels,
-    disk.
+    work on the disk, and its directory's lock, since the next process there removes what is not finished.
     """
     run, name = config.shared.run, section.name
     work = WorkMeter()
     disk = Snapshots(section.directory, run, name, section.initial_model, log, work)
     stack.callback(disk.close)
+    disk_threads = ThreadPoolExecutor(2, "disk")  # an order's work, and the snapshot that a registration reads
+    stack.callback(disk_threads.shutdown)
     workers = available_cores()
     threads = ThreadPoolExecutor(workers, "kernel")
     stack.callback(threads.shutdown)
@@ -268,7 +271,7 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     parts = Parts(
         section, disk, flow, shard, thread, work, _mirror(config, section, log, work, stack), log,
         config.shared.pull_codec, DiskRoom(section.directory), uuid.uuid4().hex,
-        LastProcess(section.directory, section.lock, log),
+        LastProcess(section.directory, section.lock, log), disk_threads,
     )  # fmt: skip
     return parts
 
@@ -317,7 +320,7 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, master: Endpoint,
         Random(),
     )
     link = SlaveServiceLink(SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel), master)
-    return SlaveRuntime(core, parts.thread, link, parts.log, parts.mirror)
+    return SlaveRuntime(core, parts.thread, link, parts.log, parts.mirror, parts.disk_threads)
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

@@ -44,8 +44,11 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
         calls: MasterCalls,
         log: Log,
         mirror: SlaveMirror | None = None,
+        disk: Executor | None = None,
     ) -> None:
+        """`disk` has the threads for work on the disk, which goes on when `run` has ended; None: the loop's own."""
         self.core, self._thread, self._calls, self._log, self._mirror = core, thread, calls, log, mirror
+        self._disk = disk
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._answers: dict[ports.Ticket, asyncio.Future[Answer]] = {}
@@ -114,7 +117,7 @@ class SlaveRuntime(slave_pb2_grpc.OrderServiceServicer):
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case ports.WorkOnDisk() | ports.ReadSnapshot():
-                done = self._loop.run_in_executor(None, _work_beside, action)
+                done = self._loop.run_in_executor(self._disk, _work_beside, action)
                 done.add_done_callback(partial(self._on_disk_worked, action))
             case ports.RestoreFromMirror():
                 assert self._mirror is not None, "a slave without a mirror has nothing to restore from"
