@@ -15,7 +15,7 @@ from dips.ids import VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.events import MirrorReport
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
-from dips.store.mirror import MirrorStore, bring_back, copy_out, list_versions, read_copy
+from dips.store.mirror import IncompleteCopy, MirrorStore, bring_back, copy_out, list_versions, read_copy
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 
@@ -27,7 +27,7 @@ class MirrorListing:
     whole: tuple[VersionId, ...] = ()
     outdated: tuple[
         VersionId, ...
-    ] = ()  # with other layers, from before a rebalance, or damaged: to be replaced or deleted
+    ] = ()  # with other layers, from before a rebalance, damaged or incomplete: to be replaced or deleted
     reason: str = ""  # why the last one that is not in `whole` was ignored
 
 
@@ -50,6 +50,8 @@ def list_copies(
             _, manifest = read_copy(store, run, slave, version)
         except Corrupt as error:
             reason = str(error)
+            if isinstance(error, IncompleteCopy):  # the others may be another's, or of another release: for a person
+                outdated.append(version)
         else:
             held = sorted(record.index for record in manifest.layers)
             if layers is not None and held != sorted(layers):

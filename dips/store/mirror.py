@@ -425,21 +425,31 @@ def list_versions(store: MirrorStore) -> list[VersionId]:
     return sorted(found, key=lambda v: v.round)
 
 
+class IncompleteCopy(CorruptSnapshot):
+    """A copy that was not made to its end, or is half removed."""
+
+
 def read_copy(store: MirrorStore, run: str, slave: str, version: VersionId) -> tuple[bytes, VersionManifest]:
-    """Return a copy's manifest, as bytes too; raise CorruptSnapshot unless the copy is whole and of this slave."""
+    """Return a copy's manifest, as bytes too; raise CorruptSnapshot unless it is of this slave, IncompleteCopy unless
+    it is whole.
+    """
     where = f"{store.url}/{version}"
     text = insist(lambda: store.read_file(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES))
     if text is None:
-        raise CorruptSnapshot(f"{where} has no manifest: it was not copied to its end")
+        raise IncompleteCopy(f"{where} has no manifest: it was not copied to its end")
     manifest = VersionManifest.from_json(text, f"{where}/{MANIFEST_FILE}")
     manifest.require_owner(run, slave, version, where)
-    require_sizes(manifest, insist(lambda: store.list_sizes(str(version))), where)
+    sizes = insist(lambda: store.list_sizes(str(version)))
+    try:
+        require_sizes(manifest, sizes, where)
+    except CorruptSnapshot as error:
+        raise IncompleteCopy(str(error)) from error
     return text, manifest
 
 
 def copy_out(store: MirrorStore, root: Path, version: VersionId, on_piece: OnPiece = lambda _: None) -> None:
     """Copy a version; raise CorruptSnapshot if its bytes do not have their digests, FailedMirror for all other
-    failures.
+    failures: then what was copied of it is removed, so that it takes no room from the next one.
 
     A version that is deleted meanwhile is copied to its end.
     """
@@ -449,15 +459,32 @@ def copy_out(store: MirrorStore, root: Path, version: VersionId, on_piece: OnPie
             text = (kept / MANIFEST_FILE).read_bytes()
             manifest = VersionManifest.from_json(text, str(path / MANIFEST_FILE))
             insist(lambda: store.remove_path(folder))
-            for record in manifest.layers:  # each is tried again: a store that refuses some would never hold all
-                insist(partial(_copy_layer_out, store, kept, path, manifest, record, on_piece))
+            with _removed_if_failed(store, folder):
+                for record in manifest.layers:  # each is tried again: a store that refuses some would never hold all
+                    insist(partial(_copy_layer_out, store, kept, path, manifest, record, on_piece))
+                _require_copied(store, manifest, folder)
+            insist(lambda: store.write_file(f"{folder}/{MANIFEST_FILE}", text))
     except OSError as error:
         raise FailedMirror(f"{path} cannot be copied: {error}") from error
+
+
+def _require_copied(store: MirrorStore, manifest: VersionManifest, folder: str) -> None:
     try:
         require_sizes(manifest, insist(lambda: store.list_sizes(folder)), f"{store.url}/{folder}")
     except CorruptSnapshot as error:
         raise FailedMirror(f"{error}; it was written just now") from error
-    insist(lambda: store.write_file(f"{folder}/{MANIFEST_FILE}", text))
+
+
+@contextmanager
+def _removed_if_failed(store: MirrorStore, folder: str) -> Iterator[None]:
+    """Remove a folder if an exception ends the context, but not from another mirror, where it may be whole."""
+    try:
+        yield
+    except BaseException:
+        with suppress(FailedMirror):  # it fails already
+            if store.list_names(folder):  # raises in another mirror
+                store.remove_path(folder)
+        raise
 
 
 def _copy_layer_out(

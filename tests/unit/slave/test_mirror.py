@@ -205,9 +205,7 @@ def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
     flip_bit(tmp_path / "s" / str(V1), "momentum.")
     with pytest.raises(CorruptSnapshot, match=r"momentum\.a\.0: expected xxh3-128"):
         copy_out(store, tmp_path / "s", V1, nothing)
-    with capture_logs() as logs:
-        assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == ()
-    assert "no manifest" in logs[0]["reason"]
+    assert store.list_names() == [], "the layers before it take no room"
     copy_out(store, tmp_path / "s", V2, nothing)
     name = f"{V2}/00000.safetensors"
     with store.open_file(name) as file:
@@ -218,6 +216,9 @@ def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
         bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
     assert not list((tmp_path / "s").glob("*v2*")), "nothing half-restored is left"
+    with pytest.raises(FailedMirror, match="cannot be copied"):
+        copy_out(store, tmp_path / "s", V2, nothing)
+    assert store.file_size(name) is not None, "it is left for a person where nothing is there to replace it"
 
 
 def test_what_is_not_whole_or_of_another_run_is_passed_over(url: str, tmp_path: Path) -> None:
@@ -262,6 +263,45 @@ def test_another_header_is_refused_before_a_byte_is_copied(
     with pytest.raises(CorruptSnapshot, match=said):
         copy_out(store, tmp_path / "s", V1, moved.append)
     assert moved == []
+
+
+def test_what_a_crash_left_of_a_copy_is_deleted_when_the_newest_is_whole(url: str, tmp_path: Path) -> None:
+    """Begun and not ended, or half removed: nobody restores it, and it would fill the mirror. Another's copy stays."""
+    written(tmp_path / "s", V1, V2, V3)
+    store = MirrorStore(url, "r", "s")
+    for version in (V1, V2):
+        copy_out(store, tmp_path / "s", version, nothing)
+    store.remove_path(f"{V1}/manifest.json")
+    store.remove_path(f"{V2}/00001.safetensors")
+    foreign = VersionId(9, 9)
+    store.write_file(f"{foreign}/manifest.json", b"of another release")
+    listing = snapshot_mirror.list_copies(store, "r", "s", LOG)
+    assert (listing.whole, listing.outdated) == ((), (V1, V2))
+    mirror = kept(tmp_path, url)
+    mirror.start()
+    mirror.want((V3,))
+    until(lambda: store.list_names() == [str(V3), str(foreign)])
+    mirror.close()
+
+
+def test_a_copy_that_fails_half_way_takes_nothing_from_another_mirror(tmp_path: Path) -> None:
+    """What it had copied is removed, but where another disk was mounted meanwhile: there its name is another copy's."""
+    written(tmp_path / "s", V1)
+    for name in ("mirror", "other"):
+        (tmp_path / name).mkdir()
+        copy_out(MirrorStore(str(tmp_path / name), "r", "s"), tmp_path / "s", V1, nothing)
+    store, moved = marked(tmp_path, str(tmp_path / "mirror")), list[int]()
+    store.write_file("anything", b"")
+
+    def mount_other(nbytes: int) -> None:
+        if not moved:
+            (tmp_path / "mirror").rename(tmp_path / "away")
+            (tmp_path / "other").rename(tmp_path / "mirror")
+        moved.append(nbytes)
+
+    with pytest.raises(FailedMirror, match="expected the mirror whose dips-mirror is"):
+        copy_out(store, tmp_path / "s", V1, mount_other)
+    assert snapshot_mirror.list_copies(MirrorStore(str(tmp_path / "mirror"), "r", "s"), "r", "s", LOG).whole == (V1,)
 
 
 def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
