@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import ssl
 import threading
@@ -20,7 +19,7 @@ from uvicorn.server import ServerState
 from dips.errors import ConfigError
 from dips.identity.tls_files import LoadedTls
 from dips.telemetry.refusals import count_refusal
-from dips.transport.tls import TlsSource
+from dips.transport.tls import TlsSource, load_certificate
 
 # ---- contexts -------------------------------------------------------------------------------------------------------
 # The TLS of the HTTP port: presents the daemon's own certificate and requests one from the client, which may have none.
@@ -49,14 +48,7 @@ def make_context(loaded: LoadedTls) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_OPTIONAL
     context.load_verify_locations(cadata=loaded.ca.decode("ascii"))
-    # Python reads certificates from files only: this one is in memory, so it holds what was verified together.
-    file = os.memfd_create("certificate", os.MFD_CLOEXEC)
-    try:
-        with os.fdopen(os.dup(file), "wb") as writer:
-            writer.write(loaded.cert + b"\n" + loaded.key)
-        context.load_cert_chain(f"/proc/self/fd/{file}")
-    finally:
-        os.close(file)
+    load_certificate(context, loaded)
     return context
 
 

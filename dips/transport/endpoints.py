@@ -19,7 +19,7 @@ from dips.identity.certificates import identity_of
 from dips.identity.names import MASTER_NAME, PeerIdentity, PeerRole
 from dips.identity.paths import TlsFiles
 from dips.identity.tls_files import LoadedTls, load_tls
-from dips.transport.tls import TlsSource
+from dips.transport.tls import TlsSource, load_certificate
 
 PROBE_S = 3.0  # timeout of a handshake that explains why a call failed
 PULLERS = (PeerRole.OPERATOR, PeerRole.PULLER)  # who may pull without being a cluster
@@ -117,11 +117,8 @@ def _probe_context(source: TlsSource) -> ssl.SSLContext:
     loaded: LoadedTls = source.read_current()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # compared here, with a sentence for people
-    try:
-        context.load_verify_locations(cadata=loaded.ca.decode())
-        context.load_cert_chain(source.files.cert, source.files.key)
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"tls: {source.files.cert} and {source.files.key} do not load: {error}") from error
+    context.load_verify_locations(cadata=loaded.ca.decode())
+    load_certificate(context, loaded)
     context.set_alpn_protocols(["h2"])
     return context
 

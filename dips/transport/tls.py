@@ -5,6 +5,8 @@ Files that do not fit (half of a renewal, a missing Secret) are reported, and th
 
 from __future__ import annotations
 
+import os
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -112,6 +114,21 @@ def make_server_credentials(source: TlsSource, on_handshake: Callable[[], None])
         return _server_configuration(now)
 
     return grpc.dynamic_ssl_server_credentials(_server_configuration(used[0]), cast(Any, fetch), True)
+
+
+def load_certificate(context: ssl.SSLContext, loaded: LoadedTls) -> None:
+    """Have connections of `context` present our certificate.
+
+    Python reads certificates from files only: this one is in memory, so it holds what was verified together, whatever
+    lies on the disk meanwhile.
+    """
+    file = os.memfd_create("certificate", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(file), "wb") as writer:
+            writer.write(loaded.cert + b"\n" + loaded.key)
+        context.load_cert_chain(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)
 
 
 def make_channel_credentials(loaded: LoadedTls) -> grpc.ChannelCredentials:

@@ -15,6 +15,7 @@ import pytest
 
 from dips.client.agent.agent import MasterLink
 from dips.errors import ConfigError, Denied, UnavailableMaster
+from dips.identity import certificates
 from dips.identity.certificates import utc_now
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.paths import TlsFiles
@@ -211,6 +212,16 @@ class TestWithoutRestart:
         west = source_of(enrolled.enroll("west", PeerRole.CLUSTER), "west", PeerRole.CLUSTER)
         async with master(ours) as (address, _):
             assert await join(master_peer(address, west), "west") == "west"
+
+    async def test_half_a_renewal_beside_a_master_that_is_not_reached(self, enrolled: Enrolled) -> None:
+        """What is wrong there is found out with what is loaded, so a daemon waits for its master, and does not end."""
+        files = enrolled.enroll("west", PeerRole.CLUSTER)
+        west = source_of(files, "west", PeerRole.CLUSTER)
+        for spoil in (lambda: files.key.write_bytes(certificates.key_to_pem(certificates.new_key())), files.key.unlink):
+            spoil()
+            async with master(None) as (address, _):
+                with pytest.raises(UnavailableMaster, match="it speaks plain text"):
+                    await join(master_peer(address, west), "west")
 
     def test_a_secret_that_vanishes(self, enrolled: Enrolled) -> None:
         """What was loaded stays in use, and the report names the file and what to do."""
