@@ -126,16 +126,21 @@ class MegatronAdapter(Adapter):
         self._chunks = [_unwrap_module(chunk) for chunk in chunks]
         self._optimizer, self._share_buffers = optimizer, share_buffers
         self._ranges = dict(_optimizer_ranges(optimizer))
+        named = self._local_parameters()
+        self._trained = {name for name, parameter, _ in named if parameter.requires_grad}  # also if it is frozen later
 
     def held_parameters(self) -> list[HeldParameter]:
         return list(self._held_parameters())
 
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        yield from self._local_parameters()
+        yield from ((name, buffer, buffer.detach()) for name, buffer in self._chosen_buffers())
+
+    def _local_parameters(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
         for chunk in self._chunks:
             names = GlobalNames(chunk)
             for path, parameter in chunk.named_parameters():
                 yield names.name_of(path), parameter, parameter.detach()
-        yield from ((name, buffer, buffer.detach()) for name, buffer in self._chosen_buffers())
 
     def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         for name, parameter, _ in self.local_tensors():
@@ -151,8 +156,8 @@ class MegatronAdapter(Adapter):
             names = GlobalNames(chunk)
             gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False))
             for path, parameter in chunk.named_parameters():
-                if parameter.requires_grad:
-                    check_parameter(name := names.name_of(path), self._share_buffers)
+                if (name := names.name_of(path)) in self._trained:
+                    check_parameter(name, self._share_buffers)
                     yield self._describe_parameter(name, parameter, gated)
         for name, buffer in self._chosen_buffers():
             check_dtype(name, buffer.dtype)

@@ -177,6 +177,8 @@ class TorchAdapter(Adapter):
         """
         self._wrapped, self._parts, self.staged = parts, [_unwrap_module(part) for part in parts], staged
         self._optimizer, self._share_buffers = OptimizerMasters(optimizer), share_buffers
+        named = (one for part in self._parts for one in _name_parameters(part))
+        self._trained = {name for name, parameter in named if parameter.requires_grad}  # also if it is frozen later
 
     def held_parameters(self) -> list[HeldParameter]:
         self._reshard()  # otherwise parameters of a module that was only evaluated are still gathered
@@ -248,7 +250,7 @@ class TorchAdapter(Adapter):
     def _trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for part in self._parts:
             for name, parameter in _name_parameters(part):
-                if parameter.requires_grad:
+                if name in self._trained:
                     check_parameter(name, self._share_buffers)
                     yield name, parameter
 

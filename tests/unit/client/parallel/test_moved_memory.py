@@ -215,6 +215,20 @@ def test_a_function_makes_masters_after_every_install() -> None:
     assert called == [2.0, 3.0]
 
 
+@pytest.mark.parametrize(("make", "place"), MASTERS)
+def test_what_is_frozen_later_is_shared_as_before(make: Callable[..., Any], place: str) -> None:
+    """With masters that are there already, are made afterwards, or are matched by their order: both parts travel."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(BF16)
+    optimizer = make(model.parameters(), place)
+    memory = memory_of(model, optimizer)
+    model[0].requires_grad_(False)
+    pull(memory, 2.0)
+    optimizer.step()
+    (value,) = pushed(memory)
+    assert value == pytest.approx(2.0 - 1e-3, abs=1e-6)
+    assert sum(piece.length for piece in memory.pieces) == sum(p.numel() for p in model.parameters())
+
+
 def test_an_optimizer_of_other_tensors_is_refused() -> None:
     """Flat partitions, as DeepSpeed's: a function is the way out. What is no optimizer is named."""
     model = nn.Linear(3, 2, dtype=BF16)
