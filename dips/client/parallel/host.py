@@ -277,6 +277,12 @@ class Remainders:
             remainder.copy_(part.view(remainder.shape))
         return True
 
+    def drop_exact(self, copies: Iterable[ShardCopy]) -> None:
+        """Forget the rounding errors of copies that no longer round, since masters were made for them."""
+        for copy in copies:
+            if not copy.rounds:
+                self._of.pop(copy.key, None)
+
     def _allocate(self, copy: ShardCopy) -> torch.Tensor:
         if copy.key not in self._of:
             self._of[copy.key] = torch.zeros(copy.host.shape)
@@ -396,6 +402,20 @@ class HostMemory:
     def remainders(self) -> Remainders:
         """The rounding errors of the last install."""
         return self._remainders
+
+    def fits_remainders(self, numel: int) -> bool:
+        """Return whether a checkpoint with so many rounding errors is of this layout: it has those of an install, or,
+        of an install after masters were made, only those of the parameters without masters.
+        """
+        installed = self._remainders.allocated_numel
+        coarse = sum(copy.view.numel() for copy in chain(*self._params) if copy.rounds)
+        return not installed or numel in (installed, coarse)
+
+    def restore_remainders(self, saved: torch.Tensor | None) -> None:
+        """Restore the rounding errors of a checkpoint, None: it has none; legal if `fits_remainders`."""
+        if saved is None or saved.numel() != self._remainders.allocated_numel:
+            self._remainders.drop_exact(chain(*self._params))
+        self._remainders.restore_state(saved)
 
     @torch.no_grad()
     def sum_bits(self) -> int:

@@ -533,9 +533,10 @@ class ShardTransfer:
 
         A rank lacks tensors if other ranks saved them, rank 0 alone saved, or the codec was another.
         """
-        owed = count_feedback(self._feedback) if self._feedback is not None else {}
-        rounded = self._memory.remainders.allocated_numel
-        wanted = {**owed, ROUNDED: rounded} if rounded else owed
+        wanted = count_feedback(self._feedback) if self._feedback is not None else {}
+        rounded = saved[ROUNDED].numel() if ROUNDED in saved else 0
+        if not self._memory.fits_remainders(rounded):
+            wanted[ROUNDED] = self._memory.remainders.allocated_numel
         found = {name: saved[name].numel() if name in saved else None for name in wanted}
         lacking = [f"{n} numbers of {name}, got {found[name]}" for name, n in wanted.items() if found[name] != n]
         by_rank = self._collectives.all_gather("".join(lacking[:1]).encode())
@@ -545,7 +546,7 @@ class ShardTransfer:
         """Restore the tensors of `checkpoint_tensors`; legal if `find_misfit` returns ""."""
         if self._feedback is not None:
             restore_feedback(self._feedback, version, saved)
-        self._memory.remainders.restore_state(saved.get(ROUNDED))
+        self._memory.restore_remainders(saved.get(ROUNDED))
 
     def checksum(self) -> int:
         """Return the checksum of the parameters that all ranks would push now, the same in every layout. Collective."""

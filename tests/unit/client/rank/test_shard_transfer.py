@@ -62,11 +62,13 @@ class TransferRank:
         codec: Codec = Codec.INT8,
         pull_codec: Codec = Codec.FP32,
         dtype: torch.dtype = torch.float32,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
     ) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).to(dtype)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)  # type: ignore[call-arg]
         collectives = JobCollectives()
-        layout = lay_out(self.model, collectives)
+        layout = lay_out(self.model, collectives, None if optimizer is torch.optim.SGD else self.optimizer)
         self.transfers = ShardTransfer(
             memory(layout.adapter, layout.held, layout.plan, collectives), collectives, 1.0, codec, pull_codec
         )
@@ -260,6 +262,39 @@ def test_what_16_bits_rounded_away_goes_with_a_checkpoint(slaves: FakeSlaves) ->
     assert anew.transfers.find_misfit(saved) == ""
     anew.transfers.restore_tensors(V1, saved)
     assert anew.transfers.checkpoint_tensors()["rounded"].unique().tolist() == [2.0**-10]
+
+
+class HalfMasters(torch.optim.SGD):
+    """Keeps fp32 masters of the first layer, made at its first step; the others have 16 bits alone."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"][:2]:
+            self.state[parameter].setdefault("master_param", parameter.detach().float())
+
+
+def test_a_checkpoint_of_masters_lacks_what_they_hold(slaves: FakeSlaves) -> None:
+    """Before the first step every parameter of 16 bits rounds, afterwards those alone that have no masters: what is
+    saved after the second pull is restored, what is saved before it as well.
+    """
+    former, anew = (TransferRank(codec=Codec.FP32, dtype=torch.bfloat16, optimizer=HalfMasters) for _ in range(2))
+    states = []
+    for slaves.theta in (1.0 + 2.0**-10, 1.0 + 2.0**-9):
+        former.pull(V1)
+        former.optimizer.step()
+        former.transfers.checksum()
+        states.append(former.transfers.checkpoint_tensors())
+    assert [state["rounded"].numel() for state in states] == [39, 15]
+    slaves.theta = 1.0
+    anew.pull(V1)
+    anew.optimizer.step()  # masters are loaded with the optimizer
+    anew.transfers.checksum()
+    for state, rounded in zip(states, (2.0**-10, 2.0**-9), strict=True):
+        assert anew.transfers.find_misfit(state) == ""
+        anew.transfers.restore_tensors(V1, state)
+        found = anew.transfers.checkpoint_tensors()["rounded"]
+        assert (found.numel(), found.unique().tolist()) == (state["rounded"].numel(), [rounded])
+    other = {"rounded": torch.zeros(14)}
+    assert anew.transfers.find_misfit(other) == "rank 0 expected 15 numbers of rounded, got 14"
 
 
 def test_a_pull_ends_the_lazy_install_before_it(slaves: FakeSlaves) -> None:
