@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain
 
+import msgspec
 import numpy as np
 import torch
+import xxhash
 
 from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock
 from dips.client.parallel.blocks import FiniteCheck, find_not_finite, shaped_like, split_together, sum_bits
@@ -402,6 +404,11 @@ class HostMemory:
     def remainders(self) -> Remainders:
         """The rounding errors of the last install."""
         return self._remainders
+
+    def digest_layout(self) -> int:
+        """Return a digest of the parts of the model that this rank moves and installs, in the order of its memory."""
+        blocks = [(key, astuple(self._blocks.host_block(*key)[0].rect)) for key in self._buffer.blocks]
+        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(([piece.range for piece in self.pieces], blocks)))
 
     def fits_remainders(self, numel: int) -> bool:
         """Return whether a checkpoint with so many rounding errors is of this layout: it has those of an install, or,

@@ -51,7 +51,7 @@ CLOSED = "this OuterLoop is closed"
 REPLACED = "this OuterLoop gave way to another, which this process made later: use that one"
 NOT_EACH_RANK = (
     "the checkpoint lacks what ranks owe after lossy pushes, or after 16 bits rounded what they pulled ({misfit}): "
-    "each rank must save its own OuterLoop.state_dict(), and as many ranks load it"
+    "each rank must save its own OuterLoop.state_dict(), and as many ranks, laid out alike, load it"
 )
 OWN_STATES = (
     "OuterLoop: state_dict has tensors of each rank's own (a lossy codec, or parameters of 16 bits): save that of "
@@ -434,7 +434,8 @@ class OuterLoop:
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
         own = self._shard_transfer.checkpoint_tensors(self._state.result)
         self._tell_of_own(bool(own))
-        return make_state(saved, self.inner_steps, self._shard_transfer.checksum(), self._collectives.rank, own)
+        checksum, layout = self._shard_transfer.checksum(), self._shard_transfer.layout
+        return make_state(saved, self.inner_steps, checksum, self._collectives.rank, own, layout)
 
     def _tell_of_own(self, own: bool) -> None:
         """Print once that rank 0's state is not complete. Collective."""
@@ -463,7 +464,7 @@ class OuterLoop:
         own = read_tensors(state, self._collectives.rank)
         if self._shard_transfer.checksum() != state["checksum"]:
             return self._pull_instead(f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}")
-        if misfit := self._shard_transfer.find_misfit(own):
+        if misfit := self._shard_transfer.find_misfit(own, state.get("layout")):
             return self._pull_instead(NOT_EACH_RANK.format(misfit=misfit))
         answer = self._agent_client.ask_until_answered(messages.Resume(self._state.attempt, saved))
         self._inner.warming_up = False

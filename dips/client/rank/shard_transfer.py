@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import xxhash
 
 from dips.client.ipc.messages import PushResult, Saved
 from dips.client.parallel import HostMemory
@@ -303,6 +304,8 @@ class ShardTransfer:
         self.keys = seal.new_keys()  # this rank's keys in this attempt
         shown = self.keys.public if memory.pieces else ""
         self.public_keys = tuple(key.decode() for key in collectives.all_gather(shown.encode()) if key)
+        digests = collectives.all_gather(str(memory.digest_layout()).encode())
+        self.layout = xxhash.xxh3_64_intdigest(b" ".join(digests)) >> 1  # of all ranks, below 2^63
         totals = collectives.all_sum([_wire_bytes(each, memory.pieces) for each in Codec])
         self._total = dict(zip(Codec, totals, strict=True))  # of all ranks
 
@@ -528,10 +531,11 @@ class ShardTransfer:
         rounded = self._memory.remainders.take_state()
         return owed if rounded is None else {**owed, ROUNDED: rounded}
 
-    def find_misfit(self, saved: Mapping[str, torch.Tensor]) -> str:
+    def find_misfit(self, saved: Mapping[str, torch.Tensor], layout: int | None = None) -> str:
         """Return what some rank lacks in the tensors saved for it, the same on all ranks; "" if none does.
 
-        A rank lacks tensors if other ranks saved them, rank 0 alone saved, or the codec was another.
+        A rank lacks tensors if other ranks saved them, rank 0 alone saved, or the codec was another. In another layout
+        as many numbers may be those of other elements: `layout` is that of the checkpoint, None if it has none.
         """
         wanted = count_feedback(self._feedback) if self._feedback is not None else {}
         rounded = saved[ROUNDED].numel() if ROUNDED in saved else 0
@@ -539,6 +543,9 @@ class ShardTransfer:
             wanted[ROUNDED] = self._memory.remainders.allocated_numel
         found = {name: saved[name].numel() if name in saved else None for name in wanted}
         lacking = [f"{n} numbers of {name}, got {found[name]}" for name, n in wanted.items() if found[name] != n]
+        restores = self._feedback is not None or self._memory.remainders.any
+        if restores and layout not in (None, self.layout):
+            lacking.append("the elements of its own layout, got those of another")
         by_rank = self._collectives.all_gather("".join(lacking[:1]).encode())
         return next((f"rank {rank} expected {told.decode()}" for rank, told in enumerate(by_rank) if told), "")
 
@@ -590,10 +597,12 @@ STATE_FORMAT = 1  # format of the state_dict; any other is refused
 
 
 def make_state(
-    saved: Saved, inner_steps: int, checksum: int, rank: int, tensors: Mapping[str, torch.Tensor]
+    saved: Saved, inner_steps: int, checksum: int, rank: int, tensors: Mapping[str, torch.Tensor], layout: int
 ) -> dict[str, Any]:
-    """Build the state_dict; this rank's number is appended to the names of its own tensors."""
-    own = {f"{name}.rank{rank}": tensor for name, tensor in tensors.items()}
+    """Build the state_dict; this rank's number is appended to the names of its own tensors, which are of `layout`."""
+    own: dict[str, Any] = {f"{name}.rank{rank}": tensor for name, tensor in tensors.items()}
+    if own:
+        own["layout"] = layout
     taken = {"steps": inner_steps, "checksum": checksum}  # Saved has its own `inner_steps`, since the last push
     begun = tuple(number for part in saved.begun for number in astuple(part))
     return {"format": STATE_FORMAT, **taken, **asdict(saved), "begun": begun, **own}

@@ -591,6 +591,7 @@ def test_a_process_may_make_one_loop_after_another(
     [
         ({"checksum": 1}, "the model does not hold what the checkpoint was saved with"),
         ({"owed.rank0": torch.zeros(1)}, "rank 0 expected 8 numbers of owed, got 1.*each rank must save its own"),
+        ({"layout": 1}, "rank 0 expected the elements of its own layout, got those of another.*laid out alike"),
     ],
 )
 def test_a_checkpoint_that_does_not_count_is_told_and_pulled_over(

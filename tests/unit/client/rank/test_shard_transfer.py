@@ -11,6 +11,11 @@ from torch import nn
 
 from dips.client.ipc.messages import PushResult
 from dips.client.parallel import HostMemory, LazyMemory, lay_out
+from dips.client.parallel.adapter import HeldParameter, pair_blocks
+from dips.client.parallel.layout import ModelLayout
+from dips.client.parallel.plan import Holding, RankLayout, gather_layouts, make_plan
+from dips.client.parallel.rect import box_rects
+from dips.client.parallel.tensors import TorchAdapter
 from dips.client.rank import transfer
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
@@ -20,6 +25,7 @@ from dips.errors import ConfigError, UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 from dips.wire.chunks import decode_body
+from tests.unit.client.parallel.late_device import Meeting, ThreadRanks, run_ranks
 
 
 class FakeSlaves:
@@ -243,6 +249,54 @@ def test_a_checkpoint_of_another_layout_or_codec_is_found(indebted: TransferRank
     started_anew = TransferRank()
     started_anew.transfers.restore_tensors(V1, saved)
     assert np.array_equal(started_anew.owed(), saved["owed"].numpy())
+
+
+class UpperOrLower(TorchAdapter):
+    """As FSDP2 on two ranks: each holds one half of the rows of every parameter."""
+
+    rank = 0
+
+    def held_parameters(self) -> list[HeldParameter]:
+        held = []
+        for whole in super().held_parameters():
+            (rows, cols), view = whole.shape, whole.writes[0].view
+            parts = box_rects((2 * rows, cols), (rows * self.rank, 0), (rows, cols))
+            made = pair_blocks(whole.name, view, parts)
+            held.append(HeldParameter(whole.name, (2 * rows, cols), made, made))
+        return held
+
+
+def find_misfit_of(rank: int, meeting: Meeting, saved: list[dict[str, Any]] | None) -> Any:
+    """Return what one of two ranks, which hold halves, lacks in a checkpoint; without one, that of replicas."""
+    ranks: Any = ThreadRanks(rank, meeting)
+    rows = 4 if saved is None else 2
+    model = nn.ModuleList(nn.Linear(3, rows, bias=False) for _ in range(2))
+    layout = lay_out(model, ranks)
+    if saved is not None:
+        adapter = UpperOrLower([model], staged=False)
+        adapter.rank = rank
+        held = adapter.held_parameters()
+        claims = ((h.name, Holding(h.shape, *[tuple(b.rect for b in h.reads)] * 2)) for h in held)
+        told, _ = gather_layouts(RankLayout.from_claims(claims, "a"), "", ranks)
+        layout = ModelLayout(adapter, held, make_plan(told, rank))
+    memory = HostMemory(layout.adapter, layout.held, layout.plan, ranks)
+    transfers = ShardTransfer(memory, ranks, 1.0, Codec.INT8)
+    if saved is None:
+        return {**transfers.checkpoint_tensors(), "layout": transfers.layout}
+    own = dict(saved[rank])
+    former = own.pop("layout")
+    found = [transfers.find_misfit(own, layout) for layout in (former, transfers.layout, None)]
+    return found, [tensor.numel() for tensor in own.values()]
+
+
+def test_as_many_numbers_of_other_elements_are_a_misfit() -> None:
+    """Two replicas push one matrix each, two shards half of both: as many numbers, of other elements. Where the layout
+    is unknown, as in a checkpoint of an older release, their number decides.
+    """
+    saved = run_ranks(2, lambda rank, meeting: find_misfit_of(rank, meeting, None))
+    assert saved[0]["layout"] == saved[1]["layout"] < 1 << 63
+    why = "rank 0 expected the elements of its own layout, got those of another"
+    assert run_ranks(2, lambda rank, meeting: find_misfit_of(rank, meeting, saved)) == [([why, "", ""], [12, 12])] * 2
 
 
 def test_a_checksum_is_of_what_is_trained_now(slaves: FakeSlaves) -> None:
