@@ -160,8 +160,8 @@ def on_ranges_pending(s: AgentState, result: Pending) -> None:
 # A checkpoint is valid for the cluster as long as none of its pushes was settled since it was saved: then the run still
 # waits for exactly the checkpoint's θ, progress and data ranges, and resuming is exact. If a push was settled since,
 # the checkpoint's work is in the global model already, or was rolled back: the trainer pulls instead and is given the
-# reason. It also pulls if the checkpoint was saved while a push was under way (the frozen copy is gone), or if its
-# ranges are leased to others by now.
+# reason. It also pulls if the checkpoint was saved while a push was under way (the frozen copy is gone), or after its
+# lease had run out (the work of that incarnation is lost), or if its ranges are leased to others by now.
 
 
 def save_progress(s: AgentState, _: messages.SaveWanted) -> messages.Saved:
@@ -171,7 +171,7 @@ def save_progress(s: AgentState, _: messages.SaveWanted) -> messages.Saved:
         s.cluster,
         str(s.trainer.base),
         s.membership.settled,
-        s.sync.phase is not SyncPhase.RESTING and s.sync.phase is not SyncPhase.CLOSING,
+        _is_pending(s),
         portion.tokens,
         portion.inner_steps,
         portion.ranges,
@@ -181,6 +181,15 @@ def save_progress(s: AgentState, _: messages.SaveWanted) -> messages.Saved:
         s.pace.since_push,
         _begun_ahead(s),
     )
+
+
+def _is_pending(s: AgentState) -> bool:
+    """Return whether what is saved now cannot be resumed: a push has taken the progress, or a pull is to replace the
+    model.
+    """
+    sync = s.sync
+    untaken = sync.phase is SyncPhase.ASKING_PUSH or (sync.phase is SyncPhase.PUSHING and not sync.frozen)
+    return s.trainer.must_pull or not (untaken or sync.phase in (SyncPhase.RESTING, SyncPhase.CLOSING))
 
 
 def _begun_ahead(s: AgentState) -> tuple[BegunRange, ...]:
@@ -215,7 +224,7 @@ def _why_overtaken(s: AgentState, saved: messages.Saved) -> str:
     if saved.cluster != s.cluster:
         return f"the checkpoint is of cluster {saved.cluster}"
     if saved.pending:
-        return "it was saved while a push was out, whose merge is lost"
+        return "it was saved while a push was out, whose merge is lost, or before a pull that was to replace its model"
     since = s.membership.settled - saved.settled
     if since < 0:
         return f"{-since} pushes of {saved.cluster} that it was saved after were rolled back"

@@ -130,7 +130,7 @@ class Saved:
     cluster: str
     base: str  # v@r that is being trained on
     settled: int  # pushes of this cluster that were accepted or gated, in all its incarnations
-    pending: bool  # a push or pull was in flight
+    pending: bool  # a push or pull was in flight, or a pull was to replace the model: it cannot be resumed
     tokens: int  # since the last push was frozen
     inner_steps: int
     ranges: tuple[int, ...]  # used up since the last push was frozen

@@ -24,8 +24,8 @@ from dips.client.ipc.messages import (
 )
 from dips.ids import GENESIS
 from dips.protocol.effects import Acknowledged, Committed, Joined, Ranges
-from dips.protocol.enums import OutcomeKind
-from dips.protocol.events import RangesRequested
+from dips.protocol.enums import ClusterStanding, OutcomeKind
+from dips.protocol.events import PushRequested, RangesRequested
 from tests.unit.client.agent.play import NONE_YET, H, Play, grant, outcome
 
 
@@ -171,6 +171,29 @@ def test_what_is_saved_while_a_transfer_is_open(play: Play) -> None:
     assert not saved_in(play).pending
     play.reply(Acknowledged())
     assert not saved_in(play).pending
+
+
+def test_a_push_that_waits_for_its_slot_has_taken_nothing(play: Play) -> None:
+    """A trainer that trains on because the master is away, or has no slot, may save its work as ever."""
+    play.send(play.want_push())
+    play.asked(PushRequested)
+    play.lose_master(5.0)
+    assert not saved_in(play).pending
+    play.reply(grant())
+    found = saved_in(play)
+    assert (found.pending, found.tokens) == (False, 40), "granted, and not frozen yet"
+
+
+def test_what_is_saved_after_a_lease_ran_out_is_pulled_over(play: Play) -> None:
+    """Until the pull of the new incarnation the model holds work whose ranges others may have been given."""
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(Joined(3, 2, GENESIS, NONE_YET, ()))
+    play.step(2)
+    found, other = saved_in(play), Play()
+    assert (found.tokens, found.base) == (0, str(GENESIS)), "what it trained is lost"
+    other.begin(inc=3)
+    answer = other.send(Resume(1, found))
+    assert isinstance(answer, Healed) and "before a pull that was to replace its model" in answer.reason
 
 
 def test_a_checkpoint_waits_until_the_first_pull_is_closed(play: Play) -> None:
