@@ -433,17 +433,19 @@ class OuterLoop:
         if not isinstance(saved, messages.Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
         own = self._shard_transfer.checkpoint_tensors(self._state.result)
-        self._tell_of_own(bool(own))
-        checksum, layout = self._shard_transfer.checksum(), self._shard_transfer.layout
-        return make_state(saved, self.inner_steps, checksum, self._collectives.rank, own, layout)
+        checksum = self._shard_transfer.checksum()
+        (none,) = self._collectives.all_min([int(not own)])
+        if not none:
+            checksum ^= self._shard_transfer.layout  # no key of its own: a state of the release before lacks it
+            self._tell_of_own()
+        return make_state(saved, self.inner_steps, checksum, self._collectives.rank, own)
 
-    def _tell_of_own(self, own: bool) -> None:
-        """Print once that rank 0's state is not complete. Collective."""
+    def _tell_of_own(self) -> None:
+        """Print once that rank 0's state is not complete."""
         if self._told_of_own or self._collectives.world_size == 1:
             return
         self._told_of_own = True
-        (none,) = self._collectives.all_min([int(not own)])
-        if not none and self._collectives.rank == 0:
+        if self._collectives.rank == 0:
             sys.stderr.write(OWN_STATES)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
@@ -462,9 +464,13 @@ class OuterLoop:
         saved = read_saved(state)
         self._collectives.barrier("OuterLoop.load_state_dict")
         own = read_tensors(state, self._collectives.rank)
-        if self._shard_transfer.checksum() != state["checksum"]:
-            return self._pull_instead(f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}")
-        if misfit := self._shard_transfer.find_misfit(own, state.get("layout")):
+        checksum = self._shard_transfer.checksum()
+        if state["checksum"] not in (checksum, checksum ^ self._shard_transfer.layout):
+            layout = ", or what ranks owe after lossy pushes is that of another layout" if own else ""
+            return self._pull_instead(
+                f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}{layout}"
+            )
+        if misfit := self._shard_transfer.find_misfit(own):
             return self._pull_instead(NOT_EACH_RANK.format(misfit=misfit))
         answer = self._agent_client.ask_until_answered(messages.Resume(self._state.attempt, saved))
         self._inner.warming_up = False

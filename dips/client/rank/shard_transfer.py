@@ -305,7 +305,8 @@ class ShardTransfer:
         shown = self.keys.public if memory.pieces else ""
         self.public_keys = tuple(key.decode() for key in collectives.all_gather(shown.encode()) if key)
         digests = collectives.all_gather(str(memory.digest_layout()).encode())
-        self.layout = xxhash.xxh3_64_intdigest(b" ".join(digests)) >> 1  # of all ranks, below 2^63
+        self.layout = xxhash.xxh3_64_intdigest(b" ".join(digests)) >> 1
+        """A digest of what each rank holds, the same on all ranks, below 2^63."""
         totals = collectives.all_sum([_wire_bytes(each, memory.pieces) for each in Codec])
         self._total = dict(zip(Codec, totals, strict=True))  # of all ranks
 
@@ -531,11 +532,11 @@ class ShardTransfer:
         rounded = self._memory.remainders.take_state()
         return owed if rounded is None else {**owed, ROUNDED: rounded}
 
-    def find_misfit(self, saved: Mapping[str, torch.Tensor], layout: int | None = None) -> str:
+    def find_misfit(self, saved: Mapping[str, torch.Tensor]) -> str:
         """Return what some rank lacks in the tensors saved for it, the same on all ranks; "" if none does.
 
         A rank lacks tensors if other ranks saved them, rank 0 alone saved, or the codec was another. In another layout
-        as many numbers may be those of other elements: `layout` is that of the checkpoint, None if it has none.
+        as many numbers may be those of other elements: compare `layout`, too.
         """
         wanted = count_feedback(self._feedback) if self._feedback is not None else {}
         rounded = saved[ROUNDED].numel() if ROUNDED in saved else 0
@@ -543,9 +544,6 @@ class ShardTransfer:
             wanted[ROUNDED] = self._memory.remainders.allocated_numel
         found = {name: saved[name].numel() if name in saved else None for name in wanted}
         lacking = [f"{n} numbers of {name}, got {found[name]}" for name, n in wanted.items() if found[name] != n]
-        restores = self._feedback is not None or self._memory.remainders.any
-        if restores and layout not in (None, self.layout):
-            lacking.append("the elements of its own layout, got those of another")
         by_rank = self._collectives.all_gather("".join(lacking[:1]).encode())
         return next((f"rank {rank} expected {told.decode()}" for rank, told in enumerate(by_rank) if told), "")
 
@@ -597,12 +595,10 @@ STATE_FORMAT = 1  # format of the state_dict; any other is refused
 
 
 def make_state(
-    saved: Saved, inner_steps: int, checksum: int, rank: int, tensors: Mapping[str, torch.Tensor], layout: int
+    saved: Saved, inner_steps: int, checksum: int, rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Build the state_dict; this rank's number is appended to the names of its own tensors, which are of `layout`."""
-    own: dict[str, Any] = {f"{name}.rank{rank}": tensor for name, tensor in tensors.items()}
-    if own:
-        own["layout"] = layout
+    """Build the state_dict; this rank's number is appended to the names of its own tensors."""
+    own = {f"{name}.rank{rank}": tensor for name, tensor in tensors.items()}
     taken = {"steps": inner_steps, "checksum": checksum}  # Saved has its own `inner_steps`, since the last push
     begun = tuple(number for part in saved.begun for number in astuple(part))
     return {"format": STATE_FORMAT, **taken, **asdict(saved), "begun": begun, **own}

@@ -266,37 +266,30 @@ class UpperOrLower(TorchAdapter):
         return held
 
 
-def find_misfit_of(rank: int, meeting: Meeting, saved: list[dict[str, Any]] | None) -> Any:
-    """Return what one of two ranks, which hold halves, lacks in a checkpoint; without one, that of replicas."""
+def transfers_of(rank: int, meeting: Meeting, halves: bool) -> ShardTransfer:
+    """Return the transfers of one of two ranks, which hold halves of every parameter, or all of it as replicas do."""
     ranks: Any = ThreadRanks(rank, meeting)
-    rows = 4 if saved is None else 2
-    model = nn.ModuleList(nn.Linear(3, rows, bias=False) for _ in range(2))
+    model = nn.ModuleList(nn.Linear(3, 2 if halves else 4, bias=False) for _ in range(2))
     layout = lay_out(model, ranks)
-    if saved is not None:
+    if halves:
         adapter = UpperOrLower([model], staged=False)
         adapter.rank = rank
         held = adapter.held_parameters()
         claims = ((h.name, Holding(h.shape, *[tuple(b.rect for b in h.reads)] * 2)) for h in held)
         told, _ = gather_layouts(RankLayout.from_claims(claims, "a"), "", ranks)
         layout = ModelLayout(adapter, held, make_plan(told, rank))
-    memory = HostMemory(layout.adapter, layout.held, layout.plan, ranks)
-    transfers = ShardTransfer(memory, ranks, 1.0, Codec.INT8)
-    if saved is None:
-        return {**transfers.checkpoint_tensors(), "layout": transfers.layout}
-    own = dict(saved[rank])
-    former = own.pop("layout")
-    found = [transfers.find_misfit(own, layout) for layout in (former, transfers.layout, None)]
-    return found, [tensor.numel() for tensor in own.values()]
+    return ShardTransfer(HostMemory(layout.adapter, layout.held, layout.plan, ranks), ranks, 1.0, Codec.INT8)
 
 
-def test_as_many_numbers_of_other_elements_are_a_misfit() -> None:
-    """Two replicas push one matrix each, two shards half of both: as many numbers, of other elements. Where the layout
-    is unknown, as in a checkpoint of an older release, their number decides.
-    """
-    saved = run_ranks(2, lambda rank, meeting: find_misfit_of(rank, meeting, None))
-    assert saved[0]["layout"] == saved[1]["layout"] < 1 << 63
-    why = "rank 0 expected the elements of its own layout, got those of another"
-    assert run_ranks(2, lambda rank, meeting: find_misfit_of(rank, meeting, saved)) == [([why, "", ""], [12, 12])] * 2
+def test_as_many_numbers_of_other_elements_are_of_another_layout() -> None:
+    """Two replicas push one matrix each, two shards half of both: as many numbers, of other elements."""
+    digests, numels = set[int](), set[int]()
+    for halves in (False, True, False):
+        both = run_ranks(2, lambda rank, meeting, halves=halves: transfers_of(rank, meeting, halves))
+        assert both[0].layout == both[1].layout < 1 << 63
+        digests.add(both[0].layout)
+        numels |= {tensor.numel() for one in both for tensor in one.checkpoint_tensors().values()}
+    assert len(digests) == 2 and numels == {12}
 
 
 def test_a_checksum_is_of_what_is_trained_now(slaves: FakeSlaves) -> None:
