@@ -22,7 +22,6 @@ Load the model in float32 (`dtype=torch.float32`; the default "auto" may give bf
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -51,8 +50,6 @@ NOT_AT_INIT = (
     "max_steps is not set, so the Trainer would end after its epochs and not with the run: give OuterCallback to "
     "Trainer(callbacks=[…]), which sets it, or set max_steps"
 )
-LAST_PUSHES, AGAIN_S = 60, 1.0  # tries to push the last steps, and the pause between two
-REST_LOST = "what it trained last was not pushed: {pushes} pushes came to nothing, for want of a slot or of the master"
 NO_LOSS = "the Trainer logs its loss every {every} steps and a push comes after {pace}: set logging_steps to see it"
 OWN_DATA = (
     "the run has data ranges, and this Trainer reads its own data, which may be trained twice: "
@@ -161,24 +158,10 @@ class OuterCallback(TrainerCallback):
         if self.outer is None:
             return
         assert self._rate is not None, "the Trainer begins before it ends"
-        if not args.load_best_model_at_end and not is_alone(self.config):  # the best model would be an older one
-            self._push_rest(self.outer, self._rate)
+        if self._rate.pending and not self.outer.finished and not args.load_best_model_at_end:
+            self.outer.push()  # the best model would be an older one
         self.outer.close()
         self.outer = self._rate = self.loader = None
-
-    def _push_rest(self, outer: OuterLoop, rate: RunRate) -> None:
-        """Push the last steps; a push that came to nothing, as one that got no slot, is tried again for a while."""
-        accepted = outer.accepted_pushes
-        for number in range(LAST_PUSHES):
-            if outer.finished or not rate.pending or outer.accepted_pushes != accepted:
-                return
-            if number:
-                time.sleep(AGAIN_S)
-            outer.push()
-            if outer.moving:  # `close` settles it
-                return
-        if rate.pending and not outer.finished and outer.accepted_pushes == accepted:
-            self._tell(outer, [REST_LOST.format(pushes=LAST_PUSHES)])
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop training if the run ended when it leased its last data range, after the last step."""

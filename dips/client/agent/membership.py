@@ -163,7 +163,7 @@ def on_unreachable(s: AgentState, reason: str) -> None:
     member, sync = s.membership, s.sync
     if member.unreachable_since is None:
         member.unreachable_since = s.now
-    if sync.verdict is None:
+    if sync.verdict is None or sync.heard > sync.question:
         sync.reason = reason
     out_of_patience = s.now - member.unreachable_since >= s.settings.patience_s
     if out_of_patience and _waits_in_vain(s):
@@ -216,6 +216,9 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
     stands = not sync.verdict and not s.trains_on
     activity = ACTIVITY.get(sync.phase, Activity.INNER) if stands else Activity.INNER
     sync.moving_at_heartbeat = moving_transfer(s)
+    # between a refusal and the next request there is no transfer that the ranks should begin: they do not hang
+    question = s.questions.get(Channel.SYNC)
+    has_transfer = sync.phase in OPEN_TRANSFER and (question is None or question.asked_at <= s.now)
     return ClusterHeartbeat(
         s.cluster,
         s.membership.inc,
@@ -234,7 +237,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         s.pace.step_s or (0.0 if s.pace.aligned_steps else s.pace.first_step_s),
         s.pace.since_push,
         account.consumed_tokens,
-        sync.seq if trainer.alive and sync.phase in OPEN_TRANSFER else 0,
+        sync.seq if trainer.alive and has_transfer else 0,
         list_remarks(s),
         idle_s=push_idle_s(s),
     )

@@ -115,10 +115,15 @@ def train_on(s: AgentState, reason: str, again: bool = False) -> TrainOn:
     restarts.
     """
     if again:
-        return TrainOn(reason, 1, s.fraction, s.sync.result, s.range_requests.recalls)
+        return put_off(s, reason, 1)
     if not s.settings.overlap:  # with overlap the pace restarted when the push was frozen
         s.pace.restart_count(s.now)
     return TrainOn(reason, max(1, s.pace.look_in(s.now)), s.fraction, s.sync.result, s.range_requests.recalls)
+
+
+def put_off(s: AgentState, reason: str, steps: int) -> TrainOn:
+    """Return the order to train on and ask again after `steps`: no push has begun, also if the script demanded one."""
+    return TrainOn(reason, steps, s.fraction, s.sync.result, s.range_requests.recalls, given_up=s.sync.demanded)
 
 
 # ---- divergence -----------------------------------------------------------------------------------------------------
@@ -285,17 +290,18 @@ def on_closed(s: AgentState, _: Acknowledged | Dropped) -> None:
 AGAIN_S = 1.0  # pause before a push that got no slot is asked for again: its slave is not back within a step
 
 
-def ask_push(s: AgentState) -> None:
+def ask_push(s: AgentState, delay_s: float = 0.0, reason: str = "it asks for a push") -> None:
     sync = s.sync
     assert s.trainer.base is not None
     if not s.settings.overlap:
         s.pace.pause_timing()
     sync.seq += 1
     sync.meter.reset_bytes()
-    sync.phase, sync.reason = SyncPhase.ASKING_PUSH, "it asks for a push"
+    sync.phase, sync.reason = SyncPhase.ASKING_PUSH, reason
     tokens, step_s, ranks = s.account.carried.tokens, s.pace.step_s, s.trainer.push_ranks
     keys, idle_s = s.trainer.keys[:ranks], push_idle_s(s)
-    ask_master(s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, ranks, tokens, step_s, keys, idle_s))
+    event = PushRequested(0, s.push_id, s.trainer.base, ranks, tokens, step_s, keys, idle_s)
+    ask_master(s, Channel.SYNC, event, delay_s)
 
 
 def on_push_granted(s: AgentState, grant: Grant) -> None:
@@ -362,6 +368,9 @@ def on_push_refused(s: AgentState, result: Refused) -> None:
     if result.place and result.place != s.sync.place:
         s.record_mark("waits_for_slot", place=result.place, waiting=result.waiting, reason=result.reason)
     s.sync.place = result.place
+    if _stands_on(s):
+        ask_push(s, result.retry_after_s, result.reason)
+        return
     if s.sync.waiting and not s.settings.overlap:  # with overlap no step was interrupted
         s.pace.begin_step(s.now)
     end_transfer(s, result.reason, again=True)
@@ -407,6 +416,9 @@ def on_push_dropped(s: AgentState, result: Dropped) -> None:
     give_back(s)
     if asking:
         sync.backoff_until = s.now + AGAIN_S
+    if asking and _stands_on(s):
+        ask_push(s, AGAIN_S, result.reason)
+        return
     end_transfer(s, result.reason, again=asking, delay_s=RETRY_S)
 
 
@@ -452,6 +464,7 @@ def _mark_outcome(s: AgentState, outcome: str, version: str, reason: str) -> Non
 
 
 STAND_S = 1.0  # a trainer waits this long for a slot: free slots are reserved in milliseconds
+DEMANDED_S = 600.0  # and this long if its script demands the push: nothing may come after it that could push instead
 
 SyncQuestion = PushWanted | PushMoved | PullWanted | PullMoved
 _WANTED, _MOVED = (PushWanted, PullWanted), (PushMoved, PullMoved)
@@ -460,13 +473,17 @@ _WANTED, _MOVED = (PushWanted, PullWanted), (PushMoved, PullMoved)
 def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
     """Return the verdict on rank 0's question; AskAgain until there is one."""
     sync = s.sync
+    if q.number > sync.heard:
+        sync.heard, sync.heard_at = q.number, s.now
+        sync.demanded = isinstance(q, PushWanted) and q.demanded
     if q.number > sync.question:
         if isinstance(q, PushWanted) and _is_reserving(s):
-            _take_question(s, q.number)  # asked again after training on for a while; its time of waiting is used up
+            _take_question(s, q.number)  # asked again after training on for a while; its STAND_S are used up
         elif isinstance(q, _WANTED) and sync.phase is not SyncPhase.RESTING:
             # The last transfer is being settled; a trainer with parameters need not wait for an unreachable master.
             away = isinstance(q, PushWanted) and s.membership.unreachable_since is not None
-            return train_on(s, sync.reason, again=True) if away else AskAgain(sync.reason)
+            stands = not away or _is_demanded_still(s)
+            return AskAgain(sync.reason) if stands else train_on(s, sync.reason, again=True)
         else:
             _take_question(s, q.number)
             sync.waits_since = s.now
@@ -474,7 +491,7 @@ def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
     verdict = _find_verdict(s)
     if isinstance(verdict, AskAgain) and sync.phase is SyncPhase.ASKING_PUSH and _stands_too_long(s):
         sync.waiting = False  # the master is still asked: its grant is taken at the trainer's next question
-        return TrainOn(sync.reason, s.pace.steps_until_ask, s.fraction, sync.result, s.range_requests.recalls)
+        return put_off(s, sync.reason, s.pace.steps_until_ask)
     return verdict
 
 
@@ -488,11 +505,24 @@ def _is_reserving(s: AgentState) -> bool:
 
 
 def _stands_too_long(s: AgentState) -> bool:
-    """Return whether the trainer has waited long enough for a slot: STAND_S, or not at all for an unreachable
-    master.
+    """Return whether the trainer has waited long enough for a slot: DEMANDED_S for a push that its script demands, else
+    STAND_S, or not at all for an unreachable master.
     """
+    if s.sync.demanded:
+        return not _is_demanded_still(s)
     in_vain = s.membership.unreachable_since is not None or s.now - s.sync.waits_since >= STAND_S
     return not s.settings.overlap and in_vain
+
+
+def _is_demanded_still(s: AgentState) -> bool:
+    """Return whether the script demands a push, and has waited less than DEMANDED_S for it to begin."""
+    return s.sync.demanded and s.now - s.sync.heard_at < DEMANDED_S
+
+
+def _stands_on(s: AgentState) -> bool:
+    """Return whether the trainer stands until its push gets a slot, though the master has just refused one."""
+    comes_first = s.sync.pull_due or s.membership.progress.finished is not None
+    return s.sync.waiting and _is_demanded_still(s) and not comes_first
 
 
 def _open_question(s: AgentState, q: SyncQuestion) -> None:
@@ -510,12 +540,14 @@ def _open_question(s: AgentState, q: SyncQuestion) -> None:
         pass  # the question is about a transfer that is over; the verdict on the present one will follow
     elif isinstance(q, _MOVED) or sync.pull_due or s.membership.progress.finished:
         end_transfer(s, "the transfer was ended meanwhile")
-    elif s.now < sync.backoff_until:
+    elif s.now < sync.backoff_until and not q.demanded:
         give_verdict(s, train_on(s, sync.reason, again=True))
     elif (steps := s.pace.look_in(s.now)) and not q.demanded:
         give_verdict(s, TrainOn(sync.reason, steps, s.fraction, sync.result, s.range_requests.recalls))
     elif (refusal := refuse_uncounted(s)) is not None:
         give_verdict(s, refusal)
+    elif (pause_s := sync.backoff_until - s.now) > 0:
+        ask_push(s, pause_s, sync.reason)
     else:
         ask_push(s)
 

@@ -80,6 +80,7 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     trainer.attached, trainer.pipeline, trainer.restarts_for = False, None, ""
     drop_remark(s, RemarkSubject.INSIDE)
     sync.question, sync.waiting, sync.verdict = 0, False, None
+    sync.heard, sync.demanded = 0, False
     sync.pull_failures, sync.frozen = 0, False
     s.pace.restart_count(s.now)
     s.ranges.exhausted, s.ranges.held_back, requests.ended_at, requests.rest_again_at = False, 0, None, 0.0

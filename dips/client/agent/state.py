@@ -148,7 +148,7 @@ def ask_master(s: AgentState, channel: Channel, event: object, delay_s: float = 
     """Ask a new question; it replaces the open question of the channel."""
     s.questions_asked += 1
     backoff = Backoff(FIRST_PAUSE_S, s.settings.retry_s, s.rng)
-    s.questions[channel] = OpenQuestion(s.questions_asked, event, backoff)
+    s.questions[channel] = OpenQuestion(s.questions_asked, event, backoff, s.now + delay_s)
     _send_question(s, channel, delay_s)
 
 
@@ -377,7 +377,10 @@ class OuterSync:
     question: int = 0  # number of the question
     waiting: bool = False  # rank 0 waits for the verdict
     verdict: Answer | None = None  # the verdict, given again when the question is repeated; None: none yet
-    waits_since: float = 0.0  # when the question was first asked
+    waits_since: float = 0.0  # when the question was taken
+    heard: int = 0  # number of the newest question, which is not taken before the last transfer is over
+    heard_at: float = 0.0  # when it was first asked
+    demanded: bool = False  # it asks for a push that the script demands
     # the transfer
     grant: Grant | None = None
     frozen: bool = False  # the ranks have the order to freeze the model for the present push
@@ -415,6 +418,7 @@ class OpenQuestion:
     number: int
     event: object
     backoff: Backoff
+    asked_at: float  # when it is first asked, which may be after a pause
     pausing: bool = False  # the master could not be reached: the question is repeated after a pause
 
 

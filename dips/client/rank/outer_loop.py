@@ -57,6 +57,10 @@ OWN_STATES = (
     "OuterLoop: state_dict has tensors of each rank's own (a lossy codec, or parameters of 16 bits): save that of "
     "every rank, or by torch.distributed.checkpoint; with rank 0's alone a resume pulls instead\n"
 )
+GIVEN_UP = (
+    "the push that the script demanded was given up ({reason}): what was trained since the last push goes with the "
+    "next one, and is lost if the script ends first"
+)
 NOT_SYNCED = "replicas differ until their next synchronisation (may_push said so): synchronise them before"
 NOT_SYNCED_BESIDE = (
     "may_push: expected overlap: none in the cluster file: a version that is merged while training goes on would come "
@@ -298,6 +302,9 @@ class OuterLoop:
     def push(self) -> None:
         """Take part in an outer step now, regardless of the pace; all inner steps since the last push count.
         Collective. Under `overlap: full` this begins it, and training goes on.
+
+        Waits up to ten minutes for a slot, or for a master that is away; then it warns that nothing was pushed, and
+        training may go on.
         """
         if self._settle_work("push"):
             self._poll_outer_step(demanded=True)
@@ -410,6 +417,9 @@ class OuterLoop:
         self._log.count_tokens(self._step_tokens.settle_tokens())
 
     def _tell_news(self) -> None:
+        if self._state.given_up:
+            self._warn(GIVEN_UP.format(reason=self._state.given_up))
+            self._state.given_up = ""
         if self._log.wants_model(self.version):
             self._shard_transfer.finish_install()
         self._log.tell_news(self.version, self._state.result, self.progress, self.inner_steps)

@@ -65,6 +65,7 @@ class OuterState:
     left: tuple[int, ...] | None = None  # data ranges with samples left after the next inner step; None: not reported
     begun: BegunRange | None = None  # the first of them, if a part of it will be trained by then
     recalls: int = 0  # how often the agent took ranges back from this trainer
+    given_up: str = ""  # why the push that the script demanded was given up; "": it was not, or the script was told
 
     def next_request(self) -> int:
         """Return the number of the next request; the agent answers a repeated number as before."""
@@ -243,6 +244,7 @@ class OuterSteps:
         self._state.progress, self._state.steps_until_poll = answer.progress, answer.steps
         self._state.result = answer.result
         self._state.recalls = answer.recalls
+        self._state.given_up = answer.reason if answer.given_up else self._state.given_up
         self.is_demanded = False
 
     def _end_run(self, answer: Over) -> None:

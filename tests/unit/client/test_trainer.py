@@ -378,30 +378,6 @@ def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monke
             trainer_of([{"x": torch.zeros(2)}] * 11).train()
 
 
-def test_the_last_steps_wait_for_a_slot(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push that came to nothing is tried again; after many it is said what was lost."""
-    monkeypatch.setattr(trainer_module, "AGAIN_S", 0.0)
-    callback, pushes, remarks = OuterCallback(cluster_file), list[int](), list[str]()
-    outer = outer_at(0.5)
-    outer.finished, outer.moving, outer.accepted_pushes, outer.remark = False, False, 7, remarks.append
-
-    def push() -> None:
-        pushes.append(outer.accepted_pushes)
-        outer.accepted_pushes += len(pushes) == slot_after
-
-    outer.push, rate, slot_after = push, RunRate(outer, training()), 3
-    rate.record_step(100)
-    callback._push_rest(outer, rate)
-    assert pushes == [7, 7, 7] and outer.accepted_pushes == 8 and remarks == []
-    slot_after = 0
-    with pytest.warns(UserWarning, match="what it trained last was not pushed"):
-        callback._push_rest(outer, rate)
-    assert len(pushes) == 3 + trainer_module.LAST_PUSHES and len(remarks) == 1
-    outer.moving = True
-    callback._push_rest(outer, rate)
-    assert len(pushes) == 4 + trainer_module.LAST_PUSHES, "close settles it"
-
-
 @pytest.mark.parametrize(("finished", "best", "pushes"), [(False, False, 1), (True, False, 0), (False, True, 0)])
 def test_the_last_steps_are_pushed_before_the_trainer_leaves(
     cluster_file: Path, finished: bool, best: bool, pushes: int
@@ -409,13 +385,7 @@ def test_the_last_steps_are_pushed_before_the_trainer_leaves(
     """Unless the run is over, or the model that is left is an older one. A training that never began leaves nothing."""
     did = list[str]()
     outer = outer_at(0.5)
-    outer.finished, outer.accepted_pushes, outer.moving, outer.close = finished, 0, False, lambda: did.append("close")
-
-    def push() -> None:
-        did.append("push")
-        outer.accepted_pushes += 1
-
-    outer.push = push
+    outer.finished, outer.push, outer.close = finished, lambda: did.append("push"), lambda: did.append("close")
     args, callback = training(), OuterCallback(cluster_file)
     args.load_best_model_at_end = best
     callback.on_train_end(args, TrainerState(), TrainerControl())

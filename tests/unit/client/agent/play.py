@@ -68,6 +68,7 @@ class Play:
         former: PastIncarnation = NO_INCARNATION,
         max_restarts: int = 0,
         heartbeat_s: float = HEARTBEAT_S,
+        pace_steps: int = H,
         **settings: Any,
     ) -> None:
         nonces = count(1)
@@ -75,7 +76,7 @@ class Play:
             AgentSettings(
                 ClusterIdentity("run", "west", "digest"), heartbeat_s, 1.0, overlap, max_restarts, **settings
             ),
-            Pace(steps=H),
+            Pace(steps=pace_steps),
             lambda: f"nonce{next(nonces)}",
             Random(0),
             former,
@@ -117,6 +118,10 @@ class Play:
     def want_push(self) -> PushWanted:
         """Demanded, since these stories are about pushes; when one is due is test_pace.py's."""
         return PushWanted(self.s.trainer.attempt, next(self.number), demanded=True)
+
+    def look_for_push(self) -> PushWanted:
+        """By the pace: the trainer trains on where a demanded push would wait."""
+        return PushWanted(self.s.trainer.attempt, next(self.number))
 
     def attach(self, launch: int = 1, restart: int = 0, pid: int = 7) -> Attach:
         return Attach(launch, restart, str(pid), DIGEST, 1, 2)

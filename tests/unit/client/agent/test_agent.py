@@ -84,7 +84,7 @@ async def running(
 @pytest.fixture
 def play() -> Play:
     """It has joined and trains; its heartbeats follow each other at once."""
-    play = Play(heartbeat_s=0.005)
+    play = Play(heartbeat_s=0.005, pace_steps=1)
     play.begin()
     play.step()
     return play
@@ -93,7 +93,7 @@ def play() -> Play:
 async def test_an_answer_that_orders_nothing_wakes_the_rank(play: Play) -> None:
     """All slots are in use: the trainer goes on at once, and not when its question has been held for long enough."""
     async with running(play, {PushRequested: Refused(2.0, "all 2 slots are in use")}) as (agent, _), asyncio.timeout(5):
-        told = await agent.ranks._await_answer(play.want_push())
+        told = await agent.ranks._await_answer(play.look_for_push())
         assert isinstance(told, TrainOn) and told.reason == "all 2 slots are in use"
 
 

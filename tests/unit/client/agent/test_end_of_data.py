@@ -96,12 +96,10 @@ def test_a_last_push_that_comes_to_nothing_is_tried_again() -> None:
     assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
     play.now += AGAIN_S
     assert play.send(RangeWanted(1, 2)) == UNSETTLED
-    play.send(play.want_push())
+    want = play.want_push()
+    play.send(want)
     play.reply(Refused(5.0, "all 2 slots are in use"))
-    play.now += 4.9
-    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
-    play.now += 0.2
-    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    assert isinstance(play.send(want), AskAgain) and play.asks[Channel.SYNC].delay_s == 5.0
     assert push(play).tokens == 30
     assert play.send(RangeWanted(1, 2)) == ENDED
 

@@ -31,10 +31,12 @@ from dips.client.ipc.messages import (
 from dips.errors import Denied, StaleIncarnation
 from dips.identity.names import PeerRole
 from dips.ids import GENESIS, PushId
-from dips.protocol.effects import Acknowledged, Committed, Joined, Progress
+from dips.protocol.effects import Acknowledged, Committed, Joined, Progress, Refused
 from dips.protocol.enums import Activity, ClusterStanding, OutcomeKind
-from dips.protocol.events import ClusterJoined, ClusterLeft, PullRequested
+from dips.protocol.events import ClusterJoined, ClusterLeft, PullRequested, TrainerChanged, TransferAwaited
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
+from dips.protocol.membership import Judge
+from dips.protocol.options import TimingOptions
 from dips.transport.tls import LOOK_S, TlsSource
 from tests.enrolled import Enrolled
 from tests.unit.client.agent.play import HEARTBEAT_S, NONE_YET, V1, Play, grant, outcome
@@ -343,6 +345,24 @@ def test_a_heartbeat_tells_what_the_trainer_waits_for(play: Play) -> None:
     play.reply(grant())
     play.do(play.core.on_trainer_gone("killed", play.now))
     assert (report(play).activity, report(play).transfer_seq) == (Activity.IDLE, 0)
+
+
+def test_a_trainer_that_waits_for_a_slot_does_not_hang(play: Play) -> None:
+    """The push that its script demands is refused for longer than the master has patience with a trainer."""
+    judge = Judge(TimingOptions(hang_s=10.0))
+    judge.welcome_cluster("west", 1, play.now)
+    play.begin()
+    play.step()
+    want = play.want_push()
+    for play.now in range(0, 20, 2):
+        play.send(want)
+        play.reply(Refused(2.0, "all 2 slots are in use"))
+        found = judge.on_cluster_heartbeat(report(play), play.now)
+        assert not [event for event in found if isinstance(event, TrainerChanged | TransferAwaited)]
+    play.now += 2.0
+    play.reply(grant())
+    play.send(want)
+    assert report(play).transfer_seq == play.s.sync.seq, "now its ranks have a push to begin"
 
 
 def test_a_trainer_that_overlaps_is_reported_as_training() -> None:

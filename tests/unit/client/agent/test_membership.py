@@ -206,16 +206,17 @@ def test_leaving_loses_what_was_not_pushed(play: Play) -> None:
     assert play.core.leave_run() == ClusterLeft(0, "west", 1, 30)
 
 
-def test_an_unreachable_master_holds_nobody_who_asks_for_a_push(play: Play) -> None:
+def test_an_unreachable_master_holds_nobody_who_asks_for_a_push() -> None:
     """The trainer trains on from the first failure; the question goes on, and the look after its grant freezes."""
+    play = Play(pace_steps=1)
     play.begin()
     play.step()
-    want = play.want_push()
+    want = play.look_for_push()
     assert isinstance(play.send(want), AskAgain)
     play.lose_master(0.0)
     assert play.send(want) == TrainOn("no answer", 1, 0.0)
     play.step()
-    assert play.send(play.want_push()) == TrainOn("no answer", 1, 0.0)
+    assert play.send(play.look_for_push()) == TrainOn("no answer", 1, 0.0)
     assert play.s.account.carried.tokens == 20
     play.now = 60.0
     play.lose_master(60.0)
@@ -230,9 +231,9 @@ def test_a_trainer_with_parameters_does_not_wait_for_an_absent_master_to_close_i
     verdict = play.push_until_accepted()
     play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
     play.step()
-    assert isinstance(play.send(play.want_push()), AskAgain), "he answers: it is a matter of milliseconds"
+    assert isinstance(play.send(play.look_for_push()), AskAgain), "he answers: it is a matter of milliseconds"
     play.lose_master(0.0)
-    assert isinstance(play.send(play.want_push()), TrainOn)
+    assert isinstance(play.send(play.look_for_push()), TrainOn)
     play.reply(Acknowledged())
     play.step()
     assert play.push_until_granted().seq == 3

@@ -7,6 +7,7 @@ from math import isnan
 import pytest
 
 from dips.client.agent.account import PastIncarnation
+from dips.client.agent.push_pull import DEMANDED_S
 from dips.client.agent.state import AskMaster, Channel, SaveIncarnation, SyncPhase
 from dips.client.ipc.messages import (
     AskAgain,
@@ -35,6 +36,12 @@ KEY = "k".ljust(40, "0")
 @pytest.fixture
 def play() -> Play:
     return Play()
+
+
+@pytest.fixture
+def paced() -> Play:
+    """A push is due after each inner step."""
+    return Play(pace_steps=1)
 
 
 def test_whole_round(play: Play) -> None:
@@ -144,37 +151,37 @@ def test_an_outcome_that_the_trainer_did_not_wait_for_comes_with_its_next_push(p
     assert play.push_until_granted().accepted == moved.seq
 
 
-def test_busy_trains_on_and_asks_again_at_a_later_boundary(play: Play) -> None:
+def test_busy_trains_on_and_asks_again_at_a_later_boundary(paced: Play) -> None:
     """Refused: train on; until the time is over every question is answered at once, without the master."""
-    play.begin()
-    play.step()
-    want = play.want_push()
-    play.send(want)
-    play.reply(Refused(2.0, "all 2 slots are in use"))
-    assert play.send(want) == TrainOn("all 2 slots are in use", 1, 0.0)
-    before = play.asks[Channel.SYNC].number
-    assert play.send(play.want_push()) == TrainOn("all 2 slots are in use", 1, 0.0)
-    assert play.asks[Channel.SYNC].number == before
-    play.now = 2.0
-    assert isinstance(play.send(play.want_push()), AskAgain)
-    assert play.asked(PushRequested).push.seq == 3
+    paced.begin()
+    paced.step()
+    want = paced.look_for_push()
+    paced.send(want)
+    paced.reply(Refused(2.0, "all 2 slots are in use"))
+    assert paced.send(want) == TrainOn("all 2 slots are in use", 1, 0.0)
+    before = paced.asks[Channel.SYNC].number
+    assert paced.send(paced.look_for_push()) == TrainOn("all 2 slots are in use", 1, 0.0)
+    assert paced.asks[Channel.SYNC].number == before
+    paced.now = 2.0
+    assert isinstance(paced.send(paced.look_for_push()), AskAgain)
+    assert paced.asked(PushRequested).push.seq == 3
 
 
-def test_who_waits_for_a_slot_says_what_it_waits_for(play: Play) -> None:
+def test_who_waits_for_a_slot_says_what_it_waits_for(paced: Play) -> None:
     """It asks with what its push would bring and how long its steps take; a new place is marked, and once."""
-    play.begin()
+    paced.begin()
     for place in (3, 3, 2):
-        play.now += 2.0
-        play.step()
-        want = play.want_push()
-        play.send(want)
-        asked = play.asked(PushRequested)
-        assert asked.tokens == play.s.account.carried.tokens > 0
-        assert asked.step_s == play.s.pace.step_s
-        play.reply(Refused(2.0, f"waits for a slot: {place} of 5", place, 5))
-        assert play.send(want).reason == f"waits for a slot: {place} of 5"
+        paced.now += 2.0
+        paced.step()
+        want = paced.look_for_push()
+        paced.send(want)
+        asked = paced.asked(PushRequested)
+        assert asked.tokens == paced.s.account.carried.tokens > 0
+        assert asked.step_s == paced.s.pace.step_s
+        paced.reply(Refused(2.0, f"waits for a slot: {place} of 5", place, 5))
+        assert paced.send(want).reason == f"waits for a slot: {place} of 5"
     assert asked.step_s == pytest.approx(2.0)
-    assert [fields["place"] for kind, fields in play.marks if kind == "waits_for_slot"] == [3, 2]
+    assert [fields["place"] for kind, fields in paced.marks if kind == "waits_for_slot"] == [3, 2]
 
 
 def test_a_failed_transfer_is_aborted_and_its_progress_carried(play: Play) -> None:
@@ -189,65 +196,67 @@ def test_a_failed_transfer_is_aborted_and_its_progress_carried(play: Play) -> No
     assert play.s.sync.phase is SyncPhase.RESTING and play.s.account.carried.tokens == 20
 
 
-def test_stale_push_trains_on(play: Play) -> None:
+def test_stale_push_trains_on(paced: Play) -> None:
     """A seq that the master has closed is dropped; its progress is carried."""
-    play.begin()
-    play.step()
-    want = play.want_push()
-    play.send(want)
-    play.do(play.core.on_error(play.asks[Channel.SYNC], StalePush("expected a seq above 9"), 1.0))
-    assert isinstance(play.send(want), TrainOn)
-    assert play.s.account.carried.tokens == 10
+    paced.begin()
+    paced.step()
+    want = paced.look_for_push()
+    paced.send(want)
+    paced.do(paced.core.on_error(paced.asks[Channel.SYNC], StalePush("expected a seq above 9"), 1.0))
+    assert isinstance(paced.send(want), TrainOn)
+    assert paced.s.account.carried.tokens == 10
 
 
-def test_a_slot_that_is_long_in_coming_holds_nobody_up(play: Play) -> None:
+def test_a_slot_that_is_long_in_coming_holds_nobody_up(paced: Play) -> None:
     """A slave that does not answer costs the asker a second: it trains on, and freezes when the grant is there."""
-    play.begin()
-    play.step(4)
-    want = play.want_push()
-    assert isinstance(play.send(want), AskAgain)
-    play.now += 1.0
-    told = play.send(want)
+    paced.begin()
+    paced.step(4)
+    want = paced.look_for_push()
+    assert isinstance(paced.send(want), AskAgain)
+    paced.now += 1.0
+    told = paced.send(want)
     assert isinstance(told, TrainOn) and told.steps == 1
-    play.step(3)
-    assert isinstance(play.send(play.want_push()), TrainOn), "the question at the master is the same: no second stand"
-    play.reply(grant())
-    play.step(1)
-    assert isinstance(play.send(play.want_push()), PushNow)
-    assert play.s.account.frozen.inner_steps == 8
-    play.send(PushMoved(1, next(play.number), 2, True, "", 1))
-    assert play.asked(PushFinished).inner_steps == 8
+    paced.step(3)
+    assert isinstance(paced.send(paced.look_for_push()), TrainOn), (
+        "the question at the master is the same: no second stand"
+    )
+    paced.reply(grant())
+    paced.step(1)
+    assert isinstance(paced.send(paced.look_for_push()), PushNow)
+    assert paced.s.account.frozen.inner_steps == 8
+    paced.send(PushMoved(1, next(paced.number), 2, True, "", 1))
+    assert paced.asked(PushFinished).inner_steps == 8
 
 
-def test_a_grant_that_comes_while_it_trains_is_taken_at_the_next_look(play: Play) -> None:
+def test_a_grant_that_comes_while_it_trains_is_taken_at_the_next_look(paced: Play) -> None:
     """What is trained until then goes with the push."""
-    play.begin()
-    play.step(1)
-    want = play.want_push()
-    play.send(want)
-    play.now += 1.0
-    assert isinstance(play.send(want), TrainOn)
-    play.reply(grant())
-    play.step(5)
-    assert isinstance(play.send(play.want_push()), PushNow)
-    assert play.s.account.frozen.inner_steps == 6 and play.s.tally.cause == "push", "it waits again"
+    paced.begin()
+    paced.step(1)
+    want = paced.look_for_push()
+    paced.send(want)
+    paced.now += 1.0
+    assert isinstance(paced.send(want), TrainOn)
+    paced.reply(grant())
+    paced.step(5)
+    assert isinstance(paced.send(paced.look_for_push()), PushNow)
+    assert paced.s.account.frozen.inner_steps == 6 and paced.s.tally.cause == "push", "it waits again"
 
 
-def test_a_push_dropped_while_it_is_opened_is_asked_for_again_soon(play: Play) -> None:
+def test_a_push_dropped_while_it_is_opened_is_asked_for_again_soon(paced: Play) -> None:
     """A slave was lost: the first boundary after a second asks anew, not after another H; none before stands still."""
-    play.begin()
-    play.step(1)
-    want = play.want_push()
-    play.send(want)
-    play.reply(Dropped("ps1 was lost"))
+    paced.begin()
+    paced.step(1)
+    want = paced.look_for_push()
+    paced.send(want)
+    paced.reply(Dropped("ps1 was lost"))
     told = TrainOn("ps1 was lost", 1, 0.0, PushResult(1, 2, "dropped", "ps1 was lost"))
-    assert play.send(want) == told
-    play.step(1)
-    assert play.send(play.want_push()) == told
-    play.now += 1.0
-    play.step(1)
-    assert play.push_until_granted().seq == 3
-    assert play.s.account.frozen.inner_steps == 3
+    assert paced.send(want) == told
+    paced.step(1)
+    assert paced.send(paced.look_for_push()) == told
+    paced.now += 1.0
+    paced.step(1)
+    assert paced.push_until_granted().seq == 3
+    assert paced.s.account.frozen.inner_steps == 3
 
 
 def test_what_an_older_push_moved_is_not_taken_for_the_present_one(play: Play) -> None:
@@ -321,6 +330,80 @@ def test_a_push_is_not_asked_for_before_it_is_due(play: Play) -> None:
     play.asked(PushRequested)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_push_that_the_script_demands_waits_for_a_slot(overlap: bool) -> None:
+    """At the end of a script no later push brings what was trained last: refused, or dropped while it is opened, it is
+    asked for again, and the reason is told meanwhile.
+    """
+    play = Play(overlap=overlap)
+    play.begin()
+    play.step(4)
+    want = play.want_push()
+    assert isinstance(play.send(want), AskAgain)
+    for seq, pause_s, refused in ((3, 2.0, Refused(2.0, "all slots are in use", 1, 2)), (4, 1.0, Dropped("no ps1"))):
+        play.now += 5.0
+        play.reply(refused)
+        answer, ask = play.send(want), play.asks[Channel.SYNC]
+        assert isinstance(answer, AskAgain) and answer.reason == refused.reason
+        assert (play.asked(PushRequested).push.seq, ask.delay_s) == (seq, pause_s)
+    play.reply(grant())
+    assert isinstance(play.send(want), PushNow) and play.s.account.frozen.inner_steps == 4
+
+
+def test_a_push_that_is_demanded_soon_after_a_refusal_waits_too(paced: Play) -> None:
+    """The pace's push was refused: the demanded one is asked for when that pause is over."""
+    paced.begin()
+    paced.step()
+    paced.send(paced.look_for_push())
+    paced.reply(Refused(2.0, "all 2 slots are in use"))
+    paced.now += 0.5
+    answer = paced.send(paced.want_push())
+    assert isinstance(answer, AskAgain) and answer.reason == "all 2 slots are in use"
+    assert paced.asked(PushRequested).push.seq == 3 and paced.asks[Channel.SYNC].delay_s == 1.5
+
+
+def test_a_push_that_is_demanded_stands_anew(paced: Play) -> None:
+    """The pace's question is still open at the master: its second is used up, that of the script's has its own time."""
+    paced.begin()
+    paced.step()
+    want = paced.look_for_push()
+    paced.send(want)
+    paced.now += 50.0
+    assert isinstance(paced.send(want), TrainOn)
+    demanded, asked = paced.want_push(), paced.asks[Channel.SYNC]
+    assert isinstance(paced.send(demanded), AskAgain) and paced.asks[Channel.SYNC] is asked
+    paced.now += DEMANDED_S - 1.0
+    assert isinstance(paced.send(demanded), AskAgain)
+
+
+@pytest.mark.parametrize("case", ["refused", "refused late", "no answer", "no answer to the last pull's end"])
+def test_a_push_that_the_script_demands_is_given_up_in_the_end(play: Play, case: str) -> None:
+    """After DEMANDED_S, with the reason; by the pace the trainer trains on as ever."""
+    play.begin()
+    if case == "no answer to the last pull's end":
+        pull = play.push_until_accepted()
+        play.send(PullMoved(1, next(play.number), pull.seq, True, "", 9))
+        play.lose_master(play.now)
+    play.step(4)
+    want = play.want_push()
+    assert isinstance(play.send(want), AskAgain)
+    if case == "refused":
+        play.reply(Refused(2.0, "no slot"))
+    elif case != "refused late":
+        play.lose_master(play.now)
+    play.now += DEMANDED_S - 1.0
+    assert isinstance(play.send(want), AskAgain)
+    play.now += 1.0
+    if case == "refused late":
+        play.reply(Refused(2.0, "no slot"))
+    told = play.send(want)
+    assert isinstance(told, TrainOn) and told.given_up
+    assert (told.reason, told.steps) == ("no slot" if "refused" in case else "no answer", 1)
+    told = play.send(play.look_for_push())
+    assert isinstance(told, TrainOn) and not told.given_up
+    assert play.s.account.carried.inner_steps == 4, "the next push brings it"
+
+
 def test_the_steps_before_a_push_are_on_the_timeline(play: Play) -> None:
     """At the moment of its grant, and at the trainer's end: the plot of steps has no hole there."""
     play.begin()
@@ -335,11 +418,11 @@ def test_the_steps_before_a_push_are_on_the_timeline(play: Play) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_wait_for_a_slot_is_no_part_of_a_step(overlap: bool) -> None:
     """A trainer that stood still does not look slow; one that trained on meanwhile is measured without a gap."""
-    play = Play(overlap=overlap)
+    play = Play(overlap=overlap, pace_steps=1)
     play.begin()
     for play.now in (1.0, 2.0):
         play.step()
-    want = play.want_push()
+    want = play.look_for_push()
     play.send(want)
     play.now = 2.5 if overlap else 32.0
     if not overlap:

@@ -107,9 +107,10 @@ def test_an_answer_counts_once(play: Play) -> None:
     play.reply(grant())
     play.do(play.core.on_reply(granted, grant(), play.now))
     assert not play.stops and play.s.sync.phase is SyncPhase.PUSHING
-    other = Play()
+    other = Play(pace_steps=1)
     other.begin()
-    other.send(other.want_push())
+    other.step()
+    other.send(other.look_for_push())
     dropped = other.asks[Channel.SYNC]
     other.do(other.core.on_error(dropped, StalePush("expected a seq above 9"), other.now))
     other.do(other.core.on_error(dropped, UnavailableMaster("no answer"), other.now))

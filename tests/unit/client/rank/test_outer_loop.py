@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,29 @@ def test_a_push_that_was_demanded_is_settled_before_the_end(directory: Path, mon
     told = [type(message).__name__ for message in agent.messages][3:]
     assert told == ["Stepped", "PushWanted", "PushWanted", "PushMoved", "PullMoved", "Detach"]
     assert versions == [V2]
+
+
+@pytest.mark.parametrize("overlap", ["none", "full"])
+def test_a_push_that_was_given_up_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
+    """With the reason, in the script's output and to the agent, and once: what was trained last did not get out."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    file, train_on = change_file(directory, install="whole", overlap=overlap), TrainOn("", 1000, 0.25)
+    given_up = TrainOn("all 2 slots are in use", 1000, 0.25, given_up=True)
+    told = (AskAgain("no slot", 100), given_up) if overlap == "full" else (given_up, train_on)
+    script = (Attached(1, 0.0), pull_now(V1, 1), train_on, *told, Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    outer = OuterLoop(nn.Linear(3, 2), file)
+    outer.step(tokens=8)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        outer.push()
+        if overlap == "none":
+            outer.push()
+        outer.close()
+    agent.join()
+    (remarked,) = [message.text for message in agent.messages if isinstance(message, messages.Remarked)]
+    assert [str(warning.message) for warning in warned] == [f"OuterLoop: {remarked}"]
+    assert "given up (all 2 slots are in use)" in remarked and "lost if the script ends" in remarked
 
 
 def test_ranges_end_with_what_is_settled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
