@@ -18,7 +18,7 @@ from dips.printable import join_some
 from dips.protocol import enums, seeding
 from dips.protocol.durability import measure_lag
 from dips.protocol.entities import Cluster, Slave
-from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat, Transfer
 from dips.protocol.operator import find_holdouts
 from dips.protocol.options import Targets
 from dips.protocol.releases import PROTOCOL
@@ -58,6 +58,7 @@ class ClusterView:
     tokens_gated: int = 0
     tokens_lost: int = 0
     tokens_undone: int = 0
+    undone: int = 0  # contributions accepted by versions that were rolled back
     claims_refused: int = 0
     norm: float | None = None
     score: float = 0.0
@@ -79,6 +80,16 @@ class ClusterView:
     def trains(self) -> bool:
         """Whether it is here and may push."""
         return self.live and not self.reads
+
+    @property
+    def accepted_ever(self) -> int:
+        """Contributions accepted, those of versions that were rolled back included."""
+        return self.accepted + self.undone
+
+    @property
+    def tokens_accepted_ever(self) -> int:
+        """Tokens accepted, likewise."""
+        return self.tokens_accepted + self.tokens_undone
 
     @property
     def loss(self) -> float | None:
@@ -128,6 +139,11 @@ class SlaveView:
     word: str = ""
     severity: enums.Severity = enums.Severity.PLAIN
     why: str = ""
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The pushes and pulls that move at it; none at a slave that is lost, whose last heartbeat is kept."""
+        return () if self.heartbeat is None or self.state is enums.SlaveState.LOST else self.heartbeat.transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +427,7 @@ def _view_cluster(run: RunState, c: Cluster, now: float) -> ClusterView:
         tokens_gated=c.tokens["gated"],
         tokens_lost=c.tokens["lost"],
         tokens_undone=c.tokens["undone"],
+        undone=c.counts["undone"],
         claims_refused=c.claims_refused,
         norm=statistics.last_norm,
         score=c.last_outcome.score if c.last_outcome else 0.0,

@@ -65,11 +65,18 @@ RUN = (
 )
 CLUSTER = (
     MetricRow("dips_cluster_incarnation", "inc", "Incarnations of the cluster so far."),
-    MetricRow("dips_cluster_accepted", "accepted", "Contributions accepted.", counter=True),
+    MetricRow(
+        "dips_cluster_accepted", "accepted_ever", "Contributions accepted, also those undone since.", counter=True
+    ),
     MetricRow("dips_cluster_gated", "gated", "Contributions gated.", counter=True),
     MetricRow("dips_cluster_skipped", "skipped", "Contributions whose round broke.", counter=True),
     MetricRow("dips_cluster_claims_refused", "claims_refused", "Pushes that claimed what cannot be.", counter=True),
-    MetricRow("dips_cluster_tokens_accepted", "tokens_accepted", "Tokens accepted.", counter=True),
+    MetricRow(
+        "dips_cluster_tokens_accepted",
+        "tokens_accepted_ever",
+        "Tokens accepted, also those undone since.",
+        counter=True,
+    ),
     MetricRow("dips_cluster_tokens_gated", "tokens_gated", "Tokens gated.", counter=True),
     MetricRow(
         "dips_cluster_tokens_undone", "tokens_undone", "Tokens accepted once, by versions that were rolled back."
@@ -141,8 +148,7 @@ def collect(status: Mapping[str, Any]) -> Iterator[Metric]:
     moving: Samples = [
         ((slave, t.cluster, "push" if t.push else "pull"), t)
         for slave, peer in view.slaves.items()
-        if peer.heartbeat is not None
-        for t in peer.heartbeat.transfers
+        for t in peer.transfers
     ]
     samples: tuple[Samples, ...] = (
         [((), view), ((), status)],

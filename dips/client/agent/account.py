@@ -246,6 +246,7 @@ class Tally:
         self._waited = 0.0  # seconds in the present window
         self._spell = 0.0  # seconds since the cause last changed
         self.waits = {cause: Histogram() for cause in WAITS}
+        self._told = dict.fromkeys(CAUSES, 0.0)  # the last answer of `seconds_by_cause`
 
     @property
     def cause(self) -> str:
@@ -276,9 +277,13 @@ class Tally:
         self._waited = 0.0
 
     def seconds_by_cause(self, now: float) -> dict[str, float]:
-        """Return the seconds by cause until `now`."""
+        """Return the seconds by cause until `now`, none less than before: Prometheus takes a counter that falls for one
+        that began anew at 0. What was told as a window and is an update makes up the next window's first seconds.
+        """
         passed = now - self._since if self._since is not None else 0.0
-        return {**self.seconds, self._cause: self.seconds[self._cause] + passed}
+        found = {**self.seconds, self._cause: self.seconds[self._cause] + passed}
+        self._told = {cause: max(seconds, self._told[cause]) for cause, seconds in found.items()}
+        return self._told
 
 
 # ---- pace -----------------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def _list_clusters(view: RunView) -> dict[str, Any]:
     listed, rest = _cut_rows(view.clusters)
     ends: dict[str, list[dict[str, Any]]] = {name: [] for name in listed}
     for slave, s in view.slaves.items():
-        for t in s.heartbeat.transfers if s.heartbeat is not None else ():
+        for t in s.transfers:
             if t.cluster in ends and len(ends[t.cluster]) < MOST_ENDS:
                 ends[t.cluster].append({"slave": slave, "push": t.push, "rate": t.bytes_per_s})
     return {

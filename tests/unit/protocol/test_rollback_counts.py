@@ -135,6 +135,7 @@ def test_a_mirror_that_lagged_over_retired_versions(lineage_kept: int) -> None:
     assert run.head == mirrored
     assert run.view.progress.tokens == run.view.clusters["a"].tokens_accepted == 200
     assert run.view.clusters["a"].tokens_undone == 500
+    assert (run.view.clusters["a"].accepted_ever, run.view.clusters["a"].tokens_accepted_ever) == (7, 700)
     assert run.view.ranges.settled == 4 and run.view.ranges.free == 196
     assert describe(run.state) == describe(read_again(run))
 

@@ -21,6 +21,8 @@ from dips.slave import metrics as slave_metrics
 from dips.telemetry import metrics
 from dips.telemetry.metrics import Histogram
 from dips.view import prometheus
+from dips.view.page import document
+from dips.view.page.memory import PageMemory
 from tests.unit.view.views import make_cluster, make_run, make_slave
 
 STATUS = {
@@ -145,3 +147,13 @@ def test_a_process_counts_its_files() -> None:
         assert metrics.read_process()["process_open_fds"] == before["process_open_fds"] + 1
     assert before["process_max_fds"] >= before["process_open_fds"]
     assert 0 < before["process_start_time_seconds"] < time.time()
+
+
+def test_nothing_moves_at_a_lost_slave() -> None:
+    """Its last heartbeat is kept, with the push that it was receiving."""
+    lost = make_slave("lost", "silent", transfers=(Transfer("fast", 1, 3, True, 40, 80),))
+    found = exposed(list(prometheus.collect(STATUS | {"view": replace(STATUS["view"], slaves={"s0": lost})})))
+    assert found["dips_slave_state", (("slave", "s0"), ("state", "lost"))] == 1
+    assert not [name for name, _ in found if name.startswith("dips_transfer")]
+    shown = document.make_state(make_run({"fast": make_cluster()}, {"s0": lost}), PageMemory(), wall=0.0)
+    assert shown["clusters"]["rows"][0]["ends"] == []

@@ -68,3 +68,18 @@ def test_each_standstill_is_one_observation() -> None:
     tally.switch_cause("inner", 10.0)
     seen = {cause: (w.list_buckets()[-1][1], w.total) for cause, w in tally.waits.items() if w.list_buckets()[-1][1]}
     assert seen == {"push": (1, 3.0), "window": (1, 3.0), "update": (1, 2.0), "pull": (1, 1.0)}
+
+
+def test_no_seconds_are_taken_back_that_a_scrape_has_seen() -> None:
+    """A window that turns out to be an update in part: Prometheus would take the smaller number for a new counter's."""
+    tally = Tally()
+    tally.switch_cause("window", 0.0)
+    assert tally.seconds_by_cause(9.0)["window"] == 9.0
+    tally.switch_cause("window", 10.0)
+    tally.count_update(6.0)
+    tally.switch_cause("inner", 10.0)
+    spent = tally.seconds_by_cause(20.0)
+    assert (spent["window"], spent["update"], spent["inner"]) == (9.0, 6.0, 10.0)
+    tally.switch_cause("window", 20.0)
+    spent = tally.seconds_by_cause(30.0)
+    assert spent["window"] == 14.0 and sum(spent.values()) == 30.0
