@@ -51,7 +51,7 @@ from dips.protocol.events import Event, ManifestOffered, OrderAnswered, OrderFai
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
 from dips.protocol.operator import explain_holdouts
-from dips.protocol.records import Record
+from dips.protocol.records import Record, RolledBack
 from dips.protocol.slaves import EXIT_STALE
 from dips.protocol.view import RunView
 from dips.tasks import Alarm, Fail, start_task
@@ -279,7 +279,11 @@ class MasterOutside:
 
     def _write(self, records: Sequence[Record], wall: float) -> int:
         self._ledger.write_records(records, wall)
-        self._newest = follow_newest(self._newest, records, wall)
+        undone = sum(len(record.undone) for record in records if isinstance(record, RolledBack))
+        if undone:
+            self._newest = find_newest(self._ledger.read_history(undone + ROUNDS_BACK))
+        else:
+            self._newest = follow_newest(self._newest, records, wall)
         self._written += 1
         return self._written
 

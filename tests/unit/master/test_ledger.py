@@ -24,6 +24,7 @@ from dips.master.ledger_history import removed_slaves
 from dips.master.ledger_rows import RowReader, _insert
 from dips.master.page import MasterPage
 from dips.master.restore import MirroredLedger, MirroredTransaction, build_file, make_aside
+from dips.master.runtime import MasterOutside
 from dips.outer_step import OuterStep, nesterov_step
 from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
@@ -630,3 +631,15 @@ def test_a_field_without_a_column_and_a_column_without_a_value_are_refused() -> 
     db.executescript(schema.tables_of(2))
     with pytest.raises(KeyError, match="digests"):
         _insert(ChainedRows(db), "score_history", scores="[]", delta_norms="[]")
+
+
+async def test_the_newest_version_is_the_lineages_after_a_rollback(ledger: Ledger) -> None:
+    """Its loss, its time and who contributed, at once as after the next start."""
+    outside = MasterOutside(ledger)
+    await outside.write_records([RoundReserved(1, 0.0), committed(V1, GENESIS, A1)])
+    before = outside.complete_view(RunView()).newest
+    await outside.write_records([RoundReserved(3, 0.0), committed(V2, V1, A2, B1)])
+    await outside.write_records([RolledBack(V1, (V2,), "a disk was lost", 2.0)])
+    assert outside.complete_view(RunView()).newest == before == MasterOutside(ledger).complete_view(RunView()).newest
+    assert before.clusters == 1
+    await outside.close()
