@@ -62,7 +62,7 @@ class ConfigWatch(Generic[File]):
         report: Report,
         ignored: Collection[str] = (),
     ) -> None:
-        """Start with the configuration in use.
+        """Start with the configuration in use; the first look reads the file, which may have changed since it was read.
 
         changeable  keys that the daemon takes over
         report      called once for each change that cannot be used
@@ -71,7 +71,7 @@ class ConfigWatch(Generic[File]):
         self.path, self.in_use = path, config
         self._load, self._changeable, self._report, self._ignored = load, changeable, report, tuple(ignored)
         self._files = list_files(path)
-        self._stamp = _stamp_of(self._files)
+        self._stamp: tuple[FileStamp, ...] = ()  # of the last look
         self._said: dict[str, Any] = {}
 
     def look_again(self, now: bool = False) -> tuple[File, list[str]] | None:

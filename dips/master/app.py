@@ -17,7 +17,7 @@ from grpc_health.v1 import health
 from dips import daemon
 from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.config.watching import LOOK_S
-from dips.errors import DipsError
+from dips.errors import ConfigError, DipsError
 from dips.files import keep_files_private, make_private_directory
 from dips.http import HttpSubject
 from dips.identity.names import MASTER_NAME, PeerRole
@@ -153,6 +153,8 @@ async def serve(
             restore.restore_if_lost(config, log)
         elif not await standby.stand_by(config, tls, log, stack, systemd.say_ready):
             return 0
+        else:
+            config = _read_again(config, file, log)
         guard = Guard(tls, config.clusters) if tls is not None else None
         report = partial(_report_call, log)
         if not genesis.ledger_path(config).exists():
@@ -193,6 +195,18 @@ async def serve(
         await checker.enter_graceful_shutdown()
     log.info("stopped", code=code)
     return code
+
+
+def _read_again(config: RunFile, file: Path, log: logs.Log) -> RunFile:
+    """Return the configuration with the slaves and clusters that the file names now: a standby may have waited for
+    months, and through a `dips rebalance`.
+    """
+    try:
+        new = load_run(file)
+    except ConfigError as error:
+        log.warning("run file", problem=f"the changed file is not used: {error}")
+        return config
+    return config.model_copy(update={"slaves": new.slaves, "clusters": new.clusters})
 
 
 def _report_call(log: logs.Log, method: str, error: BaseException) -> None:

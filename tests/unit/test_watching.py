@@ -69,6 +69,16 @@ def test_what_may_change_is_taken_over(story: EditedRunFile) -> None:
     assert story.look() is None and not story.said
 
 
+def test_what_changed_before_the_first_look_is_taken_over(story: EditedRunFile) -> None:
+    """Between the start, which reads the file, and the first look lies a restore, or a standby's wait of months."""
+    config = load_run(story.path)
+    story.write(clusters=["west"])
+    story.watch = ConfigWatch(story.path, config, load_run, ("clusters",), story.said.append)
+    found = story.look()
+    assert found is not None and found[0].clusters == ("west",)
+    assert story.look() is None and not story.said
+
+
 def test_what_cannot_change_is_said_once_with_the_reason(story: EditedRunFile) -> None:
     story.content["slaves"][0]["slots"] = 4
     story.content["slaves"][1]["slots"] = 4  # the other slave's own affair

@@ -29,6 +29,7 @@ from structlog.testing import capture_logs
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, FailedMirror, StaleTerm
 from dips.master import genesis, restore, standby
+from dips.master.app import serve
 from dips.master.genesis import BOUND
 from dips.master.ledger import Ledger
 from dips.master.runtime import MasterOutside, OperatorServicer
@@ -818,3 +819,18 @@ def test_a_standby_that_could_not_serve_is_refused_at_once(tmp_path: Path, keys:
 
     with pytest.raises(ConfigError, match="master.mirror" if "mirror" in keys else "slaves.supervisor"):
         asyncio.run(stand_by())
+
+
+async def test_a_standby_serves_the_slaves_that_its_run_file_names_by_then(tmp_path: Path) -> None:
+    """It began to wait before a `dips rebalance`: the file is the new one, and what it read at its start is not."""
+    (tmp_path / "mirror").mkdir()
+    (config,) = begun(tmp_path, str(tmp_path / "mirror"), "a", listen=f"127.0.0.1:{free_port()}")
+    former = config.slaves[0].model_copy(update={"name": "s9"})
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    old = config.model_copy(update={"slaves": (former,)})
+    serving = asyncio.create_task(serve(old, tmp_path / "a.yaml", LOG, ready.set_result, stands_by=True))
+    either: list[asyncio.Future[Any]] = [serving, ready]
+    await asyncio.wait(either, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
+    assert ready.done(), serving
+    signal.raise_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(serving, 20.0) == 0
