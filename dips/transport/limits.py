@@ -23,6 +23,8 @@ from dips.telemetry.refusals import count_refusal
 
 PATIENCE_S = 10.0  # from a handshake's begin to the first call; twice what a handshake may take
 MOST_REMEMBERED = 8_192  # connections that have made a call and are remembered
+# A silent connection is forgotten: another one may have its port by then, which its kernel keeps for a minute.
+REMEMBERED_S = 60.0
 MOST_BEGUN = 65_536  # handshakes that are waited for
 
 
@@ -32,7 +34,7 @@ class HandshakeWatch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._begun: deque[float] = deque(maxlen=MOST_BEGUN)
-        self._peers: OrderedDict[str, None] = OrderedDict()
+        self._peers: OrderedDict[str, float] = OrderedDict()  # connection → its last call, the longest silent first
 
     def on_handshake(self) -> None:
         """Record that a connection came in."""
@@ -44,12 +46,11 @@ class HandshakeWatch:
         """Record a call over the connection with this name."""
         with self._lock:
             self._count_overdue()
-            if peer in self._peers:
-                return
-            self._peers[peer] = None
+            now, called = self._clock(), self._peers.pop(peer, float("-inf"))
+            self._peers[peer] = now
             if len(self._peers) > MOST_REMEMBERED:
                 self._peers.popitem(last=False)
-            if self._begun:
+            if self._begun and now - called >= REMEMBERED_S:
                 self._begun.pop()  # the newest: honest ones do not wait
 
     def _count_overdue(self) -> None:

@@ -75,6 +75,17 @@ def test_a_handshake_that_leads_to_no_call_is_counted(honest: int) -> None:
     assert refusals_by_reason().get("handshake", 0) - before == 5 - honest
 
 
+def test_a_port_that_another_connection_has_later_is_no_refusal() -> None:
+    """`dips status` from a loop of a shell: each call is a new connection, and a host has some 28,000 ports."""
+    now = [0.0]
+    watch, before = HandshakeWatch(lambda: now[0]), refusals_by_reason().get("handshake", 0)
+    for _ in range(3):
+        watch.on_handshake()
+        watch.on_call("ipv4:10.0.0.1:40000")
+        now[0] += limits.REMEMBERED_S
+    assert refusals_by_reason().get("handshake", 0) == before
+
+
 def test_as_many_connections_are_remembered_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call over one of them is no answer to a handshake that has begun since; the oldest is forgotten for a new."""
     monkeypatch.setattr(limits, "MOST_REMEMBERED", 2)
