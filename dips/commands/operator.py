@@ -333,8 +333,9 @@ def drain(
     Every slave is needed for every round, so --all is the way to upgrade them: stop and start all at once, and the run
     goes on when the last one is back. The request does not outlast the master: upgrade that afterwards.
 
-    With --self the slave's own machine asks, as a preStop hook does: a slave that is not in service, or whose run has
-    no model yet, may be stopped at once, and a master that does not answer is asked again until --wait-s is over.
+    With --self the slave's own machine asks, as a preStop hook does: a slave that is not in service while the head is
+    on every disk, or whose run has no model yet, may be stopped at once, and a master that does not answer is asked
+    again until --wait-s is over.
 
     A cluster needs no drain: SIGTERM to its dips-client ends the training and returns its unfinished work: its data
     ranges are leased to others, its tokens since the last accepted push count as lost.

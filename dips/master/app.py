@@ -262,7 +262,7 @@ def _make_supervisor(config: RunFile, file: Path, runtime: Runtime, log: logs.Lo
     ours = [slave for slave in config.slaves if slave.supervisor == "exec"]
     supervisor = Supervisor(
         file.absolute(), ours, config.master.directory, config.timing_options(),
-        lambda: runtime.build_view().slaves, log, runtime.fail,
+        lambda: runtime.build_view().slaves, lambda: runtime.compute_s, log, runtime.fail,
     )  # fmt: skip
     if ours:
         runtime.on_slave_heartbeat = supervisor.on_slave_heartbeat

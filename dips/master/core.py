@@ -466,7 +466,12 @@ class MasterCore:
         stale = isinstance(error, StaleTerm)
         return Exit(EXIT_STALE if stale else EXIT_LEDGER, f"a record could not be written: {error}")
 
-    # ---- for people ------------------------------------------------------------------------------------------------
+    # ---- for the shell and people ----------------------------------------------------------------------------------
+
+    @property
+    def compute_s(self) -> float:
+        """Return how long a slave may be silent in an order that computes, as an operator has last set it."""
+        return self._coordinator.compute_s
 
     def explain_unready(self) -> str:
         """Return why the run cannot take an outer step now; empty if it can."""

@@ -388,6 +388,11 @@ class Runtime:
             view = replace(view, journal=self._journal.read_status())
         return judge_run(view, self._core.heartbeats, now, self._core.heartbeat_s)
 
+    @property
+    def compute_s(self) -> float:
+        """Return how long a slave may be silent in an order that computes, as an operator has last set it."""
+        return self._core.compute_s
+
     def explain_unready(self) -> str:
         """Return why the run cannot take an outer step now; empty if it can."""
         return self._core.explain_unready()

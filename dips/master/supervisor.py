@@ -170,6 +170,7 @@ class ProcessWatch:
     """Decides whether a live process of a slave hangs. Reads no clock: the supervisor passes all times."""
 
     timing: TimingOptions
+    compute_s: Callable[[], float]  # asked at each look: an operator may change it
     adopted: bool
     sinc_before: int  # the slave's incarnation when the watch began
     begun: float
@@ -191,7 +192,7 @@ class ProcessWatch:
             lost_s = now - self.lost_since
             return f"lost for {lost_s:.1f} s while its process lives" if lost_s >= self._most_lost_s else ""
         idle_s = now - max(self.begun, worked_at, self.moved[1])
-        if self.adopted and state == AWAITED and idle_s >= self.timing.compute_s:
+        if self.adopted and state == AWAITED and idle_s >= self.compute_s():
             return "it did not register with this master, and does no work"
         return ""
 
@@ -210,12 +211,15 @@ class Supervisor:
         directory: Path,
         timing: TimingOptions,
         view_slaves: Callable[[], Seen],
+        compute_s: Callable[[], float],
         log: Log,
         fail: Fail,
     ) -> None:
-        """`fail` is called with exceptions of the tasks, since slaves must not run unsupervised unnoticed."""
+        """`fail` is called with exceptions of the tasks, since slaves must not run unsupervised unnoticed. `compute_s`
+        returns how long an adopted slave may do no work, as an operator has last set it.
+        """
         self._config, self._slaves, self._timing, self._view, self._log = config, slaves, timing, view_slaves, log
-        self._fail = fail
+        self._compute_s, self._fail = compute_s, fail
         self._directory = directory / "slaves"
         self._seen: Seen = {}
         self._children: dict[str, Child] = {}
@@ -303,7 +307,7 @@ class Supervisor:
 
     async def _watch_child(self, slave: SlaveSection, child: Child) -> None:
         """Return when the process has ended; kill it if it hangs."""
-        watch = ProcessWatch(self._timing, child.adopted, self._seen_sinc(slave), self._clock())
+        watch = ProcessWatch(self._timing, self._compute_s, child.adopted, self._seen_sinc(slave), self._clock())
         while not await child.wait(self._timing.heartbeat_s):
             _, worked_at = self._worked.get(slave.name, (0, -inf))
             seen, moved = self._seen.get(slave.name), child.read_moved_bytes()

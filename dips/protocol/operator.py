@@ -239,6 +239,8 @@ def _drain(run: RunState, event: events.DrainAsked) -> Result:
     if slave.state is SlaveState.DRAINING:
         return Acknowledged()
     if slave.state is not SlaveState.READY:
+        if not run.versions[run.head].durable:
+            return Pending(_why_kept(run, slave))
         return Refused(0.0, f"{slave.name} is {slave.state} ({slave.reason}): nothing is open on it")
     _begin_drain(run, slave)
     settle_drains(run)
@@ -255,9 +257,17 @@ def _drain_all(run: RunState, _: events.DrainAllAsked) -> Result:
     waits = {slave.name: reason for slave in serving if (reason := _open_on(run, slave))}
     if waits:
         return Pending(f"{', '.join(waits)}: waiting for {next(iter(waits.values()))}")
+    away = [slave for slave in run.slaves.values() if slave.state is not SlaveState.DRAINING]
+    if away and not run.versions[run.head].durable:
+        return Pending("; ".join(_why_kept(run, slave) for slave in away))
     if any(slave.state is SlaveState.DRAINING for slave in run.slaves.values()):
         return Acknowledged()
     return Refused(0.0, "no slave serves: nothing is open on any")
+
+
+def _why_kept(run: RunState, slave: Slave) -> str:
+    """Return why a slave that does not serve should not be stopped while the head is not on every disk."""
+    return f"{slave.name} is {slave.state} ({slave.reason}), and {run.head} may be in its memory alone"
 
 
 def _begin_drain(run: RunState, slave: Slave) -> None:

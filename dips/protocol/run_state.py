@@ -34,7 +34,6 @@ from dips.protocol.enums import (
     ClusterStanding,
     ClusterState,
     FanoutKind,
-    OutcomeKind,
     RequeuePolicy,
     RoundResult,
     RoundState,
@@ -317,8 +316,10 @@ class RunState:
                 cluster.last_outcome = outcome
             if cluster and cluster.inc == outcome.push.inc:
                 cluster.outcome, cluster.outcome_version = outcome, version
-                cluster.last_tokens = outcome.tokens if outcome.kind is OutcomeKind.ACCEPTED else 0
                 cluster.seq_high = outcome.push.seq
+        for row in state.penalty:
+            if row.tokens and row.cluster in self.clusters:
+                self.clusters[row.cluster].last_tokens = row.tokens[-1]
 
     def _restore_totals(self, state: LedgerState) -> None:
         for t in state.totals:

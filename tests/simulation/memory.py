@@ -93,7 +93,7 @@ def _of_clusters(held: RunState, read: RunState) -> Iterator[Compared]:
     yield "clusters", sorted(held.clusters), sorted(read.clusters)
     for name, cluster in held.clusters.items():
         known = read.clusters[name]
-        for what in ("inc", "live", "settled"):
+        for what in ("inc", "live", "settled", "last_tokens"):
             yield f"{name}'s {what}", getattr(cluster, what), getattr(known, what)
         for what in ("accepted", "gated", "undone"):
             yield f"{name}'s pushes {what}", cluster.counts[what], known.counts[what]

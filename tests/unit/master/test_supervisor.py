@@ -38,20 +38,34 @@ def unheard(error: BaseException) -> None:
     raise AssertionError("a task of the supervisor failed") from error
 
 
+def patient() -> float:
+    return COMPUTE_S
+
+
 def heartbeat(slave: str, worked: int) -> SlaveHeartbeat:
     return SlaveHeartbeat(slave, 1, 1, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0, worked)
 
 
 async def test_an_adopted_slave_that_loads_for_long_is_not_killed(tmp_path: Path) -> None:
-    """It has not registered with this master, but heartbeats say that its disk works; when they cease to, it goes."""
+    """It has not registered with this master, but heartbeats say that its disk works; when they cease to, it goes.
+
+    It has the time that an operator has set, not that of the run file.
+    """
     section = SlaveSection(name="s", master="h:1", directory=tmp_path / "s", initial_model=tmp_path / "m")
     section.directory.mkdir()
     process = subprocess.Popen([sys.executable, "-c", HOLDS, str(section.lock)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     seen = {"s": SlaveView(SlaveState.AWAITED)}
-    timing = TimingOptions(heartbeat_s=0.01, compute_s=COMPUTE_S)
+    timing, compute_s = TimingOptions(heartbeat_s=0.01, compute_s=COMPUTE_S), COMPUTE_S
     supervisor = Supervisor(
-        tmp_path / "dips.yaml", [section], tmp_path, timing, lambda: seen, structlog.get_logger(), unheard
+        tmp_path / "dips.yaml",
+        [section],
+        tmp_path,
+        timing,
+        lambda: seen,
+        lambda: compute_s,
+        structlog.get_logger(),
+        unheard,
     )
     now = 0.0
     supervisor._clock = lambda: now
@@ -63,7 +77,12 @@ async def test_an_adopted_slave_that_loads_for_long_is_not_killed(tmp_path: Path
             await asyncio.sleep(0.01)
             assert process.poll() is None, "killed while it worked"
             now += 0.8 * COMPUTE_S
-        now += COMPUTE_S
+        compute_s = 4 * COMPUTE_S  # `dips set`
+        now += 2 * COMPUTE_S
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+            assert process.poll() is None, "killed before the time that an operator has set"
+        now += 2 * COMPUTE_S
         async with asyncio.timeout(30):
             while process.poll() is None:
                 supervisor.on_slave_heartbeat(heartbeat("s", 19))
@@ -83,7 +102,7 @@ LEASES_S = LOST_LEASES * TIMING.lease_s
 
 
 def watched(adopted: bool = False, sinc: int = 3) -> ProcessWatch:
-    return ProcessWatch(TIMING, adopted, sinc, begun=0.0)
+    return ProcessWatch(TIMING, patient, adopted, sinc, begun=0.0)
 
 
 def test_a_slave_that_is_lost_while_its_process_lives_is_killed_after_two_leases() -> None:
@@ -165,7 +184,9 @@ async def test_a_slave_that_dies_is_started_again_after_a_pause_that_doubles(
     """Up to half a minute; after a process that was steady from the shortest again. What cannot be started likewise."""
     section = SlaveSection(name="s", master="h:1", directory=tmp_path / "s", initial_model=tmp_path / "m")
     section.directory.mkdir()
-    supervisor = Supervisor(tmp_path / "dips.yaml", [section], tmp_path, TIMING, dict, structlog.get_logger(), unheard)
+    supervisor = Supervisor(
+        tmp_path / "dips.yaml", [section], tmp_path, TIMING, dict, patient, structlog.get_logger(), unheard
+    )
     now, pauses = 0.0, list[float]()
 
     def start(slave: SlaveSection) -> Any:
@@ -213,7 +234,14 @@ async def test_a_full_disk_does_not_close_the_supervisors_eyes(tmp_path: Path, m
     monkeypatch.setattr(supervision, "truncate_log", fail)
     with capture_logs() as logs:
         supervisor = Supervisor(
-            tmp_path / "dips.yaml", [section], tmp_path, timing, lambda: dict(seen), structlog.get_logger(), unheard
+            tmp_path / "dips.yaml",
+            [section],
+            tmp_path,
+            timing,
+            lambda: dict(seen),
+            patient,
+            structlog.get_logger(),
+            unheard,
         )
         looking = asyncio.create_task(supervisor._refresh_view())
         async with asyncio.timeout(20):
@@ -229,7 +257,7 @@ async def test_a_full_disk_does_not_close_the_supervisors_eyes(tmp_path: Path, m
 @pytest.mark.parametrize("stop", [True, False])
 async def test_slaves_end_with_a_master_that_is_stopped_only(tmp_path: Path, stop: bool) -> None:
     """One that ends otherwise leaves them to the next, and what it watched them with is closed."""
-    supervisor = Supervisor(tmp_path / "f", [], tmp_path, TIMING, dict, structlog.get_logger(), unheard)
+    supervisor = Supervisor(tmp_path / "f", [], tmp_path, TIMING, dict, patient, structlog.get_logger(), unheard)
     before = os.listdir("/proc/self/fd")
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     child = supervisor._children["s"] = Child(process.pid, process)
@@ -250,7 +278,7 @@ async def test_slaves_are_looked_at_once_a_heartbeat(tmp_path: Path) -> None:
         assert next(looks) < 3
         return {}
 
-    supervisor = Supervisor(tmp_path / "f", [], tmp_path, timing, view, structlog.get_logger(), unheard)
+    supervisor = Supervisor(tmp_path / "f", [], tmp_path, timing, view, patient, structlog.get_logger(), unheard)
     supervisor.start()
     for _ in range(3):
         await asyncio.sleep(0)
@@ -265,7 +293,9 @@ async def test_a_bug_in_the_supervisor_is_heard_at_once(tmp_path: Path) -> None:
     def broken() -> Any:
         raise KeyError("slaves")
 
-    supervisor = Supervisor(tmp_path / "f", [], tmp_path, TIMING, broken, structlog.get_logger(), heard.set_result)
+    supervisor = Supervisor(
+        tmp_path / "f", [], tmp_path, TIMING, broken, patient, structlog.get_logger(), heard.set_result
+    )
     supervisor.start()
     async with asyncio.timeout(20):
         assert isinstance(await heard, KeyError)

@@ -10,7 +10,7 @@ from dips.errors import FailedDisk, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.durability import RETRY_S
-from dips.protocol.effects import Apply, Note, Pending, Persist
+from dips.protocol.effects import Apply, Note, Pending, Persist, Refused
 from dips.protocol.enums import RoundState
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import RoundReserved, VersionDurable
@@ -84,6 +84,31 @@ def test_a_slave_whose_disk_lacks_the_head_is_not_drained() -> None:
     run.held.clear()
     run.wait(RETRY_S)
     assert run.view.durability.head and run.view.slaves["s"].state == "draining"
+
+
+def test_a_slave_that_does_not_serve_is_not_stopped_with_a_head_that_no_disk_has() -> None:
+    """Before it registers again, with a new master or after it was silent, the version lies in its memory all the
+    same; when it is on the disk the slave may go, whether it serves or not.
+    """
+    run = ScriptedRun(replace(OPTIONS, durability="async"))
+    run.train("a")
+    run.held.add(Persist)
+    assert run.outcome(run.push("a")).kind == "accepted" and not run.view.durability.head
+    for number in (1, 2):
+        run.step(ev.SlaveSilent("s", number, 99.0))
+        run.orders.clear()
+        for question in (ev.DrainAsked(0, "s"), ev.DrainAllAsked(0)):
+            answer = run.ask(question)
+            assert isinstance(answer, Pending | Refused), answer
+            assert isinstance(answer, Pending) == (number == 1)
+            assert isinstance(answer, Refused) or f"s is lost (silent for 99.0 s), and {V1} may be" in answer.reason
+        run.held.clear()
+        run.ask(
+            ev.SlaveRegistered(
+                0, "s", f"n{number + 1}", "r", "s:1", ("s:2",), 0, V1, None, (), 4, "", rival_heard_s=1e9
+            )
+        )
+    assert run.view.durability.head
 
 
 def test_tokens_of_a_version_that_is_undone_are_taken_back() -> None:

@@ -21,6 +21,7 @@ from dips.protocol.effects import ClosePull, Commit, DropPush, Effect, Grant, Pe
 from dips.protocol.enums import DurabilityMode, OutcomeKind, RequeuePolicy
 from dips.protocol.options import DataOptions, Options, StopOptions
 from dips.protocol.records import Record, RunRow, VersionDurable
+from dips.protocol.rules import MOST_TIMES, TOKENS_KEPT
 from dips.protocol.run_state import RunState, oldest_offered
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
@@ -99,7 +100,7 @@ def describe(run: RunState) -> dict[str, Any]:
         "oldest": oldest,
         "head": run.head,
         "tokens": run.tokens_accepted,
-        "clusters": {c.name: (c.counts, c.tokens, c.settled) for c in run.clusters.values()},
+        "clusters": {c.name: (c.counts, c.tokens, c.settled, c.last_tokens) for c in run.clusters.values()},
         "settled": run.ranges.settled,
         "undone ranges": run.ranges.undone,
         "free": run.ranges.free,
@@ -115,6 +116,24 @@ def read_again(run: StoredRun) -> RunState:
     state = Coordinator(run.ledger.read_state(), MANIFEST, run.options, run.now).capture_state()
     assert isinstance(state, RunState)
     return state
+
+
+def test_the_share_of_a_round_does_not_depend_on_a_restart() -> None:
+    """What a cluster's last accepted push counted, which `outer.step: share` compares a round with: less than it
+    claimed, and whatever its later pushes and incarnations did.
+    """
+    run = StoredRun()
+    run.train("a")
+    for tokens in (*[100] * TOKENS_KEPT, 10**9):
+        push = run.push("a", tokens)
+        run.wait(20.0)
+        assert run.outcome(push).kind is OutcomeKind.ACCEPTED
+    counted = MOST_TIMES * 100
+    assert run.state.clusters["a"].last_tokens == read_again(run).clusters["a"].last_tokens == counted
+    run.make_version("a", finite=False)
+    assert run.state.clusters["a"].last_tokens == read_again(run).clusters["a"].last_tokens == counted
+    run.train("a", process="another")
+    assert run.state.clusters["a"].last_tokens == read_again(run).clusters["a"].last_tokens == counted
 
 
 @pytest.mark.parametrize("lineage_kept", [3, 1000])
@@ -138,6 +157,27 @@ def test_a_mirror_that_lagged_over_retired_versions(lineage_kept: int) -> None:
     assert (run.view.clusters["a"].accepted_ever, run.view.clusters["a"].tokens_accepted_ever) == (7, 700)
     assert run.view.ranges.settled == 4 and run.view.ranges.free == 196
     assert describe(run.state) == describe(read_again(run))
+
+
+def test_a_cluster_is_told_another_number_after_each_push_and_each_rollback() -> None:
+    """Its checkpoints name it, and one is valid while it is the same: not when a rollback took away as many pushes as
+    the cluster has brought since, which the checkpoint would bring a second time.
+    """
+    run = StoredRun()
+    run.train("a")
+
+    def number() -> int:
+        return int(run.ask(ev.ClusterJoined(0, "a", "p", "r", MANIFEST.digest, "c")).settled)
+
+    told = [number()]
+    for _ in range(2):
+        run.make_version("a")
+        told.append(number())
+    run.offer(VersionId(1, 1))
+    told.append(number())
+    run.make_version("a")
+    told.append(number())
+    assert told == sorted(set(told)) and run.head == VersionId(2, 3)
 
 
 def test_back_to_the_initial_model_over_versions_that_no_disk_took() -> None:
