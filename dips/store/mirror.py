@@ -482,8 +482,8 @@ def _removed_if_failed(store: MirrorStore, folder: str) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(FailedMirror):  # it fails already
-            if store.list_names(folder):  # raises in another mirror
-                store.remove_path(folder)
+            store.list_names(folder)  # raises in another mirror
+            store.remove_path(folder)
         raise
 
 

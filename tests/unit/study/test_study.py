@@ -6,7 +6,9 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,7 +36,7 @@ from dips.study.report import (
     write_csv,
 )
 from dips.study.runner import ResultStore, StudyResult
-from dips.study.study_file import Study, StudyFile, Tuning, make_study, read_study
+from dips.study.study_file import RunPlan, Study, StudyFile, Tuning, make_study, read_study
 from tests.unit.study.in_place import PoolInPlace, compute_in_place
 from tests.unit.study.tiny import FACTORY
 
@@ -151,19 +153,26 @@ def test_the_code_that_is_digested_is_there() -> None:
     assert not runner.REPORTING - {path.stem for path in (runner.PACKAGE / "study").glob("*.py")}
 
 
-def test_what_decides_in_a_run_is_digested() -> None:
-    """The shells of the master and the data flow run in it, too: a result of before they changed is not used."""
+def list_executed(plan: RunPlan) -> set[str]:
+    """Execute a run; return the files whose functions were called."""
     executed: set[str] = set()
 
     def note_call(frame: FrameType, event: str, argument: object) -> None:
         executed.add(frame.f_code.co_filename)
 
-    (plan,) = study_of(rows={"ours": {}}, seeds=[1]).plan_results({"ours": ()})
     sys.setprofile(note_call)
     try:
         runner.execute_run(plan)
     finally:
         sys.setprofile(None)
+    return executed
+
+
+def test_what_decides_in_a_run_is_digested() -> None:
+    """The shells of the master and the data flow run in it, too: a result of before they changed is not used."""
+    (plan,) = study_of(rows={"ours": {}}, seeds=[1]).plan_results({"ours": ()})
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # without the hooks that other tests left
+        executed = pool.submit(list_executed, plan).result()
     paths = [runner.PACKAGE / name for name in runner.COMPUTING]
     digested = {str(file) for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
     left = {Path(file).relative_to(runner.PACKAGE).as_posix() for file in executed - digested if _is_ours(file)}
