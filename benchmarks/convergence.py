@@ -1,7 +1,7 @@
 """What a model learns in an asynchronous outer loop, against data parallel and synchronous DiLoCo at equal tokens.
 
 Real inner steps of a small model on real text in virtual time, on the machinery of `dips study`. By itself it runs what
-must hold, 79 runs of 6,000 inner steps, half an hour on two cores: the claims of docs/guides/choosing.md, on the seeds
+must hold, 61 runs of 6,000 inner steps, half an hour on two cores: the claims of docs/guides/choosing.md, on the seeds
 on which they were looked at. With --fresh they are held on seeds that no run on record has used, and so are the gates
 of docs/guides/gates.md; the bounds are printed first; an hour. With --full the methods are compared each at the best of
 its own inner and outer rates, then one factor at a time, then some rows at three sizes, then inner rates by the number

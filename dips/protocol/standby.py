@@ -19,6 +19,7 @@ from enum import StrEnum
 from math import inf
 
 from dips.dataclass import dataclass
+from dips.protocol.releases import added
 
 RENEW_S = 2.0  # between two writes of a lease that a standby watches
 IDLE_S = 10.0  # between two writes of one that nobody watches: a standby is noticed within so much
@@ -144,7 +145,7 @@ class SeenLease:
     number: int = -1  # of the newest file with the lease of that term
     lease: TermLease | None = None
     problem: str = ""
-    transactions: int = 0  # of that term
+    transactions: int = added(2, 0)  # of that term
 
 
 class LeaseWatch:

@@ -314,7 +314,7 @@ MIDDLE = {
     "repeat": {"unasked", "replayed"},
     "delay": {"replayed"},
     "flip": {"seal", "unasked", "replayed"},
-    "forge": {"seal", "unasked", "replayed"},
+    "forge": {"seal", "unasked", "replayed", "stream"},  # the last may come when its stream is over
 }
 
 

@@ -452,7 +452,7 @@ def test_the_benchmark_s_rows_can_be_read() -> None:
         convergence_bad.bad_rows(),
     ):
         make_study(StudyFile.model_validate({**content, "rows": rows}))
-    assert make_study(StudyFile.model_validate({**content, "rows": claims})).run_count == 79
+    assert make_study(StudyFile.model_validate({**content, "rows": claims})).run_count == 61
 
 
 def test_the_command_says_what_it_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
