@@ -23,6 +23,7 @@ from dips.protocol import codec
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import LedgerRestored, LedgerState, Record, RoundEnded, RoundReserved
 from dips.protocol.standby import SeenLease, TermLease
+from dips.store.files import ASIDE
 from dips.store.mirror import MirrorStore, fetch_sealed_file, insist, read_sealed, seal, write_sealed_file
 from dips.telemetry.logs import Log
 
@@ -102,12 +103,17 @@ def newest_term(store: MirrorStore) -> int:
 
 
 def write_base(store: MirrorStore, run: str, term: int, number: int, base: Path) -> None:
-    """Write a base, then remove all files of this and earlier terms that it replaces."""
+    """Write a base, then remove all files of this and earlier terms that it replaces, and bases that were never
+    finished: a crash leaves as much as the ledger has.
+    """
     name = f"{term:010d}-{number:010d}.base"
     write_sealed_file(store, run, f"{FOLDER}/{name}", base)
     newest = {"term": (term - 1, MOST_NUMBER)}  # that it replaces; of other kinds: those of its own number
     found = [(m[0], m[3], (int(m[1]), int(m[2]))) for m in _list_files(store)]
-    _remove(store, [file for file, kind, at in found if at <= newest.get(kind, (term, number)) and file != name])
+    former = [file for file, kind, at in found if at <= newest.get(kind, (term, number)) and file != name]
+    unfinished = insist(lambda: store.list_names(FOLDER, unfinished=True))
+    torn = [file for file in unfinished if file.endswith(".base") and file <= ASIDE + name]
+    _remove(store, former + torn)
 
 
 def write_transaction(store: MirrorStore, run: str, term: int, number: int, written: MirroredTransaction) -> None:
@@ -274,7 +280,7 @@ def _name_lease(term: int, number: int) -> str:
 # Rebuilds a lost ledger from its mirror, when a master starts without one on its disk.
 
 
-ASIDE = ".restoring"
+RESTORING_FOLDER = ".restoring"
 RESTORING = "a master that restores"  # the holder of the term of a restored ledger, which serves a later one
 OLD = "ledger.old.sqlite"  # of a master whose successor serves; one is kept
 
@@ -320,7 +326,7 @@ def restore_if_lost(config: RunFile, log: Log, claimed: int | None = None) -> No
 @contextmanager
 def make_aside(path: Path) -> Iterator[Path]:
     """Yield the name of a file in an empty directory beside this one, which is removed in the end."""
-    aside = path.parent / ASIDE
+    aside = path.parent / RESTORING_FOLDER
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:

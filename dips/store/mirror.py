@@ -85,8 +85,11 @@ class MirrorStore:
         except OSError:
             return False
 
-    def list_names(self, folder: str = "") -> list[str]:
-        """Return the names in a folder, ascending; empty if the mirror exists but the folder does not."""
+    def list_names(self, folder: str = "", *, unfinished: bool = False) -> list[str]:
+        """Return the names in a folder, ascending; empty if the mirror exists but the folder does not.
+
+        unfinished  those of files instead that were not written to their end: somebody writes them, or has crashed
+        """
         with self._translate_errors(folder):
             self._require_mirror()
             self._fs.invalidate_cache()
@@ -95,7 +98,7 @@ class MirrorStore:
             except FileNotFoundError:
                 return []
             names = (PurePosixPath(path).name for path in found)
-            return sorted(name for name in names if name != MARKER and not name.startswith(ASIDE))
+            return sorted(name for name in names if name != MARKER and name.startswith(ASIDE) is unfinished)
 
     def read_file(self, name: str, most: int) -> bytes | None:
         """Return the content of a file, None if it does not exist. Raises FailedMirror if it is longer than `most`

@@ -32,6 +32,7 @@ from dips.master.restore import SPARE, MirroredLedger
 from dips.protocol.enums import RoundResult
 from dips.protocol.records import IncarnationGiven, LedgerState, RangesLeased, Record, RoundEnded, RoundReserved
 from dips.protocol.view import LedgerMirrorView
+from dips.store.files import ASIDE
 from dips.store.mirror import MirrorStore
 from tests.power_cut import PowerCut, fell_behind
 
@@ -216,14 +217,19 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
 
 
 def test_a_base_replaces_what_it_holds_and_nothing_else(config: RunFile, tmp_path: Path) -> None:
-    """Bases and transactions of earlier terms, and those of its own up to its number; leases of earlier terms."""
+    """Bases and transactions of earlier terms, and those of its own up to its number; leases of earlier terms; bases
+    that a crash has left unfinished, but not what another master writes, or claims.
+    """
     store = restore.mirror_of(config)
     assert store is not None
     kinds = [(term, number, kind) for term in (4, 5, 6) for number in (1, 2, 3) for kind in ("base", "log", "term")]
     for term, number, kind in kinds:
         store.write_file(f"ledger/{term:010d}-{number:010d}.{kind}", b"x")
+    for name in ("0000000004-0000000009.base", "0000000005-0000000001.base", "0000000006-0000000001.base", "claim"):
+        store.write_file(f"ledger/{ASIDE}{name}", b"x")
     (tmp_path / "base").write_bytes(b"content")
     restore.write_base(store, "r", 5, 2, tmp_path / "base")
+    assert store.list_names("ledger", unfinished=True) == [f"{ASIDE}0000000006-0000000001.base", f"{ASIDE}claim"]
     stays = [(5, 2, "base"), *(k for k in kinds if k[0] == 6 or k in ((5, 3, "base"), (5, 3, "log")))]
     stays += [k for k in kinds if k[0] == 5 and k[2] == "term"]
     assert store.list_names("ledger") == sorted(f"{t:010d}-{n:010d}.{kind}" for t, n, kind in stays)
