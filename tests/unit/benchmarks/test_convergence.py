@@ -18,7 +18,7 @@ from tests.unit.study.tiny import FACTORY
 
 SHORT = {**convergence_rows.BASE, "inner_steps": 4, "inner.lr": 0.02}
 SHORT.pop("task.batch")  # of another factory
-CLAIMED = ("synchronous", "aligned", "steps", "data parallel")
+CLAIMED = ("synchronous", "aligned", "steps")
 
 
 @pytest.fixture(name="bench")
