@@ -163,7 +163,7 @@ class Connection:
 # ---- listen ---------------------------------------------------------------------------------------------------------
 
 
-HERE = "it must be an address of the host on which the agent runs"
+OWN_ADDRESS = "it must be an address of the host on which the agent runs"
 RESOLVE_S = 60.0  # the name of a pod is resolvable only some seconds after its start
 AGAIN_S = 1.0
 
@@ -219,7 +219,7 @@ async def _on_any_host(remote: tuple[str, int, str], ranks: RankServer, token: b
             raise
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        advice = "the agent of another cluster has it? Take another port" if taken else HERE
+        advice = "the agent of another cluster has it? Take another port" if taken else OWN_ADDRESS
         raise ConfigError(f"{named_by}: cannot listen on {host}:{port}: {error.strerror or error}; {advice}") from error
 
 

@@ -320,9 +320,8 @@ class MeshLoop:
                 part.copy_(state["momentum"][name].to_local())
         self._merges.load_json(told)
         self.inner_steps, self._anchored = int(told["steps"]), False
-        self._warm_left = min(
-            self._warm_left, int(told["warmup"])
-        )  # only a loop made with a warm-up averages gradients
+        # only a loop that was made with a warm-up averages gradients
+        self._warm_left = min(self._warm_left, int(told["warmup"]))
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from dips.errors import FailedDisk, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol import events as ev
 from dips.protocol.durability import RETRY_S
-from dips.protocol.effects import Apply, Note, Pending, Persist, Refused
+from dips.protocol.effects import Apply, Note, Order, Pending, Persist, Refused
 from dips.protocol.enums import RoundState
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import RoundReserved, VersionDurable
@@ -19,13 +19,19 @@ from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 V1 = VersionId(1, 1)
 
 
+def find_no_room(run: ScriptedRun) -> Order:
+    """Answer the next order, a Persist, that the disk is full; return it."""
+    order = run.orders.popleft()
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    return order
+
+
 def fail_persist(run: ScriptedRun) -> None:
     """The next push's version finds no room on the disk."""
     run.held.add(Persist)
     push = run.push("a")
-    order = run.orders.popleft()
     run.held.clear()
-    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    find_no_room(run)
     assert run.outcome(push).kind == "skipped"
 
 
@@ -39,8 +45,7 @@ def test_a_snapshot_that_succeeds_ends_the_row_of_failures() -> None:
     assert run.view.durability.state == "durable"
     run.held.add(Persist)
     run.push("a")
-    order = run.orders.popleft()
-    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    order = find_no_room(run)
     assert run.view.durability.state == "degraded"
     run.step(ev.OrderAnswered(order.slave, order.sinc, order.number, ev.Persisted(run.head, "digest")))
     assert run.view.durability.state == "degraded", "its round is over: nobody asks any more"
@@ -53,8 +58,7 @@ def test_a_snapshot_whose_writer_has_gone_is_written_by_the_next() -> None:
     fail_persist(run)
     run.held.add(Persist)
     push = run.push("a")
-    order = run.orders.popleft()
-    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    find_no_room(run)
     assert run.outcome(push).kind == "accepted" and run.view.durability.state == "degraded"
     run.wait(RETRY_S)
     assert [order.body for order in run.orders] == [Persist(run.head)]
@@ -75,8 +79,7 @@ def test_a_slave_whose_disk_lacks_the_head_is_not_drained() -> None:
     run.held.add(Persist)
     push = run.push("a")
     for _ in range(2):  # the row is written without it, and then it is tried again
-        order = run.orders.popleft()
-        run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+        find_no_room(run)
     assert run.outcome(push).kind == "accepted" and not run.orders and not run.view.durability.head
     for question in (ev.DrainAsked(0, "s"), ev.DrainAllAsked(0)):
         answer = run.ask(question)
