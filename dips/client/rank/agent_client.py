@@ -56,6 +56,7 @@ class AgentConnection:
         """Connect. Raises Unavailable if no agent answers, Denied if it is not this job's agent."""
         self._address = address
         self._seal: Seal | None = None
+        self._silent = ""  # that the agent did not answer in time; "": it always did
         try:
             self._socket = _open_socket(address)
         except OSError as error:
@@ -92,7 +93,8 @@ class AgentConnection:
 
     def receive_answer(self, question: str) -> messages.Answer:
         """Wait for the answer, which may be AskAgain; `question` is named in errors. Raises Unavailable if the agent is
-        gone.
+        gone or does not answer in time; the connection is closed then, since a late answer would be taken for that to
+        the next question.
         """
         try:
             head = self._receive_bytes(messages.LENGTH.size)
@@ -100,7 +102,9 @@ class AgentConnection:
             if self._seal:
                 self._seal.check_frame(head + body, self._receive_bytes(TAG))
         except OSError as error:
-            raise Unavailable(f"the agent at {self._address} does not answer: {error}") from error
+            self._silent = f"the agent at {self._address} does not answer: {error}"
+            self.close()
+            raise Unavailable(self._silent) from error
         answer = messages.decode_message(body)
         if not isinstance(answer, messages.Answer):
             raise RemoteProtocolError(f"the agent answered {type(answer).__name__} to {question}")
@@ -112,7 +116,7 @@ class AgentConnection:
         try:
             self._socket.sendall(frame + self._seal.tag_frame(frame) if self._seal else frame)
         except OSError as error:
-            raise Unavailable(f"the agent at {self._address} is gone: {error}") from error
+            raise Unavailable(self._silent or f"the agent at {self._address} is gone: {error}") from error
 
     def wait_until_closed(self) -> None:
         """Block until the agent has closed the connection or its host is gone; for connections without messages."""

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,6 +361,31 @@ def test_an_agent_may_think_for_as_long_as_a_poll_lasts(monkeypatch: pytest.Monk
             connection.receive_answer("PushWanted")
         answered.set()
         connection.close()
+
+
+def test_a_late_answer_is_not_taken_for_that_to_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent hung while ranks moved a push: that transfer fails, and the next question says that it is silent."""
+    monkeypatch.setattr(agent_client, "GRACE_S", 0.1)
+    failed, asked = threading.Event(), threading.Event()
+
+    def serve(peer: socket.socket) -> None:
+        seal = greet(peer)
+        failed.wait(10)
+        for answer in (Noted(), Noted()):
+            frame = messages.encode_message(answer)
+            with suppress(ConnectionError):
+                peer.sendall(frame + seal.tag_frame(frame))
+        asked.wait(10)
+
+    with scripted_peer(serve) as port:
+        client = AgentClient(JobCollectives(), at(port), 0.0)
+        client._connection = AgentConnection(at(port), 0.0)
+        assert "does not answer: timed out" in client.report_progress(1, 2, 3, 0.0)
+        failed.set()
+        with pytest.raises(Unavailable, match="does not answer: timed out"):
+            client.ask_agent(messages.PushMoved(1, 1, 1, False, "", 0))
+        asked.set()
+        client.disconnect()
 
 
 def test_an_agent_that_accepts_nobody_is_waited_for_a_bounded_time(
