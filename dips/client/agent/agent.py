@@ -605,7 +605,8 @@ class CommandRunner:
 
     def _give_up_leftovers(self, left: Sequence[int]) -> bool:
         """Warn of processes that SIGKILL does not end; return whether the agent ends without them."""
-        why = "a device or a file system hangs? Until they are gone the training command is not started"
+        why = "a device or a file system hangs, or they are another user's? Until they are gone the training command "
+        why += "is not started"
         self._log.warning("processes of the trainer do not end", pids=list(left), why=why)
         return self._signals.terminated.is_set() or self._signals.stopped.is_set()
 

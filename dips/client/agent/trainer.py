@@ -167,9 +167,9 @@ class TrainerProcess:
         return code if code >= 0 else 128 - code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process group; does nothing if the process has ended."""
+        """Send a signal to the process group; does nothing if the process has ended, or is another user's (sudo)."""
         if self._process.returncode is None:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 
     async def end_within(self, grace_s: float) -> int:
@@ -209,12 +209,12 @@ async def kill_leftovers(give_up: Callable[[Sequence[int]], bool]) -> list[int]:
     Only valid if no child may survive: the agent starts nothing but the trainer.
 
     give_up  called every UNDEAD_S with those that are not gone, as the kernel keeps what waits for a device or a file
-             system; returns whether they are waited for no longer
+             system, and those of another user (sudo) cannot be killed; returns whether they are waited for no longer
     """
     killed: list[int] = []
     while left := [pid for pid in list_descendants(os.getpid()) if pid not in killed]:
         for pid in left:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         killed += left
     undead, loop = killed, asyncio.get_running_loop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -114,6 +115,24 @@ def test_what_a_launch_leaves_is_killed_and_reaped(monkeypatch: pytest.MonkeyPat
     with suppress(FileNotFoundError):  # init has reaped it
         while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < until
+
+
+FORBIDDEN = """
+import asyncio, os
+from dips.client.agent import trainer
+if os.getuid() == 0:
+    os.setuid(65534)
+told = []
+trainer.list_descendants, trainer.UNDEAD_S = lambda root: [1], 0.0  # the first process is root's
+asyncio.run(trainer.kill_leftovers(lambda left: told.append(left) is None))
+print(told)
+"""
+
+
+def test_a_process_of_another_user_does_not_end_the_agent() -> None:
+    """What a training command has started by sudo may not be killed: the operator is told, and the agent goes on."""
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("[[1]]\n", 0), done.stderr
 
 
 async def test_a_process_that_the_kernel_does_not_end_holds_up_the_trainer_alone(
