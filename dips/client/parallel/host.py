@@ -564,6 +564,11 @@ class HostMemory:
     def finish_install(self) -> None:
         """Write the parameters that an install beside training has left (lazy.py)."""
 
+    def await_readers(self) -> None:
+        """Wait until no rank installs from shared memory any more, before it is written. Collective."""
+        if self._buffer.shards.group_of:
+            self._ranks.all_min([0])
+
     def on_inner_step(self) -> None:
         """Finish an install beside training after an inner step (lazy.py)."""
 

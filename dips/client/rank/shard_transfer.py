@@ -431,6 +431,7 @@ class ShardTransfer:
         interval  inner steps after which the next fragment is requested
         """
         self._memory.finish_install()  # a lazy install may still read the host memory
+        self._memory.await_readers()  # a pull that follows another at once would overtake a slower rank's install
         if self._feedback is not None:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
         held = self._feedback.restore_base() if self._feedback is not None and self._takes_updates else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -279,6 +280,38 @@ def transfers_of(rank: int, meeting: Meeting, halves: bool) -> ShardTransfer:
         told, _ = gather_layouts(RankLayout.from_claims(claims, "a"), "", ranks)
         layout = ModelLayout(adapter, held, make_plan(told, rank))
     return ShardTransfer(HostMemory(layout.adapter, layout.held, layout.plan, ranks), ranks, 1.0, Codec.INT8)
+
+
+def test_a_pull_waits_for_ranks_that_still_install_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas share host memory; one pulls V2 at once, while the other is slow to install V1 from it."""
+    written = threading.Event()
+
+    def pull(grant: Grant, base: Any, pieces: Any, **_: Any) -> TransferStats:
+        for piece in pieces:
+            piece.array[:] = float(grant.version.version)
+            if grant.version == V2:
+                written.set()
+        return TransferStats(0, 0.0, 1)
+
+    monkeypatch.setattr(transfer, "pull_pieces", pull)
+
+    def play(rank: int, meeting: Meeting) -> list[float]:
+        moving = transfers_of(rank, meeting, halves=False)
+        memory = moving._memory
+        requests = [
+            TransferRequest(Grant(v, (), 60.0), TransferIdentity("r", "c", 1, v.version, rank), lambda *_: "")
+            for v in (V1, V2)
+        ]
+        assert moving.begin_pull(requests[0]).wait(1).ok
+        moving._begin_install(V1)
+        if rank == 1:
+            written.wait(0.5)
+        memory.install_shard()
+        found = [number for _, view in memory.named_views() for number in view.unique().tolist()]
+        assert moving.begin_pull(requests[1]).wait(1).ok
+        return found
+
+    assert run_ranks(2, play) == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_as_many_numbers_of_other_elements_are_of_another_layout() -> None:
