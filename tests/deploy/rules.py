@@ -17,6 +17,7 @@ WRITABLE = ("/tmp", CLAIM, "/dev/shm")  # of a read-only root
 KEPT = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 UNITS = {"": 1, "m": 0.001, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 HOPELESS = {next(t.exit_code for c, t in TREATMENTS if issubclass(e, c)) for e in (ConfigError, Denied)}
+FAILURES = 60  # of a node in a run of a month that a job must outlive: two a day
 
 JOBS = {"dips-master": "dips-master", "dips-slave": "dips-slave", "dips-cluster": "dips-agent"}  # of deploy/prometheus
 
@@ -208,7 +209,9 @@ def servers_are_spread(objects: list[Manifest], pods: list[Pod]) -> Iterator[str
 
 
 def jobs_know_exit_codes(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
-    """What cannot get better fails the job; drained nodes do not count; each rule names a container that is there."""
+    """What cannot get better fails the job; drained nodes do not count; each rule names a container that is there; and
+    a job of several nodes outlives as many failures as a month brings.
+    """
     for manifest in objects:
         for job, template in pod_specs(manifest):
             if manifest["kind"] == "StatefulSet":
@@ -223,6 +226,9 @@ def jobs_know_exit_codes(objects: list[Manifest], pods: list[Pod]) -> Iterator[s
                 yield f"{_named(manifest)}: 75 (a newer incarnation took over) is no reason to fail the job"
             if not any(r["action"] == "Ignore" and r.get("onPodConditions") for r in rules):
                 yield f"{_named(manifest)}: a drained node counts as a failure"
+            nodes_fail = job.get("backoffLimitPerIndex", 0), job.get("maxFailedIndexes")
+            if job.get("completionMode") == "Indexed" and (nodes_fail[0] < FAILURES or nodes_fail[1] != 0):
+                yield f"{_named(manifest)}: one failure of its head counts once for each of its nodes: {nodes_fail}"
             names = {r["onExitCodes"]["containerName"] for r in rules if "onExitCodes" in r}
             if names - {c["name"] for c in template["spec"]["containers"]}:
                 yield f"{_named(manifest)}: exit codes of {sorted(names)}, which are no containers"

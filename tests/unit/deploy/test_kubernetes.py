@@ -148,6 +148,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
         lambda o: find(o, "Job", "berlin")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"].update(values=[77]),
         r"Job berlin: expected FailJob on \[77, 78\]",
     ),
+    "failures of all nodes": (
+        lambda o: find(o, "Job", "berlin")["spec"].update(backoffLimitPerIndex=20),
+        "Job berlin: one failure of its head counts once for each of its nodes",
+    ),
     "restarted": (lambda o: pod(o, "Job", "berlin").update(restartPolicy="OnFailure"), "needs restartPolicy Never"),
     "evicted": (
         lambda o: find(o, "StatefulSet", "dips-slave")["spec"]["template"]["metadata"]["annotations"].clear(),
