@@ -58,7 +58,7 @@ def time_stages(model: nn.Module, wrong: bool) -> dict[str, float]:
     client = AgentClient(collectives, find_address(config), config.poll_s)
     differences = ""
     try:
-        attach_trainer(client, layout.plan.manifest, 1, (), "")
+        attach_trainer(client, config, layout.plan.manifest, 1, (), "")
     except DifferentModel as error:
         differences = str(error)
     assert ("down_proj.weight: expected shape" in differences) == wrong, differences

@@ -25,6 +25,7 @@ File = TypeVar("File", bound=Section)
 _SET = "the run began with it; `dips set` changes the run's, without a restart"
 _AGREED = "master, slaves and clusters agreed on it when the run was made"
 _OPEN = "the port is open since the start: restart this process"
+_RANKS = "the ranks read it when they start: it counts from the next start of the training command"
 _MEMORY = "memory is allocated at the start: restart this slave (`dips drain` first, so that no round is lost)"
 
 # Why a key cannot change while the daemon runs: the first matching row. Other keys are read at the start.
@@ -45,6 +46,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("*.slots", _MEMORY),
     ("*.pinned", _MEMORY),
     ("*.directory", "it is locked as long as this process runs: stop it, move the directory, start it"),
+    *((key, _RANKS) for key in ("overlap", "fragments", "install", "on_divergence")),
     ("tls", "the files are looked at each second, renew them in place; another path, or none, takes a restart"),
 )
 _OTHERWISE = "it is read at the start: restart this process"

@@ -13,6 +13,7 @@ from dips.client.rank.feedback import Feedback
 from dips.data.steps import Part, samples_of
 from dips.errors import Denied, Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
+from dips.protocol.enums import DivergencePolicy
 from dips.sim.heap import ChangeSignal, Fiber, Gate, Heap, Story, Wait, sleep
 from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.scenario import SimFeed, Site
@@ -259,7 +260,10 @@ class SimTrainer:
         manifest, ranks = world.manifest.digest, self.site.ranks
         name = f"{self.launch}.{self.restart}"
         self.keys = make_keys(f"{self.site.name}.{name}", ranks)
-        attach = messages.Attach(self.launch, self.restart, name, manifest, ranks, ranks, self.keys)
+        attach = messages.Attach(
+            self.launch, self.restart, name, manifest, ranks, ranks,
+            self.site.overlap, self.site.fragments, DivergencePolicy.RESET, self.keys,
+        )  # fmt: skip
         welcome = yield from self._ask_until_answered(attach)
         assert isinstance(welcome, messages.Attached), welcome
         self.attempt = welcome.attempt

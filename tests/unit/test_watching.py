@@ -232,4 +232,5 @@ def test_every_key_has_a_reason() -> None:
     assert "restart this process" in explain_key("master.most_rollback")
     assert "dips set" in explain_key("shared.stop.tokens")
     assert "agreed" in explain_key("shared.codec")
+    assert "next start of the training command" in explain_key("overlap")
     assert list(find_changes({"a": {"b": 1}}, {"a": {"b": 2}, "c": 3})) == [("a.b", 1, 2), ("c", None, 3)]

@@ -11,7 +11,7 @@ from dips.client.agent.state import AgentState, Crash, SyncPhase, drop_remark, m
 from dips.client.agent.trainer import BY_SIGNAL, SILENT, describe_signal
 from dips.client.agent.training import look_at_end, mark_inner_steps
 from dips.client.ipc.messages import Answer, AskAgain, Attach, Attached, Detach, ErrorReply, ManifestSent, Noted
-from dips.dataclass import dataclass
+from dips.dataclass import dataclass, replace
 from dips.errors import ConfigError, DifferentModel, RemoteProtocolError, class_named, treatment_of
 from dips.protocol.effects import ManifestWanted
 from dips.protocol.enums import RemarkSubject
@@ -75,6 +75,9 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     trainer.launch = max(trainer.launch, message.launch)
     trainer.push_ranks, trainer.pull_ranks = message.push_ranks, message.pull_ranks
     trainer.keys = message.keys
+    s.settings = replace(
+        s.settings, overlap=message.overlap, fragments=message.fragments, on_divergence=message.on_divergence
+    )
     trainer.steps_before, trainer.idle_since = trainer.inner_steps, s.now
     trainer.base, trainer.must_pull, trainer.starved, trainer.detached = None, False, False, False
     trainer.attached, trainer.pipeline, trainer.restarts_for = False, None, ""

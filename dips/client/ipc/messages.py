@@ -13,6 +13,7 @@ from dips.dataclass import dataclass
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import Grant, ManifestWanted
+from dips.protocol.enums import DivergencePolicy
 
 # ---- messages -------------------------------------------------------------------------------------------------------
 # Rank 0 asks; the agent answers at once, or after at most `poll_s` with AskAgain: then the question is repeated. A
@@ -51,6 +52,10 @@ class Attach:
     manifest_digest: str
     push_ranks: int  # ranks that hold something to push
     pull_ranks: int  # ranks that hold something to pull
+    # Keys of the cluster file by which both go; it may have changed since the agent read it: the ranks' count.
+    overlap: bool
+    fragments: int
+    on_divergence: DivergencePolicy
     keys: tuple[str, ...] = ()  # public keys of the ranks that move bytes, for the lanes
     frozen_digest: str = ""  # digest of a sample of the frozen parameters; "": there are none, or it is unknown
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ from dips.client.parallel.shard_buffer import HostSum
 from dips.client.rank.agent_client import AgentClient, AgentConnection, JobCollectives
 from dips.client.rank.steps import OuterState
 from dips.config import ClusterFile, Shared, load_cluster
+from dips.config.watching import find_changes
 from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import GENESIS
 from dips.protocol.data import BegunRange
@@ -219,6 +221,25 @@ def find_config(config: str | os.PathLike[str] | None) -> ClusterFile:
     return load_cluster(Path(path))
 
 
+# Keys of the cluster file that all ranks must have alike, besides the options that the run has agreed on.
+ALIKE = ("cluster", "overlap", "fragments", "on_divergence")
+
+
+def compare_files(config: ClusterFile, alone: bool, collectives: JobCollectives) -> None:
+    """Raise ConfigError, the same on all ranks, if they were given different cluster files, as on hosts with a file of
+    their own. Collective.
+    """
+    own: dict[str, Any] = {"trains alone": alone, **{key: getattr(config, key) for key in ALIKE}}
+    own |= {"shared": config.shared.agreed, "tls": bool(config.tls)}
+    told = [json.loads(text) for text in collectives.all_gather(json.dumps(own).encode())]
+    for rank, other in enumerate(told):
+        for key, ours, theirs in find_changes(told[0], other):
+            raise ConfigError(
+                f"{key}: {ours} on rank 0, {theirs} on rank {rank}: the ranks of a job need the same cluster file; "
+                f"{CLUSTER_FILE} names it, or the script"
+            )
+
+
 def watch_run(config: ClusterFile, alone: bool) -> Callable[[], None]:
     """End this process when its agent ends; return a function that stops the watch. Does nothing for a script alone."""
     return (lambda: None) if alone else watch_agent(address.find_address(config), config.poll_s)
@@ -253,18 +274,25 @@ def tell_memory(collectives: JobCollectives, needed: HostSum, alone: bool) -> No
 
 
 def attach_trainer(
-    agent_client: AgentClient, manifest: Manifest, transfer_ranks: int, keys: tuple[str, ...], frozen_digest: str
+    agent_client: AgentClient,
+    config: ClusterFile,
+    manifest: Manifest,
+    transfer_ranks: int,
+    keys: tuple[str, ...],
+    frozen_digest: str,
 ) -> OuterState:
     """Announce this start of the trainer to the agent. Raises DifferentModel if the model is not the run's.
 
+    config         the cluster file as the ranks have read it
     keys           public keys of the ranks that move bytes; none for plain lanes
     frozen_digest  digest of the frozen parameters, or ""; rank 0's counts
     """
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
     process = f"{process_name()}/{next(_loops)}"
     attach = messages.Attach(
-        incarnation, restart, process, manifest.digest, transfer_ranks, transfer_ranks, keys, frozen_digest
-    )
+        incarnation, restart, process, manifest.digest, transfer_ranks, transfer_ranks,
+        config.overlap == "full", config.fragments, config.on_divergence, keys, frozen_digest,
+    )  # fmt: skip
     attached = agent_client.ask_until_answered(attach)
     if isinstance(attached, ManifestWanted):  # the model is not the run's; the master tells where it differs
         attached = agent_client.ask_until_answered(messages.ManifestSent(attach.process, pack_manifest(manifest)))

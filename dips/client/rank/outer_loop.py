@@ -107,6 +107,7 @@ class OuterLoop:
         self._unwatch = joining.watch_run(self._config, alone)
         self.resumed = False  # whether training goes on from what `load_state_dict` was given, not from a pull instead
         self._collectives = JobCollectives(self._config.collective_s)
+        joining.compare_files(self._config, alone, self._collectives)
         self._agent_client = joining.find_agent(self._config, self._collectives, alone)
         self._may_push = may_push
         if may_push is not None and self._config.overlap != "none":
@@ -139,7 +140,9 @@ class OuterLoop:
         moving = self._shard_transfer
         keys = moving.public_keys if self._config.tls else ()  # plain lanes ask for none
         frozen = UNKNOWN if layout.adapter.staged else digest_frozen(parts, self._collectives)
-        self._state = joining.attach_trainer(self._agent_client, layout.plan.manifest, moving.ranks, keys, frozen)
+        self._state = joining.attach_trainer(
+            self._agent_client, self._config, layout.plan.manifest, moving.ranks, keys, frozen
+        )
         self._inner, self._step_checks = InnerState(), StepChecks(self._collectives)
         self._outer_steps = OuterSteps(
             self._config, self._state, self._agent_client, self._shard_transfer, self._reset_optimizers

@@ -124,7 +124,8 @@ class Play:
         return PushWanted(self.s.trainer.attempt, next(self.number))
 
     def attach(self, launch: int = 1, restart: int = 0, pid: int = 7) -> Attach:
-        return Attach(launch, restart, str(pid), DIGEST, 1, 2)
+        kept = self.s.settings
+        return Attach(launch, restart, str(pid), DIGEST, 1, 2, kept.overlap, kept.fragments, kept.on_divergence)
 
     # ---- the master ------------------------------------------------------------------------------------------------
 

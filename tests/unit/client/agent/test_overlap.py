@@ -19,8 +19,9 @@ from dips.client.ipc.messages import (
     TrainOn,
     TransferProgress,
 )
+from dips.ids import GENESIS
 from dips.protocol.effects import Acknowledged, Committed, Finished, Outcome, Progress, Refused
-from dips.protocol.enums import OutcomeKind
+from dips.protocol.enums import DivergencePolicy, OutcomeKind
 from dips.protocol.events import PullFinished, PushFinished, PushRequested
 from tests.unit.client.agent.play import V1, H, Play, grant, outcome
 
@@ -222,3 +223,19 @@ def test_what_ranks_see_late_was_not_slow(play: Play, idle_s: float, rate: float
     play.send(TransferProgress(1, 400, 400, idle_s))
     play.send(replace(moved, nbytes=400))
     assert play.s.sync.meter.bytes_per_s == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_key_that_was_edited_counts_for_both_ends_once_the_ranks_start_anew(before: bool) -> None:
+    """The agent lives on: a merge is ordered if the ranks keep what they pushed, and else the version installed, which
+    is no sign of a model that diverged.
+    """
+    play, after = Play(overlap=before), not before
+    play.begin()
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    play.send(replace(play.attach(launch=2, pid=8), overlap=after, on_divergence=DivergencePolicy.STOP))
+    play.pull(GENESIS)
+    play.step(4)
+    order = play.push_until_accepted()
+    assert order.merge == after and play.s.trains_on == after
+    assert play.s.settings.on_divergence is DivergencePolicy.STOP

@@ -24,6 +24,7 @@ from dips.client.ipc.messages import (
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, ManifestWanted, SlaveAddress
+from dips.protocol.enums import DivergencePolicy
 
 spell = msgspec.msgpack.encode
 GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2)),), 60.0)
@@ -46,7 +47,7 @@ def nested(field: str, value: object) -> bytes:
         PipelineReported(1, 2, 0.5, 0.25, (PlayedStage({"forward": 0.125}, {"border": 0.5}, {"gathered": 64}),)),
         InsideChanged(1, "gear", "gear 1 to 2"),
         AskAgain("äöü"),
-        Attach(1, 0, "9", "0" * 64, 1, 2),
+        Attach(1, 0, "9", "0" * 64, 1, 2, True, 4, DivergencePolicy.STOP),
         ManifestWanted("0" * 64),
         ManifestSent("9", b"\x78\x01"),
     ],

@@ -38,10 +38,12 @@ from dips.client.rank.shard_transfer import BackgroundTransfer, ShardTransfer, T
 from dips.client.rank.steps import OuterSteps
 from dips.client.rank.transfer import TransferStats
 from dips.codecs import Codec
+from dips.config import load_cluster
 from dips.dataclass import replace
 from dips.errors import ConfigError, Diverged, LocalProtocolError, UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
+from tests.unit.client.parallel.late_device import Meeting, ThreadRanks, run_ranks
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
 
@@ -159,6 +161,34 @@ def test_replicas_that_synchronise_by_themselves_need_training_to_pause(director
     """A version that is merged beside training would come between two synchronisations."""
     with pytest.raises(ConfigError, match="may_push: expected overlap: none in the cluster file"):
         OuterLoop(nn.Linear(3, 2), change_file(directory, install="whole", overlap="full"), may_push=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "alone", "why"),
+    [
+        ({}, False, ""),
+        ({"overlap": "full"}, False, "overlap: none on rank 0, full on rank 1: the ranks of a job need the same"),
+        ({"shared": {"run": "r", "codec": "int8"}}, False, "shared.codec: fp32 on rank 0, int8 on rank 1"),
+        ({"max_restarts": 3, "log_level": "debug"}, False, ""),  # the agent's
+        ({}, True, "trains alone: False on rank 0, True on rank 1"),
+    ],
+)
+def test_ranks_of_different_cluster_files_are_told_so(
+    directory: Path, theirs: dict[str, Any], alone: bool, why: str
+) -> None:
+    """As on two hosts with a file of their own, one of which was edited: both ranks end, and neither waits."""
+    files = [load_cluster(change_file(directory)), load_cluster(change_file(directory, **theirs))]
+
+    def compare(rank: int, meeting: Meeting) -> str:
+        ranks: Any = ThreadRanks(rank, meeting)
+        try:
+            joining.compare_files(files[rank], alone and rank == 1, ranks)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    first, second = run_ranks(2, compare)
+    assert first == second and first.startswith(why) and bool(first) == bool(why)
 
 
 class UnreadLoss:
@@ -442,6 +472,8 @@ def test_a_push_that_was_given_up_is_told(directory: Path, monkeypatch: pytest.M
             outer.push()
         outer.close()
     agent.join()
+    attach = agent.messages[0]
+    assert isinstance(attach, messages.Attach) and attach.overlap == (overlap == "full")
     (remarked,) = [message.text for message in agent.messages if isinstance(message, messages.Remarked)]
     assert [str(warning.message) for warning in warned] == [f"OuterLoop: {remarked}"]
     assert "given up (all 2 slots are in use)" in remarked and "lost if the script ends" in remarked
