@@ -10,6 +10,7 @@ from dips.client.agent.push_pull import (
     give_back,
     give_verdict,
     halt_dropped,
+    is_demanded_still,
     moving_transfer,
     push_idle_s,
     train_on,
@@ -172,10 +173,12 @@ def on_unreachable(s: AgentState, reason: str) -> None:
 
 
 def _waits_in_vain(s: AgentState) -> bool:
-    """Return whether the trainer waits although it could train, and only the master can end the wait."""
+    """Return whether the trainer waits although it could train, and only the master can end the wait. A push that its
+    script demands is waited for longer.
+    """
     could_train = not s.settings.overlap and s.trainer.base is not None and not s.trainer.must_pull
     masters_turn = s.sync.phase in (SyncPhase.FINISHING, SyncPhase.AWAITING, SyncPhase.ASKING_PULL)
-    return s.sync.waiting and could_train and masters_turn
+    return s.sync.waiting and could_train and masters_turn and not is_demanded_still(s)
 
 
 # ---- heartbeats -----------------------------------------------------------------------------------------------------

@@ -118,11 +118,11 @@ def train_on(s: AgentState, reason: str, again: bool = False) -> TrainOn:
         return put_off(s, reason, 1)
     if not s.settings.overlap:  # with overlap the pace restarted when the push was frozen
         s.pace.restart_count(s.now)
-    return TrainOn(reason, max(1, s.pace.look_in(s.now)), s.fraction, s.sync.result, s.range_requests.recalls)
+    return put_off(s, reason, max(1, s.pace.look_in(s.now)))
 
 
 def put_off(s: AgentState, reason: str, steps: int) -> TrainOn:
-    """Return the order to train on and ask again after `steps`: no push has begun, also if the script demanded one."""
+    """Return the order to train on and ask again after `steps`; a push that the script still demands is given up."""
     return TrainOn(reason, steps, s.fraction, s.sync.result, s.range_requests.recalls, given_up=s.sync.demanded)
 
 
@@ -166,12 +166,16 @@ RETRY_S = 0.5  # pause before a failed pull is asked for again
 
 
 def end_transfer(s: AgentState, reason: str, again: bool = False, delay_s: float = 0.0) -> None:
-    """End the present transfer: ask for the pull that a waiting trainer needs, or answer the trainer."""
+    """End the present transfer: ask for the pull that a waiting trainer needs, or again for the push that its script
+    demands, or answer the trainer.
+    """
     sync = s.sync
     sync.phase, sync.reason, sync.grant = SyncPhase.RESTING, reason, None
     want_final_pull(s)
     if sync.waiting and sync.pull_due:
         ask_pull(s, delay_s)
+    elif _stands_on(s):
+        ask_push(s, AGAIN_S, reason)
     elif sync.waiting:
         conclude_question(s, reason, again)
 
@@ -244,6 +248,7 @@ def _record_install(s: AgentState, moved: PullMoved) -> None:
     s.tally.moved["pull"] += moved.nbytes
     if not moved.merged:
         lose_work(s)  # the pull has overwritten the work since the last freeze
+        s.sync.demanded = False  # no push can bring it any more
 
 
 def record_pull_failure(s: AgentState, reason: str) -> None:
@@ -331,7 +336,7 @@ def freeze_push(s: AgentState) -> None:
 
 def on_push_moved(s: AgentState, moved: PushMoved) -> None:
     """Ask the master to commit the push if all bytes are at the slaves; otherwise abort it, and the trainer trains
-    on.
+    on, or waits for another try if its script demands the push.
     """
     sync = s.sync
     s.record_mark("push_end", push=str(s.push_id), ok=moved.ok, nbytes=moved.nbytes, reason=moved.reason)
@@ -341,7 +346,8 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
     if not moved.ok:
         give_back(s)
         abort_push(s, f"its push failed: {moved.reason}")
-        give_verdict(s, train_on(s, sync.reason))
+        if not is_demanded_still(s):
+            give_verdict(s, train_on(s, sync.reason))
         return
     s.trainer.resets = 0
     record_moved(s, moved.nbytes, moved.nbytes)
@@ -393,6 +399,7 @@ def on_outcome(s: AgentState, result: Outcome) -> None:
         give_back(s)
         end_transfer(s, f"its round was skipped: {result.reason}")
         return
+    sync.demanded = False
     settled = s.account.settle_outcome(result.kind)
     s.ranges.settle_part(settled.ranges, settled.begun)
     look_at_outcome(s, result.kind, result.reason)
@@ -474,22 +481,23 @@ def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
     """Return the verdict on rank 0's question; AskAgain until there is one."""
     sync = s.sync
     if q.number > sync.heard:
-        sync.heard, sync.heard_at = q.number, s.now
-        sync.demanded = isinstance(q, PushWanted) and q.demanded
+        sync.heard = q.number
+        if isinstance(q, _WANTED):  # the report of a transfer that a demand has begun still waits for its end
+            sync.heard_at, sync.demanded = s.now, isinstance(q, PushWanted) and q.demanded
     if q.number > sync.question:
         if isinstance(q, PushWanted) and _is_reserving(s):
             _take_question(s, q.number)  # asked again after training on for a while; its STAND_S are used up
         elif isinstance(q, _WANTED) and sync.phase is not SyncPhase.RESTING:
             # The last transfer is being settled; a trainer with parameters need not wait for an unreachable master.
             away = isinstance(q, PushWanted) and s.membership.unreachable_since is not None
-            stands = not away or _is_demanded_still(s)
+            stands = not away or is_demanded_still(s)
             return AskAgain(sync.reason) if stands else train_on(s, sync.reason, again=True)
         else:
             _take_question(s, q.number)
             sync.waits_since = s.now
             _open_question(s, q)
     verdict = _find_verdict(s)
-    if isinstance(verdict, AskAgain) and sync.phase is SyncPhase.ASKING_PUSH and _stands_too_long(s):
+    if isinstance(verdict, AskAgain) and _waits_for_push(s) and _stands_too_long(s):
         sync.waiting = False  # the master is still asked: its grant is taken at the trainer's next question
         return put_off(s, sync.reason, s.pace.steps_until_ask)
     return verdict
@@ -504,25 +512,31 @@ def _is_reserving(s: AgentState) -> bool:
     return s.sync.phase is SyncPhase.ASKING_PUSH or (s.sync.phase is SyncPhase.PUSHING and not s.sync.frozen)
 
 
+def _waits_for_push(s: AgentState) -> bool:
+    """Return whether a push is asked for, or one that the script demands will be once the last is aborted."""
+    again = s.sync.phase is SyncPhase.ABORTING and s.sync.demanded and not s.trainer.must_pull
+    return again or s.sync.phase is SyncPhase.ASKING_PUSH
+
+
 def _stands_too_long(s: AgentState) -> bool:
     """Return whether the trainer has waited long enough for a slot: DEMANDED_S for a push that its script demands, else
     STAND_S, or not at all for an unreachable master.
     """
     if s.sync.demanded:
-        return not _is_demanded_still(s)
+        return not is_demanded_still(s)
     in_vain = s.membership.unreachable_since is not None or s.now - s.sync.waits_since >= STAND_S
     return not s.settings.overlap and in_vain
 
 
-def _is_demanded_still(s: AgentState) -> bool:
-    """Return whether the script demands a push, and has waited less than DEMANDED_S for it to begin."""
+def is_demanded_still(s: AgentState) -> bool:
+    """Return whether the script demands a push that is not settled, and has waited less than DEMANDED_S for it."""
     return s.sync.demanded and s.now - s.sync.heard_at < DEMANDED_S
 
 
 def _stands_on(s: AgentState) -> bool:
-    """Return whether the trainer stands until its push gets a slot, though the master has just refused one."""
+    """Return whether the trainer stands until its push is settled, though one was just refused or has failed."""
     comes_first = s.sync.pull_due or s.membership.progress.finished is not None
-    return s.sync.waiting and _is_demanded_still(s) and not comes_first
+    return s.sync.waiting and is_demanded_still(s) and not comes_first
 
 
 def _open_question(s: AgentState, q: SyncQuestion) -> None:

@@ -379,8 +379,8 @@ class OuterSync:
     verdict: Answer | None = None  # the verdict, given again when the question is repeated; None: none yet
     waits_since: float = 0.0  # when the question was taken
     heard: int = 0  # number of the newest question, which is not taken before the last transfer is over
-    heard_at: float = 0.0  # when it was first asked
-    demanded: bool = False  # it asks for a push that the script demands
+    heard_at: float = 0.0  # when a push or pull was last wanted
+    demanded: bool = False  # its script demands a push, and none was settled since
     # the transfer
     grant: Grant | None = None
     frozen: bool = False  # the ranks have the order to freeze the model for the present push

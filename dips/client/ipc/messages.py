@@ -301,7 +301,7 @@ class TrainOn:
     progress: float
     result: PushResult | None = None  # of the newest push that was settled
     recalls: int = 0  # as in RangeGiven
-    given_up: bool = False  # the push that the script demanded has not begun, and is not waited for any longer
+    given_up: bool = False  # the push that the script demanded has not begun or failed, and is no longer waited for
 
 
 @dataclass(frozen=True, slots=True)

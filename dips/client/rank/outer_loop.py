@@ -306,8 +306,9 @@ class OuterLoop:
         """Take part in an outer step now, regardless of the pace; all inner steps since the last push count.
         Collective. Under `overlap: full` this begins it, and training goes on.
 
-        Waits up to ten minutes for a slot, or for a master that is away; then it warns that nothing was pushed, and
-        training may go on.
+        Waits up to ten minutes for a slot, for a master that is away, or while it refuses the push, as on a link that
+        is too slow; a push that breaks, or whose round is skipped, is tried again meanwhile. Then it warns that nothing
+        was pushed, and training may go on.
         """
         if self._settle_work("push"):
             self._poll_outer_step(demanded=True)

@@ -89,6 +89,7 @@ class Play:
         self.heartbeats: list[ClusterHeartbeat] = []
         self.saved: list[PastIncarnation] = []
         self.number = count(1)
+        self.demands = True  # pushes are demanded, else by the pace
 
     def do(self, actions: Actions) -> None:
         for action in actions:
@@ -117,7 +118,7 @@ class Play:
 
     def want_push(self) -> PushWanted:
         """Demanded, since these stories are about pushes; when one is due is test_pace.py's."""
-        return PushWanted(self.s.trainer.attempt, next(self.number), demanded=True)
+        return PushWanted(self.s.trainer.attempt, next(self.number), self.demands)
 
     def look_for_push(self) -> PushWanted:
         """By the pace: the trainer trains on where a demanded push would wait."""

@@ -92,14 +92,9 @@ def test_a_last_push_that_comes_to_nothing_is_tried_again() -> None:
     assert play.send(RangeWanted(1, 2)) == UNSETTLED
     moved = play.push_until_committed()
     play.reply(outcome(OutcomeKind.SKIPPED, None, pull=False))
-    play.send(moved)
-    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
-    play.now += AGAIN_S
-    assert play.send(RangeWanted(1, 2)) == UNSETTLED
-    want = play.want_push()
-    play.send(want)
+    assert isinstance(play.send(moved), AskAgain) and play.asks[Channel.SYNC].delay_s == AGAIN_S
     play.reply(Refused(5.0, "all 2 slots are in use"))
-    assert isinstance(play.send(want), AskAgain) and play.asks[Channel.SYNC].delay_s == 5.0
+    assert isinstance(play.send(moved), AskAgain) and play.asks[Channel.SYNC].delay_s == 5.0
     assert push(play).tokens == 30
     assert play.send(RangeWanted(1, 2)) == ENDED
 

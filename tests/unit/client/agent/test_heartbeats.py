@@ -49,6 +49,7 @@ def play() -> Play:
 
 def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
     """A heartbeat that left while the push moved, answered without it, ends it; one from before the grant does not."""
+    play.s.pace, play.demands = Pace(steps=1), False
     play.begin()
     play.step()
     assert build_heartbeat(play.s) is not None
@@ -72,6 +73,7 @@ def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
     assert isinstance(play.send(moved), TrainOn)
     play.reply(Acknowledged())
     play.check_consumed(10)
+    play.demands = True
     play.push_until_granted()
     assert play.send(moving) == Noted()
 
@@ -279,11 +281,12 @@ def test_each_heartbeat_saves_what_was_consumed(play: Play) -> None:
     assert play.saved[-1] == PastIncarnation(1, 30)
 
 
-def test_an_incarnation_that_lives_after_all_goes_on(play: Play) -> None:
+def test_an_incarnation_that_lives_after_all_goes_on() -> None:
     """A push was refused as if it were over, and the master says that it lives: the trainer is told to train on."""
+    play = Play(pace_steps=1)
     play.begin()
     play.step()
-    want = play.want_push()
+    want = play.look_for_push()
     play.send(want)
     play.do(play.core.on_error(play.asks[Channel.SYNC], StaleIncarnation("west/1 is gone"), 1.0))
     assert play.s.sync.phase is SyncPhase.UNSURE and isinstance(play.send(want), AskAgain)

@@ -239,8 +239,10 @@ def test_a_trainer_with_parameters_does_not_wait_for_an_absent_master_to_close_i
     assert play.push_until_granted().seq == 3
 
 
-def test_unreachable_master_after_commit_settles_later(play: Play) -> None:
+def test_unreachable_master_after_commit_settles_later() -> None:
     """The trainer trains on; the Outcome that comes later settles the push, and its pull is closed unread."""
+    play = Play(pace_steps=1)
+    play.demands = False
     play.begin()
     play.step(2)
     moved = play.push_until_committed()

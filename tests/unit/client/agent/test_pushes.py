@@ -25,7 +25,7 @@ from dips.client.ipc.messages import (
 )
 from dips.dataclass import replace
 from dips.errors import StalePush, StaleVersion
-from dips.protocol.effects import Acknowledged, Dropped, Finished, Refused, Result
+from dips.protocol.effects import Acknowledged, Committed, Dropped, Finished, Refused, Result
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushFinished, PushRequested
 from tests.unit.client.agent.play import V1, H, Play, grant, outcome
@@ -82,14 +82,16 @@ def test_a_push_carries_what_was_earned_up_to_its_freeze(play: Play) -> None:
 
 
 @pytest.mark.parametrize("answer", [outcome(OutcomeKind.SKIPPED, None, pull=False), Dropped("its round died")])
-def test_a_round_that_breaks_gives_the_progress_back(play: Play, answer: Result) -> None:
+def test_a_round_that_breaks_gives_the_progress_back(answer: Result) -> None:
     """Skipped or dropped: the cluster trains on, and the next push carries both portions."""
+    play = Play(pace_steps=2)
+    play.demands = False
     play.begin()
     play.step(2)
     moved = play.push_until_committed()
     play.reply(answer)
     told = play.send(moved)
-    assert isinstance(told, TrainOn) and told.steps == H
+    assert isinstance(told, TrainOn) and told.steps == 2 and not told.given_up
     play.step(2)
     verdict = play.push_until_granted()
     play.send(PushMoved(1, next(play.number), verdict.seq, True, "", 1))
@@ -137,9 +139,12 @@ def test_the_next_transfer_names_the_last_accepted_push(play: Play, kind: Outcom
     assert verdict.accepted == (seq if settles else 0)
 
 
-def test_an_outcome_that_the_trainer_did_not_wait_for_comes_with_its_next_push(play: Play) -> None:
+def test_an_outcome_that_the_trainer_did_not_wait_for_comes_with_its_next_push(paced: Play) -> None:
     """It trained on while the master was away; what it froze lies in the host buffer until the next freeze."""
+    play = paced
     play.begin()
+    play.step()
+    play.demands = False
     moved = play.push_until_committed()
     play.lose_master(1.0)
     play.now = 20.0
@@ -148,6 +153,7 @@ def test_an_outcome_that_the_trainer_did_not_wait_for_comes_with_its_next_push(p
     play.reply(outcome(OutcomeKind.ACCEPTED))
     play.asked(PullFinished)
     play.reply(Acknowledged())
+    play.step()
     assert play.push_until_granted().accepted == moved.seq
 
 
@@ -184,13 +190,15 @@ def test_who_waits_for_a_slot_says_what_it_waits_for(paced: Play) -> None:
     assert [fields["place"] for kind, fields in paced.marks if kind == "waits_for_slot"] == [3, 2]
 
 
-def test_a_failed_transfer_is_aborted_and_its_progress_carried(play: Play) -> None:
+def test_a_failed_transfer_is_aborted_and_its_progress_carried() -> None:
     """A rank that could not push ends the push for all; the trainer does not wait for the abort."""
+    play = Play(pace_steps=2)
+    play.demands = False
     play.begin()
     play.step(2)
     verdict = play.push_until_granted()
     told = play.send(PushMoved(1, next(play.number), verdict.seq, False, "UnavailableSlave: gone", 0))
-    assert isinstance(told, TrainOn) and told.steps == H
+    assert isinstance(told, TrainOn) and told.steps == 2 and not told.given_up
     assert "UnavailableSlave" in play.asked(PushAborted).reason
     play.reply(Acknowledged())
     assert play.s.sync.phase is SyncPhase.RESTING and play.s.account.carried.tokens == 20
@@ -402,6 +410,71 @@ def test_a_push_that_the_script_demands_is_given_up_in_the_end(play: Play, case:
     told = play.send(play.look_for_push())
     assert isinstance(told, TrainOn) and not told.given_up
     assert play.s.account.carried.inner_steps == 4, "the next push brings it"
+
+
+FAILURES = ["it broke", "its round was skipped", "it was dropped"]
+
+
+def push_in_vain(play: Play, how: str) -> PushMoved:
+    """A push fails; return the ranks' question, which is still open."""
+    if how == "it broke":
+        moved = report_move(play, ok=False)
+        play.reply(Acknowledged())
+        return moved
+    moved = play.push_until_committed()
+    skipped = outcome(OutcomeKind.SKIPPED, None, pull=False)
+    play.reply(skipped if how == "its round was skipped" else Dropped("ps1 was lost"))
+    return moved
+
+
+def report_move(play: Play, ok: bool) -> PushMoved:
+    """Push, and return the ranks' report, which the master is told of."""
+    order = play.push_until_granted()
+    moved = PushMoved(1, next(play.number), order.seq, ok, "" if ok else "ps1 is gone", 9)
+    play.send(moved)
+    play.asked(PushFinished if ok else PushAborted)
+    return moved
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_push_that_the_script_demands_is_tried_again(how: str, overlap: bool) -> None:
+    """As one that gets no slot: at the end of a script no later push brings what was trained last."""
+    play = Play(overlap=overlap)
+    play.begin()
+    play.step(4)
+    moved = push_in_vain(play, how)
+    assert isinstance(play.send(moved), AskAgain)
+    assert (play.asked(PushRequested).push.seq, play.asks[Channel.SYNC].delay_s) == (3, 1.0)
+    play.reply(grant())
+    again = play.send(moved)
+    assert isinstance(again, PushNow) and play.s.account.frozen.inner_steps == 4
+    moved = PushMoved(1, next(play.number), again.seq, True, "", 9)
+    play.send(moved)
+    play.reply(Committed())
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    pull = play.send(moved)
+    assert isinstance(pull, PullNow)
+    play.send(PullMoved(1, next(play.number), pull.seq, True, "", 9, merged=overlap))
+    play.reply(Acknowledged())
+    told = play.send(play.look_for_push())
+    assert isinstance(told, TrainOn) and not told.given_up and play.s.account.accepted == 40
+
+
+@pytest.mark.parametrize("how", [*FAILURES, "the master is away", "the master is away after it broke"])
+def test_a_push_that_the_script_demands_and_that_fails_is_given_up_in_the_end(play: Play, how: str) -> None:
+    """With the reason, when its time is over: the script is told that what it trained last did not get out."""
+    play.begin()
+    play.step(4)
+    play.now = 5.0
+    moved = push_in_vain(play, how) if how in FAILURES else report_move(play, ok=how == "the master is away")
+    for play.now in (10.0, DEMANDED_S):
+        play.lose_master(play.now)
+        assert isinstance(play.send(moved), AskAgain)
+    play.now += 5.0
+    play.lose_master(play.now)
+    told = play.send(moved)
+    assert isinstance(told, TrainOn) and told.given_up and told.reason
 
 
 def test_the_steps_before_a_push_are_on_the_timeline(play: Play) -> None:
