@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -357,10 +358,12 @@ class RankServer:
 #
 # Heartbeats report both to the master, which keeps them in memory; if both processes die, the next agent here still
 # knows the tokens and reports them as lost. The file is written aside and renamed, before each heartbeat and before a
-# push can be settled (actions.SAVED_AT). It is not fsynced: it must survive the process, not the machine.
+# push can be settled (actions.SAVED_AT). It is not fsynced: it must survive the process, not the machine. A disk that
+# says nothing is waited for once, for SAVE_S; heartbeats go on, and the newest is saved as soon as it answers.
 
 
 FILE = "incarnation.json"
+SAVE_S = 1.0
 
 
 class IncarnationFile:
@@ -369,7 +372,8 @@ class IncarnationFile:
     def __init__(self, directory: Path, run: str, cluster: str, log: Log) -> None:
         self._path, self._whose, self._log = directory / FILE, {"run": run, "cluster": cluster}, log
         self._saved: PastIncarnation | None = None
-        self._fails = False
+        self._wanted: PastIncarnation | None = None
+        self._lock, self._writes, self._fails = threading.Lock(), False, False
 
     def read_former(self) -> PastIncarnation:
         """Return what the last agent here saved; NO_INCARNATION if there is none, or if it is another run's or
@@ -387,18 +391,45 @@ class IncarnationFile:
             return NO_INCARNATION
 
     def save_incarnation(self, past: PastIncarnation) -> None:
-        """Save an incarnation; a failure (a full disk) is logged and does not stop training."""
-        if past == self._saved:
-            return
+        """Save an incarnation; a disk that fails, or says nothing, is logged and does not stop training."""
+        with self._lock:
+            self._wanted = past
+            if past == self._saved or self._writes:  # the thread that waits for the disk takes the newest
+                return
+            self._writes = True
+        writer = threading.Thread(target=self._write_newest, name="incarnation", daemon=True)
+        writer.start()
+        writer.join(SAVE_S)
+        if writer.is_alive():
+            self._tell_failure(f"the disk has not answered for {SAVE_S:g} s")
+
+    def _write_newest(self) -> None:
+        """Write until the newest is saved or the disk fails; runs in a thread of its own."""
+        while True:
+            with self._lock:
+                past = self._wanted
+                if past is None or past == self._saved:
+                    self._writes = False
+                    return
+            try:
+                self._write_file(past)
+            except OSError as error:
+                self._tell_failure(str(error))
+                with self._lock:
+                    self._writes = False
+                return
+            with self._lock:
+                self._saved, self._fails = past, False
+
+    def _write_file(self, past: PastIncarnation) -> None:
         aside = self._path.with_suffix(".new")
-        try:
-            aside.write_text(json.dumps({**self._whose, "inc": past.inc, "tokens_consumed": past.consumed}))
-            aside.replace(self._path)
-            self._saved, self._fails = past, False
-        except OSError as error:
-            if not self._fails:
-                self._log.warning("incarnation_not_written", path=str(self._path), error=str(error))
-            self._fails = True
+        aside.write_text(json.dumps({**self._whose, "inc": past.inc, "tokens_consumed": past.consumed}))
+        aside.replace(self._path)
+
+    def _tell_failure(self, why: str) -> None:
+        if not self._fails:
+            self._log.warning("incarnation_not_written", path=str(self._path), error=why)
+        self._fails = True
 
 
 # ---- master link ----------------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 import structlog
 from structlog.testing import capture_logs
 
+from dips.client.agent import agent
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
 from dips.client.agent.agent import FILE, IncarnationFile
 
@@ -48,3 +51,21 @@ def test_a_disk_that_fails_costs_no_training(tmp_path: Path) -> None:
         (tmp_path / "gone").rmdir()
         mine.save_incarnation(PastIncarnation(1, 4))
     assert [line["event"] for line in logs] == ["incarnation_not_written"] * 2
+
+
+def test_a_disk_that_says_nothing_holds_up_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for once, and said once; when it answers, the newest incarnation is on it."""
+    monkeypatch.setattr(agent, "SAVE_S", 0.1)
+    silent, mine = tmp_path / "incarnation.new", incarnations(tmp_path)
+    os.mkfifo(silent)  # whoever opens it to write waits for a reader
+    with capture_logs() as logs:
+        mine.save_incarnation(PastIncarnation(1, 1))
+        monkeypatch.setattr(agent, "SAVE_S", 60.0)
+        for tokens in (2, 3):
+            mine.save_incarnation(PastIncarnation(1, tokens))
+    assert [line["event"] for line in logs] == ["incarnation_not_written"]
+    assert '"tokens_consumed": 1' in silent.read_text()
+    until = time.monotonic() + 30
+    while (tmp_path / FILE).is_fifo() or incarnations(tmp_path).read_former() != PastIncarnation(1, 3):
+        assert time.monotonic() < until
+        time.sleep(0.01)
