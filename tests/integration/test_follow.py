@@ -108,6 +108,7 @@ def versions(run: harness.Run) -> int:
         return sum(r.version is not None for r in ledger.read_history(1000))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_follower_that_is_stopped_costs_nobody_anything(tmp_path: Path) -> None:
     """Stopped in the middle of a pull, with no bank for older versions: the run goes on, by updates, without a skipped

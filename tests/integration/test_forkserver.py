@@ -37,8 +37,16 @@ def started(form: str, out: Path, end: str = "", **options: Any) -> tuple[dict[s
     return json.loads(out.read_text()), done, server.served - before
 
 
-@pytest.mark.parametrize("options", [{}, {"start_new_session": True}, {"process_group": 0}, {"umask": 0o026}], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        pytest.param(
+            form, options, id=f"{form}-{options}", marks=[pytest.mark.slow] * bool(options and form != "script")
+        )
+        for form in FORMS
+        for options in ({}, {"start_new_session": True}, {"process_group": 0}, {"umask": 0o026})
+    ],
+)
 def test_a_program_sees_the_same(tmp_path: Path, form: str, options: dict[str, Any]) -> None:
     """Arguments, paths, environment, session, group, parent, descriptors, handlers, buffers: as when it is started."""
     environment = {**os.environ, "DIPS_PROBE": "here"}

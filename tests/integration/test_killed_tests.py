@@ -39,7 +39,7 @@ def test_that_hangs(tmp_path):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.real_commands
 def test_nothing_is_left(tmp_path: Path, workers: int) -> None:
     """SIGKILL of pytest, alone or leading a worker, in the middle of a test: soon all it started is gone."""

@@ -14,15 +14,22 @@ from tests.integration.test_adapters import EXAMPLES, HERE, LAYOUTS, found, harn
 pytestmark = pytest.mark.torchrun
 
 
+FAST = ("ddp", "fsdp")  # a few seconds each; the others are slow tests
+
+
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Four ranks that went through all of torch's layouts."""
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Four ranks that went through those of torch's layouts that chosen tests ask for."""
+    chosen = {item.name for item in request.session.items}
+    kinds = [kind for kind in LAYOUTS if f"test_it_is_install_whole_bit_for_bit[{kind}]" in chosen]
     out = tmp_path_factory.mktemp("lazy") / "found"
-    return under_torchrun(4, out, "check_lazy_install.py", *LAYOUTS, within_s=200)
+    return under_torchrun(4, out, "check_lazy_install.py", *kinds, within_s=200)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in FAST)) for kind in LAYOUTS]
+)
 def test_it_is_install_whole_bit_for_bit(four: list[dict[str, Any]], kind: str) -> None:
     """Before a forward, in it, after it; merged; with a block that nobody calls; on every rank."""
     assert all(len(of[kind]) >= 20 for of in four)
@@ -69,6 +76,7 @@ def test_it_goes_together_with_overlap_full(tmp_path: Path) -> None:
     assert len(of[0]["losses"]) > 4 * 3, "steps were taken beside what moved"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_rank_killed_during_a_lazy_install_pulls_again(tmp_path: Path) -> None:
     """Some layers new, some old, and the process is gone: the next one goes on as after a death between two steps."""

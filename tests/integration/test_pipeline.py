@@ -73,6 +73,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run(tmp_path_factory.mktemp("pipeline"), *(what for what, test in CHECKS.items() if test in chosen))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_six_plans_have_the_gradients_of_one_process(found: dict[str, Any]) -> None:
     """Each schedule, stages of 1 to 3 ranks, unequal shares, ministages, recompute: gradients within 1e-6 in fp32 and

@@ -13,7 +13,7 @@ from dips.protocol.data import RangeBook
 from tests.simulation.__main__ import play_all, report
 from tests.simulation.last_range import play_last_range
 
-SEEDS = int(os.environ.get("DIPS_LAST_RANGE_SEEDS", "40"))
+SEEDS = int(os.environ.get("DIPS_LAST_RANGE_SEEDS", "20"))
 
 
 def test_every_sample_counts_once() -> None:

@@ -172,6 +172,7 @@ def test_a_drawn_mutant_meets_what_executes_its_line(tmp_path: Path) -> None:
         ExecutingTests(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_drawn_mutants_apply_and_are_the_same_for_a_seed(tmp_path: Path) -> None:
     """Each is another program; what tells people something is not drawn."""
     executing = _note(tmp_path, {"tests/a.py::t": {ROOT / "dips" / "ids.py": [1]}}, {"tests/a.py::t": 1.0})

@@ -131,6 +131,7 @@ def test_the_same_seed_gives_the_same_bits(made: Emulated) -> None:
     assert emulated(TWO, seed=4)[0].loss != made.loss
 
 
+@pytest.mark.slow
 def test_rda_weighs_blocks_or_modules() -> None:
     """The mean has the same bits by both: layers are weighed alike."""
 
@@ -173,6 +174,7 @@ def test_stragglers_take_longer() -> None:
     assert emulated(fleet(1.0, 1.5, straggles=0.2))[0].lasted_s > 1.5 * emulated(TWO)[0].lasted_s
 
 
+@pytest.mark.slow
 def test_all_gated_ends_in_bounded_time() -> None:
     """Every cluster pushes NaN for good: no tokens are accepted, and the run is over all the same."""
     always = Fault("nan", 0.0, 1.0)
@@ -192,6 +194,7 @@ def test_bad_data_is_pushed_and_counted(kind: str) -> None:
         assert gates.bad_gated == gates.bad
 
 
+@pytest.mark.slow
 def test_an_operator_readmits_who_pushed_nan_when_it_is_repaired() -> None:
     """No gate lets it back: the study does what an operator would, once, and says so."""
     made, gates = emulated(_with_fault("nan"), steps=240)
@@ -199,6 +202,7 @@ def test_an_operator_readmits_who_pushed_nan_when_it_is_repaired() -> None:
     assert emulated(_with_fault("sign"), steps=240)[0].readmitted == 0
 
 
+@pytest.mark.slow
 def test_a_cluster_leaves_for_a_while() -> None:
     """It comes back as another incarnation, and pushes again; without it the run goes on."""
     away = Fleet((FleetCluster(1.0, leaves=0.3, returns=0.7), FleetCluster(1.2), FleetCluster(1.5)), 4)

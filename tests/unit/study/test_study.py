@@ -168,6 +168,7 @@ def list_executed(plan: RunPlan) -> set[str]:
     return executed
 
 
+@pytest.mark.slow
 def test_what_decides_in_a_run_is_digested() -> None:
     """The shells of the master and the data flow run in it, too: a result of before they changed is not used."""
     (plan,) = study_of(rows={"ours": {}}, seeds=[1]).plan_results({"ours": ()})
@@ -374,6 +375,7 @@ def test_a_factory_that_breaks_loses_its_row_only(in_place: type[PoolInPlace], t
     assert all(line[2] == "failed" for line in list_lines(result))
 
 
+@pytest.mark.slow
 def test_whatever_a_run_raises_loses_that_run_only(tmp_path: Path) -> None:
     """In real processes, also what cannot be handed from one to another."""
     rows = {"odd": {"task.how": "odd"}, "attribute": {"task.how": "attribute"}, "ours": {}}
