@@ -58,6 +58,7 @@ class Slave:
     unseeded: bool = False  # its layers of v0@r0 are not on its disk
     needs_ping: bool = False  # lost as unresponsive: becomes READY only after it has answered a Ping
     newest_protocol: int = added(2, 0)  # that it speaks, as it registered; 0: unknown
+    drained: bool = added(2, False)  # an operator was told that this process may be stopped
 
     def set_state(self, state: enums.SlaveState, cause: enums.SlaveCause, reason: str, now: float) -> None:
         """Enter a state, or stay in it for another reason."""

@@ -283,6 +283,7 @@ def settle_drains(run: RunState) -> None:
             del run.roster.draining[slave.name]
         elif not _open_on(run, slave):
             del run.roster.draining[slave.name]
+            slave.drained = True
             run.set_slave_state(slave, SlaveState.DRAINING, SlaveCause.DRAINED, DRAINED)
             run.emit_note("slave_drained", slave=slave.name, sinc=slave.sinc)
 

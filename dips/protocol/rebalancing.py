@@ -108,6 +108,8 @@ def _open_work(run: RunState) -> str:
     """Return what may still change the head, or is not on the disks; empty if nothing is."""
     if run.round is not None:
         return f"waits for round {run.round.number} ({run.explain_round(run.round)})"
+    if run.rollback_asked is not None:  # by an operator, to a version that the row would retire
+        return f"waits for the rollback to {run.rollback_asked}"
     if run.waiting or run.flipping is not None or run.transfers.pushes:
         return "waits for the pushes that are open"
     return "" if run.versions[run.head].durable else f"waits until {run.head} is on every disk"

@@ -376,9 +376,10 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     assert r is not None and r.current is not None and r.current.id == fanout.subject
     push = r.current
     evidence = _gather_evidence(run, r, push, fanout)
-    push.verdict = _judge_quarantined(run, push.id.cluster, run.penalty.judge_push(evidence))
+    verdict = run.penalty.judge_push(evidence)
     if push.tokens <= 0:
-        push.verdict = Verdict(False, 0.0, 0.0, "it brings no tokens", evidence, tracked=False)
+        verdict = Verdict(False, 0.0, 0.0, "it brings no tokens", evidence, tracked=False)
+    push.verdict = _judge_quarantined(run, push.id.cluster, verdict)
     if hold_if_against(run, r, push):
         r.current = None
         return

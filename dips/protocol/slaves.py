@@ -133,7 +133,7 @@ def _advise_on_ledger(run: RunState) -> str:
 
 def _take_process(run: RunState, slave: Slave, event: SlaveRegistered, anew: bool) -> None:
     if anew:
-        slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
+        slave.sinc, slave.nonce, slave.drained = run.next_incarnation(slave.sinc), event.nonce, False
         push_pull.stop_waiting_for(run, slave.name)  # its former incarnation will never answer its orders
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.memory = event.address, event.lanes, event.memory
@@ -196,6 +196,8 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
         return
     run.set_slave_state(slave, SlaveState.READY, SlaveCause.SERVES, f"serves {run.head}")
     durability.note_covered(slave)
+    if slave.drained:  # it was lost meanwhile, and may be stopped at any time
+        run.roster.draining[slave.name] = None
     run.emit_note("slave_ready", slave=slave.name, sinc=slave.sinc, version=run.head)
     last = run.next_round - 1
     if last > run.head.round:  # it may hold parts of a round that was skipped while it was away

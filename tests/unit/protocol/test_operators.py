@@ -94,6 +94,18 @@ def test_an_operators_quarantine_leaves_the_statistics_alone() -> None:
     assert isinstance(ask(run, ReadmissionAsked(0, "a")), Refused), "nothing keeps it out"
 
 
+def test_an_operators_quarantine_holds_for_pushes_without_tokens() -> None:
+    """They count for no patience either, at whose end the gates would keep the cluster out, too."""
+    run = gated_run(gate_patience=2)
+    run.train("a")
+    ask(run, QuarantineAsked(0, "a", "a look"))
+    for _ in range(3):
+        push = run.push("a", tokens=0)
+        run.wait(11.0)
+        assert "quarantined by an operator: a look" in run.outcome(push).reason
+    assert run.machine._run.penalty.penalty_row("a").gated_in_a_row == 0
+
+
 def test_a_row_stands_before_its_answer_and_is_bounded() -> None:
     run = ScriptedRun()
     run.train("a")

@@ -106,6 +106,22 @@ def test_what_was_staged_of_a_former_head_does_not_count() -> None:
     assert isinstance(ask(run, "s", "of s"), Pending), "the digest of the former head was not taken"
 
 
+def test_a_rollback_that_an_operator_waits_for_comes_first() -> None:
+    """The row retires every version but the head: there would be none to go back to."""
+    run = at_version(2)
+    before, head = VersionId(1, 1), run.head
+    for name in SLAVES:
+        assert isinstance(ask(run, name), RebalancePlanned)
+    assert isinstance(ask(run, "t", "of t"), Pending)
+    assert isinstance(run.ask(ev.RollbackAsked(0, before)), Pending)
+    assert ask(run, "s", "of s") == Pending(f"waits for the rollback to {before}") and not run.all_of(Rebalanced)
+    for memory in (head, before):
+        run.ask(ev.SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 1, memory, None, (before, head), 4, ""))
+    assert run.head == before
+    answer = ask(run, "s")
+    assert isinstance(answer, RebalancePlanned) and answer.version == before
+
+
 def test_requests_that_cannot_be() -> None:
     run = at_version(1)
     assert ask(run, "s", slaves=("s",)) == Acknowledged(), "the layers are there already"

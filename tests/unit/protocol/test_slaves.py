@@ -155,6 +155,21 @@ def test_a_slave_that_is_lost_drains_no_more() -> None:
     assert run.view.slaves["s"].state == "draining"
 
 
+def test_a_slave_that_was_silent_after_its_drain_is_still_drained() -> None:
+    """Its operator was told that it may be stopped, and stops it when a link has come back, too: only its next process
+    serves."""
+    run = ScriptedRun()
+    run.train("a")
+    assert isinstance(run.ask(ev.DrainAsked(0, "s")), Acknowledged)
+    run.step(ev.SlaveSilent("s", run.view.slaves["s"].sinc, 99.0))
+    assert run.view.slaves["s"].state == "lost"
+    registers(run, GENESIS)
+    assert run.view.slaves["s"].state == "draining" and isinstance(run.ask(ev.DrainAsked(0, "s")), Acknowledged)
+    assert isinstance(run.ask(ev.PushRequested(0, run.next_push("a"), GENESIS, 1)), Refused)
+    run.ask(ev.SlaveRegistered(0, "s", "m", "r", "s:1", ("s:2",), 0, GENESIS, None, (), 4, "", former_nonce="n"))
+    assert run.view.slaves["s"].state == "ready"
+
+
 def test_all_that_serve_are_drained_beside_one_that_is_lost() -> None:
     """Nothing is open on that one."""
     teller = Teller({})
