@@ -88,7 +88,8 @@ def read_totals(db: sqlite3.Connection) -> tuple[records.ClusterTotals, ...]:
     for cluster, tokens in db.execute("SELECT cluster, sum(tokens_lost) FROM incarnations_ended GROUP BY cluster"):
         totals[cluster] = replace(totals[cluster], tokens_lost=tokens)
     for (cluster, _), tokens in _died_open(db).items():
-        totals[cluster] = replace(totals[cluster], tokens_lost=totals[cluster].tokens_lost + tokens)
+        t = totals[cluster]
+        totals[cluster] = replace(t, lost=t.lost + 1, tokens_lost=t.tokens_lost + tokens)
     return tuple(totals.values())
 
 

@@ -110,8 +110,9 @@ def _find_rival(run: RunState, cluster: Cluster | None, event: events.ClusterJoi
 def _settled_pushes(cluster: Cluster) -> int:
     """Return the number of this cluster's pushes that are accepted, gated, or in a window and about to be settled.
 
-    It never falls: a push that a rollback has undone counts twice, since the agent, which counts on from here, does not
-    know of the rollback. So no checkpoint that it saves has the number of a later time.
+    It never falls, since the agent counts on from here and does not know of rollbacks and former incarnations: a push
+    that a rollback has undone counts twice, and one that was lost in a window after its incarnation counts once. So no
+    checkpoint that it saves has the number of a later time.
     """
     counts = cluster.counts
     return counts["accepted"] + counts["gated"] + 2 * counts["undone"] + cluster.in_window

@@ -253,7 +253,7 @@ class Joined:
     progress: Progress
     ranges: tuple[int, ...]  # still leased to this cluster, in order
     accounted: int = 0  # tokens of the former incarnation: accepted, gated, lost, or in its last push
-    settled: int = 0  # pushes of all incarnations that are accepted, gated, or in a window; an undone one counts twice
+    settled: int = 0  # pushes of all incarnations, as clusters.py counts them for checkpoints
     begun: tuple[BegunRange, ...] = ()  # ranges that are settled in part, of `ranges`
 
 

@@ -199,7 +199,7 @@ class Cluster:
     last_tokens: int = 0  # tokens of its last accepted push; 0: none is known
     settled_steps: int = 0  # inner steps of this incarnation that were accepted or gated, under this master
     accounted: int = 0  # tokens of the last ended incarnation: settled, lost, or in its last push
-    in_window: int = 0  # pushes of all its incarnations that are committed and not settled
+    in_window: int = 0  # pushes that are committed and not settled; some of ended incarnations never will be
     tokens_in_window: int = 0  # tokens of those pushes
     push: Push | None = None
     pull: Pull | None = None

@@ -283,7 +283,8 @@ def _commit_push(run: RunState, cluster: Cluster, event: events.PushFinished) ->
     push.ranges, push.begun = event.ranges, event.begun
     run.waiting.append(push)
     run.transfers.commit_push(push)
-    run.count_in_window(cluster, push, 1)
+    run.count_tokens_in_window(cluster, push, 1)
+    cluster.in_window += 1
     run.set_cluster_state(cluster, ClusterState.COMMITTED, ClusterCause.COMMITTED, "its push is committed")
     run.emit_note("push_committed", push=push.id, tokens=push.tokens, inner_steps=push.inner_steps, loss=push.loss)
     return Committed()

@@ -380,6 +380,7 @@ class ClusterTotals:
     tokens_lost: int = 0
     undone: int = 0  # accepted by versions that were rolled back
     tokens_undone: int = 0
+    lost: int = added(2, 0)  # committed by incarnations that ended before any round had settled them
 
 
 @dataclass(frozen=True, slots=True)

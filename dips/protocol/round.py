@@ -719,7 +719,9 @@ def _settle_push(
     cluster = run.clusters[push.id.cluster]
     same_incarnation = cluster.inc == push.id.inc
     run.transfers.close_push(push)
-    run.count_in_window(cluster, push, -1)
+    run.count_tokens_in_window(cluster, push, -1)
+    if kind is not OutcomeKind.SKIPPED or (same_incarnation and cluster.live):
+        cluster.in_window -= 1
     if kind is not OutcomeKind.SKIPPED:
         run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges, push.begun)
         cluster.tokens[kind] += push.tokens

@@ -325,6 +325,7 @@ class RunState:
         for t in state.totals:
             cluster = self.clusters.get(t.cluster)
             if cluster:
+                cluster.in_window = t.lost
                 cluster.counts = {
                     "accepted": t.accepted, "gated": t.gated, "skipped": t.skipped, "undone": t.undone,
                 }  # fmt: skip
@@ -405,9 +406,8 @@ class RunState:
             due = cluster.requested_at + interval_s + self.moving_s(cluster)  # paces count between requests
         self.next_pushes.set_timer(cluster.name, due)
 
-    def count_in_window(self, cluster: Cluster, push: Push, times: int) -> None:
-        """Add a committed push to the counts, or with `times` -1 subtract one that is settled."""
-        cluster.in_window += times
+    def count_tokens_in_window(self, cluster: Cluster, push: Push, times: int) -> None:
+        """Add a committed push's tokens to the sums, or with `times` -1 subtract those of one that is settled."""
         cluster.tokens_in_window += times * push.tokens
         self.tokens_in_window += times * push.tokens
 

@@ -73,11 +73,15 @@ def _of_transfers(run: RunState) -> Iterator[Compared]:
     yield from _timers("push deadlines", book.push_deadlines, {p.id.cluster: p.deadline for p in moving})
     yield from _timers("pull deadlines", book.pull_deadlines, {p.id.cluster: p.deadline for p in pulls})
     yield "tokens in the window", run.tokens_in_window, sum(p.tokens for p in committed)
-    yield "pushes in the window", {c.name: c.in_window for c in clusters if c.in_window}, _per_cluster(committed)
+    tokens = {c.name: c.tokens_in_window for c in clusters if c.tokens_in_window}
+    yield "tokens of each cluster in the window", tokens, _per_cluster(committed)
 
 
 def _per_cluster(pushes: list[Push]) -> dict[str, int]:
-    return dict(Counter(p.id.cluster for p in pushes))
+    tokens = Counter[str]()
+    for push in pushes:
+        tokens[push.id.cluster] += push.tokens
+    return {cluster: count for cluster, count in tokens.items() if count}
 
 
 def _of_slaves(run: RunState) -> Iterator[Compared]:

@@ -180,6 +180,28 @@ def test_a_cluster_is_told_another_number_after_each_push_and_each_rollback() ->
     assert told == sorted(set(told)) and run.head == VersionId(2, 3)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_push_that_is_lost_after_its_cluster_began_anew_stays_in_its_number(restarts: bool) -> None:
+    """It was in a window when the next incarnation was told the number, from which the agent counts on; its round left
+    no version. With one less, the number after the next push would be that of a checkpoint before it.
+    """
+    run = StoredRun()
+    run.train("a")
+    run.make_version("a")
+    run.train("b")  # the window waits for it
+    run.push("a")
+    run.train("a", process="another")
+    told = run.ask(ev.ClusterJoined(0, "a", "another", "r", MANIFEST.digest, "c")).settled
+    if restarts:
+        run.machine = Coordinator(run.ledger.read_state(), MANIFEST, run.options, run.now)
+        run.orders.clear()
+    else:
+        run.step(ev.SlaveSilent("s", run.view.slaves["s"].sinc, 99.0))
+    run.offer(head := run.head)
+    again = run.ask(ev.ClusterJoined(0, "a", "another", "r", MANIFEST.digest, "c")).settled
+    assert run.head == head == VersionId(1, 1) and told == again == 2
+
+
 def test_back_to_the_initial_model_over_versions_that_no_disk_took() -> None:
     """Retired, and never durable: the initial model is on offer, so they are undone like all others."""
     run = StoredRun(replace(SHORT, lineage_kept=3))
