@@ -26,6 +26,7 @@ from dips.master.ledger_chain import (
 from dips.master.ledger_history import (
     find_unprocessed,
     read_history,
+    read_newest,
     read_results_after,
     read_rounds_after,
 )
@@ -160,6 +161,11 @@ class Ledger:
         """Return the newest `limit` rounds, oldest first: how each ended, its folds and its outcomes."""
         with _one_moment(self._db):
             return read_history(self._db, limit)
+
+    def read_newest(self) -> list[RoundHistory]:
+        """Return the rounds of the newest durable version and of the newest one, of those that are not undone."""
+        with _one_moment(self._db):
+            return read_newest(self._db)
 
     def read_rounds_after(self, number: int, limit: int, *, with_result: bool = False) -> list[RoundHistory]:
         """Return the first `limit` rounds above `number`, oldest first; or those whose version has a VersionResult."""

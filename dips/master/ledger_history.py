@@ -36,6 +36,16 @@ def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
     return _read_rounds(db, f"{_ROUNDS} ORDER BY r.round DESC LIMIT ?", (limit,))
 
 
+def read_newest(db: sqlite3.Connection) -> list[RoundHistory]:
+    """Return the rounds of the newest durable version and of the newest one, of those that are not undone."""
+    stands = """SELECT v.round FROM versions v LEFT JOIN durable d USING (round) LEFT JOIN undone u USING (round)
+                WHERE u.round IS NULL"""
+    rounds = list[RoundHistory]()
+    for chosen in (f"{stands} AND (v.durable OR d.round IS NOT NULL)", stands):
+        rounds += _read_rounds(db, f"{_ROUNDS} WHERE r.round = ({chosen} ORDER BY v.round DESC LIMIT 1)", ())
+    return rounds
+
+
 def read_rounds_after(db: sqlite3.Connection, number: int, limit: int) -> list[RoundHistory]:
     """Return the first `limit` rounds above a number, oldest first."""
     return _read_rounds(db, f"{_ROUNDS} WHERE r.round > ? ORDER BY r.round LIMIT ?", (number, limit))

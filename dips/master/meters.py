@@ -15,7 +15,7 @@ from dips.view.points import RoundHistory, mean_loss
 
 
 def find_newest(rounds: Iterable[RoundHistory]) -> NewestView:
-    """Return the newest version by the ledger's last rounds, oldest first."""
+    """Return the newest version by rounds of the ledger, oldest first."""
     newest = NewestView()
     for r in rounds:
         if r.version is not None and r.undone is None:

@@ -183,7 +183,6 @@ class SlaveLinks:
 # ---- outside --------------------------------------------------------------------------------------------------------
 
 
-ROUNDS_BACK = 16  # searched for the newest version
 BASE = ".mirrored.sqlite"  # in the master's directory: a copy of the ledger on its way to the mirror
 MIRROR_S = 5.0  # a mirror that takes longer is not waited for until it has caught up: rounds go on
 
@@ -206,7 +205,7 @@ class MasterOutside:
         self._lease: LeaseKeeper | None = None
         self._on_version: VersionProcesses | None = None
         self._track: TrackProcesses | None = None
-        self._newest = find_newest(ledger.read_history(ROUNDS_BACK))  # replaced as a whole
+        self._newest = find_newest(ledger.read_newest())  # replaced as a whole
         self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
 
     def begin_mirror(self, config: RunFile, term: int, log: logs.Log, *, bound: bool = False) -> None:
@@ -279,9 +278,8 @@ class MasterOutside:
 
     def _write(self, records: Sequence[Record], wall: float) -> int:
         self._ledger.write_records(records, wall)
-        undone = sum(len(record.undone) for record in records if isinstance(record, RolledBack))
-        if undone:
-            self._newest = find_newest(self._ledger.read_history(undone + ROUNDS_BACK))
+        if any(isinstance(record, RolledBack) for record in records):
+            self._newest = find_newest(self._ledger.read_newest())
         else:
             self._newest = follow_newest(self._newest, records, wall)
         self._written += 1

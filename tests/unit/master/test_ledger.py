@@ -643,3 +643,16 @@ async def test_the_newest_version_is_the_lineages_after_a_rollback(ledger: Ledge
     assert outside.complete_view(RunView()).newest == before == MasterOutside(ledger).complete_view(RunView()).newest
     assert before.clusters == 1
     await outside.close()
+
+
+async def test_the_newest_version_has_its_age_behind_any_number_of_rounds_without_one(ledger: Ledger) -> None:
+    """As in a run whose rounds are all skipped: its age is what rings, also after a restart of the master."""
+    outside = MasterOutside(ledger)
+    later = replace(committed(V2, V1, A2, B1), durable=False)
+    await outside.write_records([RoundReserved(1, 0.0), committed(V1, GENESIS, A1), RoundReserved(3, 0.0), later])
+    before = outside.complete_view(RunView()).newest
+    for n in range(4, 30):
+        await outside.write_records([RoundReserved(n, 0.0), RoundEnded(n, RoundResult.SKIPPED, "x", (), (), 0.0)])
+    assert MasterOutside(ledger).complete_view(RunView()).newest == before
+    assert before.committed and before.durable and before.clusters == 2
+    await outside.close()
