@@ -5,7 +5,7 @@ gRPC only reports "Socket closed" for any problem with them, so errors here name
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -53,7 +53,7 @@ def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
         identity = certificates.identity_of(certificate)
     except Denied as error:
         raise ConfigError(f"tls: {files.cert}: {error}") from error
-    revoked = _read_revoked(files, authorities)
+    revoked = read_revoked(files, authorities)
     if certificate.serial_number in revoked:
         raise ConfigError(f"tls: {files.cert} is revoked by {files.crl}: ask for a new one by `dips certs request`")
     since, until = certificates.signed_at(certificate), certificate.not_valid_after_utc
@@ -106,7 +106,8 @@ def _is_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bo
     return True
 
 
-def _read_revoked(files: TlsFiles, authorities: list[x509.Certificate]) -> frozenset[int]:
+def read_revoked(files: TlsFiles, authorities: Sequence[x509.Certificate]) -> frozenset[int]:
+    """Return the serial numbers in the revocation list; raise ConfigError if none of the authorities has signed it."""
     if not files.crl.exists():
         return frozenset()
     lists = certificates.parse_revocations(certificates.read_pem(files.crl, "tls"), files.crl, "tls")

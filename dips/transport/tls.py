@@ -1,6 +1,7 @@
 """This process's certificate on gRPC, reloaded for new connections when the files change.
 
-Files that do not fit (half of a renewal, a missing Secret) are reported, and the loaded ones stay in use.
+Files that do not fit (half of a renewal, a missing Secret) are reported, and the loaded ones stay in use; a revocation
+list that fits is used in any case.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, cast
 
@@ -20,7 +22,7 @@ from dips.files import FileStamp, stamp_file
 from dips.identity.certificates import check_until, utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
-from dips.identity.tls_files import LoadedTls, load_tls, require_identity
+from dips.identity.tls_files import LoadedTls, load_tls, read_revoked, require_identity
 
 LOOK_S = 1.0  # least time between two checks of the files
 Report = Callable[[str], None]
@@ -83,7 +85,20 @@ class TlsSource:
         except ConfigError as error:
             self._problem = f"the new files are not used: {error}"
             self._report(self._problem)
+            self._take_revocations()
         self._stamp = stamp
+
+    def _take_revocations(self) -> None:
+        """Use a later revocation list alone, if it fits: our own certificate may have ended, or be in the list."""
+        try:
+            self._require_revocations()
+            revoked = read_revoked(self.files, self._loaded.authorities)
+        except ConfigError as error:
+            if str(error) not in self._problem:
+                self._report(f"the new revocation list is not used: {error}")
+            return
+        if revoked != self._loaded.revoked:
+            self._loaded = replace(self._loaded, revoked=revoked)
 
     def _require_revocations(self) -> None:
         """Raise ConfigError if the list is gone that revoked something: nobody is let in again by a missing file."""

@@ -259,6 +259,23 @@ class TestWithoutRestart:
         assert ours.read_current().revoked == {row.serial}
         assert "crl.pem is gone, and what it revoked stays revoked: bring it back" in problems[-1]
 
+    @pytest.mark.parametrize("ends", ["revoked", "expired"])
+    def test_whose_own_certificate_has_ended_still_hears_who_is_revoked(self, enrolled: Enrolled, ends: str) -> None:
+        """It goes on with what it has loaded until it is given another, and so must refuse whom a later list names."""
+        clock, problems = HandClock(), []
+        files = enrolled.enroll("west", PeerRole.CLUSTER)
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock, report=problems.append)
+        enrolled.enroll("east", PeerRole.CLUSTER)
+        if ends == "revoked":
+            enrolled.authority.revoke("west.cluster")
+        else:
+            enrolled.enroll("west", PeerRole.CLUSTER, timedelta())
+        (row,) = enrolled.authority.revoke("east.cluster")
+        files.crl.write_bytes((enrolled.directory / "ca" / "crl.pem").read_bytes())
+        clock.now += LOOK_S
+        assert row.serial in ours.read_current().revoked
+        assert len(problems) == 1 and f"{files.cert} " in problems[0] and ends in problems[0]
+
     async def test_one_that_is_revoked_on_an_open_connection(self, enrolled: Enrolled) -> None:
         clock = HandClock()
         ours = source_of(enrolled.enroll(MASTER_NAME, PeerRole.MASTER), MASTER_NAME, PeerRole.MASTER, clock)
