@@ -182,7 +182,7 @@ def _walk_lineage(rows: dict[VersionId, records.VersionRow]) -> tuple[records.Ve
 
 
 def _read_peers(db: sqlite3.Connection, role: str) -> tuple[records.PeerRow, ...]:
-    query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL, e.tokens_lost, f.tokens_lost
+    query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL, e.tokens_lost, f.tokens_lost, i.frozen_digest
                FROM incarnations i
                LEFT JOIN incarnations_ended e ON i.role = 'cluster' AND e.cluster = i.name AND e.inc = i.inc
                LEFT JOIN incarnations_ended f ON i.role = 'cluster' AND f.cluster = i.name AND f.inc = i.inc - 1
@@ -196,9 +196,9 @@ def _read_peers(db: sqlite3.Connection, role: str) -> tuple[records.PeerRow, ...
     return tuple(
         records.PeerRow(
             name, inc, nonce, bool(ended), settled.get((name, inc), 0),
-            count_tokens((name, inc), lost) if ended else count_tokens((name, inc - 1), lost_before),
+            count_tokens((name, inc), lost) if ended else count_tokens((name, inc - 1), lost_before), frozen_digest,
         )
-        for name, inc, nonce, ended, lost, lost_before in rows
+        for name, inc, nonce, ended, lost, lost_before, frozen_digest in rows
     )  # fmt: skip
 
 

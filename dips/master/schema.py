@@ -186,8 +186,13 @@ RAISES = {
         statements="""
 -- the protocol that the run spoke at first, then a row for each `dips finalise`
 CREATE TABLE protocols (protocol INTEGER PRIMARY KEY, at REAL, wall REAL) STRICT;
+-- digest of a cluster's frozen parameters; empty: it has none, or they are not known
+ALTER TABLE incarnations ADD COLUMN frozen_digest TEXT NOT NULL DEFAULT '';
 """,
-        lacking={"protocols": "SELECT 1 AS protocol, 0.0 AS at, 0.0 AS wall"},
+        lacking={
+            "protocols": "SELECT 1 AS protocol, 0.0 AS at, 0.0 AS wall",
+            "incarnations": "SELECT *, '' AS frozen_digest FROM main.incarnations",
+        },
     ),
 }
 

@@ -62,6 +62,7 @@ def _admit_probe(run: RunState, event: events.ProbeAsked) -> ProbeAdmission:
 
 MAX_CLUSTERS = 10_000  # names that ever joined; bounds memory and metric labels
 MAX_RANGES_ASKED = 1_024
+FROZEN_KEPT_IN = 2  # protocol: before, the ledger has no column for the digest, and the next master does not know it
 REASON_CHARS = 300  # most characters of the reason for which a cluster left
 
 
@@ -166,7 +167,8 @@ def _begin_incarnation(run: RunState, event: events.ClusterJoined, old: Cluster 
     cluster.works_since, cluster.frozen_digest = run.now, event.frozen_digest
     cluster.newest_protocol = newest_protocol(event)
     run.clusters[event.cluster] = cluster
-    run.emit_record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce))
+    kept = event.frozen_digest if run.protocol >= FROZEN_KEPT_IN else ""
+    run.emit_record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce, kept))
     run.emit_note("cluster_joined", cluster=cluster.name, inc=inc, head=run.head)
     return cluster
 

@@ -21,6 +21,7 @@ class IncarnationGiven:
     name: str
     inc: int
     nonce: str
+    frozen_digest: str = added(2, "")  # of a cluster's frozen parameters, as in ClusterJoined
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +366,7 @@ class PeerRow:
     ended: bool
     tokens_settled: int = 0  # of a cluster's newest incarnation: accepted or gated
     tokens_accounted: int = 0  # of a cluster's newest ended incarnation: accepted, gated or lost
+    frozen_digest: str = added(2, "")
 
 
 @dataclass(frozen=True, slots=True)

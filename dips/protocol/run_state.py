@@ -229,7 +229,12 @@ class RunState:
                 self.slaves[peer.name].sinc, self.slaves[peer.name].nonce = peer.inc, peer.nonce
         self.clusters = {
             peer.name: Cluster(
-                peer.name, peer.inc, peer.nonce, settled=peer.tokens_settled, accounted=peer.tokens_accounted
+                peer.name,
+                peer.inc,
+                peer.nonce,
+                peer.frozen_digest,
+                settled=peer.tokens_settled,
+                accounted=peer.tokens_accounted,
             )
             for peer in state.clusters
         }

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from dips.errors import ConfigError
+from dips.ids import GENESIS
+from dips.master.ledger import MEMORY, Ledger
 from dips.protocol import events as ev
+from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Failed, Joined
-from tests.unit.protocol.scripted_run import ScriptedRun
+from dips.protocol.records import IncarnationGiven
+from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 
 
 def join(run: ScriptedRun, cluster: str, base: str, nonce: str = "n", former: int = 0) -> Any:
@@ -37,3 +41,16 @@ def test_a_base_is_changed_by_whoever_is_alone(others: bool) -> None:
         run.ask(ev.ClusterLeft(0, "b", run.inc("b"), 0, "done"))
     again = join(run, "a", "base two", "m", former=inc)
     assert isinstance(again, Failed if others else Joined)
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_the_next_master_knows_who_has_which_base(protocol: int) -> None:
+    """From the ledger, since clusters do not join again for it; a run that speaks protocol 1 has no place for it."""
+    run = ScriptedRun(protocol=protocol)
+    join(run, "a", "base one")
+    ledger = Ledger.create(MEMORY, run.first.row)
+    ledger.write_records(run.all_of(IncarnationGiven))
+    run.machine = Coordinator(ledger.read_state(), run.manifest, OPTIONS, run.now)
+    ledger.close()
+    run.ask(ev.SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 0, GENESIS, None, (), 4, ""))
+    assert isinstance(join(run, "b", "base two"), Failed if protocol == 2 else Joined)
