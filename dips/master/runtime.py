@@ -43,7 +43,7 @@ from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
 from dips.master.meters import RoundMeters, find_newest, follow_newest
-from dips.master.standby import LeaseKeeper, name_holder
+from dips.master.standby import LeaseKeeper, name_holder, name_place
 from dips.plain import to_plain
 from dips.protocol import events, heartbeats
 from dips.protocol.effects import Acknowledged, Exit, Failed, Note, Order, Refused, Reply, Result, name_subject
@@ -219,7 +219,8 @@ class MasterOutside:
         if store.shares_disk():
             log.warning("mirror_on_the_same_disk", mirror=store.url, problem="lost with the ledger; is it mounted?")
         run, directory = config.shared.run, config.master.directory
-        self._lease = LeaseKeeper(store, run, term, name_holder(config), directory, log, bound=bound)
+        name, place = name_holder(config), name_place(config)
+        self._lease = LeaseKeeper(store, run, term, name, directory, log, bound=bound, place=place)
         if not self._lease.start(MIRROR_S):
             raise StaleTerm(self._lease.explain_end())
         self._mirror = LedgerMirror(

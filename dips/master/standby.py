@@ -52,6 +52,7 @@ from dips.telemetry.metrics import MetricRow, Status, Table, make_families
 from dips.transport.tls import TlsSource
 
 T = TypeVar("T")
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # of the machine since it was started last
 FOLDER = "standby"
 MOST_STANDBYS = 8  # that are read at a time
 UNUSABLE = -1  # in the place of the number in such a file
@@ -65,12 +66,13 @@ def read_clock() -> float:
 
 
 def name_holder(config: RunFile) -> str:
-    """Return this process's name for people; a master that starts again has the same up to its pid."""
-    return f"{_name_place(config)}{os.getpid()})"
+    """Return this process's name for people."""
+    return f"{socket.gethostname()} ({config.master.listen}, pid {os.getpid()})"
 
 
-def _name_place(config: RunFile) -> str:
-    return f"{socket.gethostname()} ({config.master.listen}, pid "
+def name_place(config: RunFile) -> str:
+    """Return where this master runs; a master that starts again has the same, a clone of its machine has not."""
+    return f"{BOOT.read_text().strip()} {socket.gethostname()} {config.master.listen}"
 
 
 # ---- who serves -----------------------------------------------------------------------------------------------------
@@ -97,17 +99,19 @@ class LeaseKeeper:
         *,
         bound: bool = False,
         claimed_at: float | None = None,
+        place: str = "",
         clock: Callable[[], float] = read_clock,
     ) -> None:
         """Keep the lease of this term, which the first write claims, or which was claimed by a write begun at
         `claimed_at`.
 
-        With `bound`, or the file BOUND in the directory, nothing is served without a lease.
+        With `bound`, or the file BOUND in the directory, nothing is served without a lease. `place` is `name_place`.
         """
         self._store, self._run, self._log, self._clock = store, run, log, clock
         self.term, self._name, self._note = term, holder, directory / BOUND
         self._changed = threading.Condition()
-        self._holder = LeaseHolder(term, holder, bound=bound or self._note.exists(), nonce=uuid.uuid4().hex)
+        bound, nonce = bound or self._note.exists(), uuid.uuid4().hex
+        self._holder = LeaseHolder(term, holder, bound=bound, nonce=nonce, place=place)
         self._present = PresentStandbys()
         self._standbys: tuple[StandbyView, ...] = ()
         self._refused: set[str] = set()  # files of standbys that cannot be used
@@ -301,7 +305,7 @@ class Standby:
         lease = self._seen.lease
         if self.watch.state in (StandbyState.LOOKING, StandbyState.CLAIMS):
             return False
-        ours = lease is None or lease.holder.startswith(_name_place(self._config))
+        ours = lease is None or lease.place == name_place(self._config)
         if not ours and self.watch.unchanged_s < CLAIM_S:
             return False  # this directory may be a copy of a living master's
         return restore.own_ledger_is_newest(self._config, self._seen.newest_term, self._seen.transactions)
@@ -329,7 +333,7 @@ class Standby:
         self._log.warning("term_claimed", term=lease.term, reason=self.watch.reason)
         return LeaseKeeper(
             self._store, self._run, lease.term, self._name, self._config.master.directory, self._log, bound=True,
-            claimed_at=begun,
+            claimed_at=begun, place=name_place(self._config),
         )  # fmt: skip
 
     def _tell(self) -> None:

@@ -38,6 +38,7 @@ class TermLease:
     holder: str  # for people
     claimable: bool  # a standby may take over when this is not renewed
     nonce: str = ""  # of the process that wrote it: two never write the same bytes
+    place: str = added(2, "")  # where its holder runs: a process that starts again there has the same one
 
 
 # ---- who serves -----------------------------------------------------------------------------------------------------
@@ -46,9 +47,9 @@ class TermLease:
 class LeaseHolder:
     """The lease of the master that serves. All times are seconds of its own monotonic clock."""
 
-    def __init__(self, term: int, holder: str, *, bound: bool, nonce: str = "") -> None:
+    def __init__(self, term: int, holder: str, *, bound: bool, nonce: str = "", place: str = "") -> None:
         """With `bound` it serves only with a lease: a standby may have been told that it may claim."""
-        self._term, self._holder, self._bound, self._nonce = term, holder, bound, nonce
+        self._term, self._holder, self._bound, self._nonce, self._place = term, holder, bound, nonce, place
         self._number = -1
         self._begun = self._renewed = -inf
         self._claimable = False  # in the newest lease that is known to be written
@@ -77,7 +78,7 @@ class LeaseHolder:
             self._bound, self._renewed = True, now
         self._number += 1
         self._begun = now
-        return TermLease(self._term, self._number, self._holder, claimable, self._nonce)
+        return TermLease(self._term, self._number, self._holder, claimable, self._nonce, self._place)
 
     def on_written(self, lease: TermLease, newest_term: int, now: float) -> None:
         """Record that the lease of the last `begin_write` is written, and then this was the newest term in the store.

@@ -95,10 +95,12 @@ def mirror(config: RunFile) -> MirrorStore:
 class Serving(Term):
     """A master that serves: its ledger, its mirror and its lease."""
 
-    def __init__(self, config: RunFile, *, bound: bool = False, name: str = "") -> None:
+    def __init__(self, config: RunFile, *, bound: bool = False) -> None:
         super().__init__(config)
-        name = name or config.master.directory.name
-        self.lease = LeaseKeeper(mirror(config), "r", self.term, name, config.master.directory, LOG, bound=bound)
+        store, directory = mirror(config), config.master.directory
+        self.lease = LeaseKeeper(
+            store, "r", self.term, directory.name, directory, LOG, bound=bound, place=standby.name_place(config)
+        )
         assert self.lease.start(5.0)
         self.lease.follow_mirror(self.mirror)
 
@@ -648,14 +650,24 @@ def cloned(a: RunFile, b: RunFile, master: Serving) -> RunFile:
     return b.model_copy(update={"master": b.master.model_copy(update={"listen": "127.0.0.1:2"})})
 
 
-def test_a_copy_of_a_living_master_s_directory_is_not_served(tmp_path: Path, url: str, ended: list[Any]) -> None:
-    """A standby's machine is a clone of the master's: it waits. The master itself starts again at once."""
+@pytest.mark.parametrize("differs", ["address", "boot"])
+def test_a_copy_of_a_living_master_s_directory_is_not_served(
+    tmp_path: Path, url: str, ended: list[Any], monkeypatch: pytest.MonkeyPatch, differs: str
+) -> None:
+    """A standby's machine is a clone of the master's: it waits, also if it has the same name and address. The master
+    itself starts again at once.
+    """
     a, b = begun(tmp_path, url, "a", "b")
-    master = persist(lambda: Serving(a, name=standby.name_holder(a)))
+    master = persist(lambda: Serving(a))
     ended.append(master.lease)
-    clone, itself = Waiting(cloned(a, b, master)), Waiting(a)
-    clone.until(StandbyState.READY)
-    assert not any(clone.serves() for _ in range(6))
+    elsewhere, itself = cloned(a, b, master), Waiting(a)
+    with monkeypatch.context() as patch:
+        if differs == "boot":
+            (tmp_path / "boot_id").write_text("of the clone\n")
+            patch.setattr(standby, "BOOT", tmp_path / "boot_id")
+        clone = Waiting(b if differs == "boot" else elsewhere)
+        clone.until(StandbyState.READY)
+        assert not any(clone.serves() for _ in range(6))
     master.die()
     until(itself.serves, "it starts again")
 
