@@ -172,8 +172,10 @@ def _tune(run: RunState, event: events.TuningAsked) -> Result:
     changes = complete_changes(event.changes)
     options = tune_options(run.options, changes)
     _check_momentum(run, options)
-    if options != run.options:
-        run.options = options
+    named = {change.key for change in changes}
+    untuned = tuple(why for why in run.untuned if why.partition("=")[0] not in named)
+    if options != run.options or untuned != run.untuned:
+        run.options, run.untuned = options, untuned
         run.penalty.change_options(options.penalty)
         run.tuned |= {change.key: change for change in changes}
         run.emit_record(OptionsTuned(changes, run.now))

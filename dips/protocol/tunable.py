@@ -66,7 +66,7 @@ def restore_tuned(
         try:
             options = tune_options(options, (change,))
         except ConfigError as error:
-            refused.append(f"{error}: the run file's holds, `dips set` sets another")
+            refused.append(f"{describe_changes((change,))}: {error}: the run file's holds, `dips set` sets another")
         else:
             held.add(change.key)
     return options, {change.key: change for change in known if change.key in held}, tuple(refused)

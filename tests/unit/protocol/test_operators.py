@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dips.dataclass import replace
+from dips.ids import GENESIS
+from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Extended, Failed, Ranges, Refused, Reply, Tuned
 from dips.protocol.entities import IDLE_ROW_S, IDLE_ROWS, AuditBudget
 from dips.protocol.events import (
@@ -13,6 +15,7 @@ from dips.protocol.events import (
     QuarantineAsked,
     RangesRequested,
     ReadmissionAsked,
+    SlaveRegistered,
     TargetChange,
     TuningAsked,
 )
@@ -27,7 +30,7 @@ from dips.protocol.options import (
     TimingOptions,
     TunedOption,
 )
-from dips.protocol.records import OperatorActed, RunExtended
+from dips.protocol.records import OperatorActed, OptionsTuned, RunExtended
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 
 
@@ -59,6 +62,21 @@ def test_a_tuned_gate_judges_the_next_push() -> None:
     assert round_of(run, "a") == "gated"
     assert isinstance(tune(run, "penalty.beta", 1000.0), Tuned)
     assert round_of(run, "a") == "accepted"
+
+
+def test_what_the_ledger_has_tuned_and_cannot_be_is_over_once_it_is_set() -> None:
+    """Also to the run file's own value, which changes nothing now: the next master reads the row, and says no more."""
+    run = ScriptedRun()
+    state = replace(run.first, tuned=(TunedOption("penalty.beta", 1e-320),))
+    run.machine = Coordinator(state, run.manifest, OPTIONS, run.now)
+    run.ask(SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 0, GENESIS, None, (), 4, ""))
+    (why,) = run.view.untuned
+    assert "penalty.beta" in why and "dips set" in why
+    tune(run, "outer.lr", 0.5)
+    assert run.view.untuned == (why,)
+    for _ in range(2):
+        tune(run, "penalty.beta", OPTIONS.penalty.beta)
+    assert not run.view.untuned and len(run.all_of(OptionsTuned)) == 2
 
 
 def test_momentum_is_not_tuned_away() -> None:
