@@ -32,7 +32,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from dips.dataclass import dataclass, replace
-from dips.errors import ConfigError
+from dips.errors import ConfigError, UnavailableMaster
 from dips.printable import join_some
 from dips.protocol import events, rebalancing, rollback, seeding
 from dips.protocol.effects import (
@@ -99,6 +99,9 @@ def _carry_out(run: RunState, request: events.OperatorRequest) -> Result:
     kind = REQUESTS[type(request)]
     if kind.changes_ledger and (unproven := run.find_unproven()):
         return unproven
+    ends = run.rebalance is not None and run.rebalance.valid
+    if kind.changes_ledger and ends and not isinstance(request, events.RebalanceAsked):  # while its row is written
+        return Failed(UnavailableMaster, "the run is rebalanced, and this master ends: ask the next one")
     try:
         return kind.apply(run, request)
     except ConfigError as error:

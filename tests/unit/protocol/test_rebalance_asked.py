@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from dips.errors import ConfigError
+from dips.errors import ConfigError, UnavailableMaster
 from dips.ids import GENESIS, PullId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.effects import Acknowledged, Exit, Failed, Grant, Pending, RebalancePlanned, Refused, Reply
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.rebalancing import EXIT_REBALANCED
-from dips.protocol.records import IncarnationGiven, OperatorActed, Rebalanced, VersionsRetired
+from dips.protocol.records import IncarnationGiven, OperatorActed, Rebalanced, RolledBack, VersionsRetired
 from tests.unit.protocol.scripted_run import ScriptedRun
 
 LAYERS = 4
@@ -120,6 +120,24 @@ def test_a_rollback_that_an_operator_waits_for_comes_first() -> None:
     assert run.head == before
     answer = ask(run, "s")
     assert isinstance(answer, RebalancePlanned) and answer.version == before
+
+
+def test_nothing_is_asked_behind_the_row() -> None:
+    """Until it is written the process lives on: a rollback would end at a version that the row has retired, and that
+    the new owners do not have.
+    """
+    run = at_version(2)
+    for name in SLAVES:
+        ask(run, name)
+    for name in SLAVES:
+        ask(run, name, f"of {name}")
+    assert run.all_of(Rebalanced)
+    before, head = VersionId(1, 1), run.head
+    answer = run.ask(ev.RollbackAsked(0, before))
+    assert isinstance(answer, Failed) and answer.error is UnavailableMaster and "ask the next one" in answer.message
+    for memory in (head, before):
+        run.ask(ev.SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 1, memory, None, (before, head), 4, ""))
+    assert not run.all_of(RolledBack) and run.head == head
 
 
 def test_requests_that_cannot_be() -> None:
