@@ -95,6 +95,8 @@ def _of_clusters(held: RunState, read: RunState) -> Iterator[Compared]:
         known = read.clusters[name]
         for what in ("inc", "live", "settled", "last_tokens"):
             yield f"{name}'s {what}", getattr(cluster, what), getattr(known, what)
+        present = cluster.live and cluster.push is not None and cluster.push.committed  # it comes again
+        yield f"{name}'s pushes of former incarnations", cluster.in_window - present, known.in_window
         for what in ("accepted", "gated", "undone"):
             yield f"{name}'s pushes {what}", cluster.counts[what], known.counts[what]
             yield f"{name}'s tokens {what}", cluster.tokens[what], known.tokens[what]
