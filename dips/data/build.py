@@ -112,10 +112,11 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
         raise ConfigError(f"--source: each name once, got {', '.join(names)}")
     if (plan.output / index.MANIFEST).exists():
         raise ConfigError(f"--output {plan.output}: a data set is there already; name another directory")
-    for source in plan.sources:
+    sources = [_without_own(source, plan.output) for source in plan.sources]
+    for source in sources:
         _check_texts(plan, source)
     plan.output.mkdir(parents=True, exist_ok=True)
-    files = [_token_files(plan, s, progress) for s in plan.sources]
+    files = [_token_files(plan, s, progress) for s in sources]
     documents = _list_documents(files)
     sizes = tuple(int(d.tokens.sum()) for d in documents)
     cut = cut_of(sum(sizes), plan.ranges, plan.tolerance) if plan.cut is None else plan.cut
@@ -138,6 +139,15 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
     digest = index.write_index(plan.output, manifest, dealt.documents, dealt.bounds)
     counts, long = tuple(len(d) for d in documents), _count_cut(documents, cut)
     return Built(digest, sum(sizes), counts, sizes, cut, weighed, vocabulary, *long)
+
+
+def _without_own(source: CorpusSource, output: Path) -> CorpusSource:
+    """Leave out what an earlier try, which was ended, has written below a source that `output` lies in."""
+    own = output.resolve() / TOKENS
+    files = tuple(file for file in source.files if not file.resolve().is_relative_to(own))
+    if not files:
+        raise ConfigError(f"source {source.name}: there is no file but those that a build has written to {own}")
+    return CorpusSource(source.name, files)
 
 
 def _check_shortest(plan: BuildPlan, shortest: int) -> None:

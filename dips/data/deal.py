@@ -98,6 +98,7 @@ def weigh_sources(shares: I64) -> Balance:
 TOLERANCE = 0.02  # of a range's tokens: largest difference between a source's share of a range and of the data set
 LEAST_CUT = 256  # tokens: shorter pieces teach little
 DOCUMENT = np.dtype([("file", "<u4"), ("tokens", "<u4"), ("start", "<u8")])  # 16 bytes, as in documents.npy
+MOST_TOKENS = (1 << 32) - 1  # of a document: what DOCUMENT holds
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def deal_documents(sources: Sequence[Documents], ranges: int, seed: int, cut: in
     """Deal the documents of each source into `ranges` ranges.
 
     cut     longer documents are cut into pieces of at most this many tokens; 0: none is cut
-    Errors  ConfigError if a source is empty or there are fewer tokens than ranges
+    Errors  ConfigError if a source is empty, there are fewer tokens than ranges, or DOCUMENT holds no length of a piece
     """
     sizes = [int(source.tokens.sum()) for source in sources]
     if not 1 <= ranges <= sum(sizes):
@@ -139,6 +140,8 @@ def deal_documents(sources: Sequence[Documents], ranges: int, seed: int, cut: in
     if 0 in sizes:
         raise ConfigError(f"source number {sizes.index(0) + 1} has no token")
     pieces = [_cut_documents(source, cut) if cut else source for source in sources]
+    if (longest := max(int(source.tokens.max()) for source in pieces)) > MOST_TOKENS:
+        raise ConfigError(f"a document of {longest} tokens: expected at most {MOST_TOKENS}; cut it (--cut)")
     homes = []
     for index, source in enumerate(pieces):
         homes.append(_assign_ranges(source.tokens, ranges, shuffle_numbers(len(source), seed, index)))

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 import lzma
+import re
 import sys
 import zlib
 from array import array
@@ -47,6 +48,7 @@ PACKED = {  # first bytes, name
 }
 PACKED_SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
 _PARQUET = b"PAR1"
+_SURROGATES = re.compile("[\ud800-\udfff]")  # halves of pairs, which JSON may have and no tokenizer takes
 _BAD_BYTES = (OSError, EOFError, lzma.LZMAError, zlib.error)
 
 Document = tuple[str, int]  # (text, bytes of the file read so far)
@@ -186,7 +188,7 @@ def _read_json_lines(path: Path, lines: IO[bytes], raw: IO[bytes], key: str) -> 
         if not isinstance(text, str):
             raise ConfigError(f"{path}, line {number}: expected text under {key!r}, got {type(text).__name__}")
         if text:
-            yield text, raw.tell()
+            yield _SURROGATES.sub("\ufffd", text), raw.tell()
 
 
 def _read_blocks(path: Path, lines: IO[bytes], raw: IO[bytes], key: str) -> Iterator[Document]:

@@ -77,18 +77,21 @@ def find_tokens(path: Path, dtype: str | None, eos: int | None, scan_tokens: int
         return _read_megatron(path)
     if path.suffix == ".bin" and path.with_suffix(".idx").exists():
         return _read_megatron(path.with_suffix(".idx"))
-    dtype, skip = _numpy_header(path) if path.suffix == ".npy" else (dtype, 0)
+    dtype, skip, listed = _numpy_header(path) if path.suffix == ".npy" else (dtype, 0, None)
     if dtype is None:
         raise ConfigError(f"{path}: the type of its tokens is not known: give --dtype uint16 or uint32")
     kind = np.dtype(dtype)
     if kind.kind not in "iu":
         raise ConfigError(f"{path}: expected whole numbers as tokens, got {kind}")
     tokens = open_tokens(path, kind.str, skip)
+    if listed is not None and len(tokens) != listed:
+        raise ConfigError(f"{path}: expected {listed} tokens, as its header says, got {len(tokens)}: copy it once more")
     starts = _find_starts(path, tokens, eos, scan_tokens)
     return TokenFile(path, kind.str, skip, starts, np.diff(starts, append=len(tokens)))
 
 
-def _numpy_header(path: Path) -> tuple[str, int]:
+def _numpy_header(path: Path) -> tuple[str, int, int]:
+    """Return the dtype of a .npy file's tokens, the bytes before them, and how many there should be."""
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
@@ -96,7 +99,7 @@ def _numpy_header(path: Path) -> tuple[str, int]:
             shape, _, kind = read(file)
             if len(shape) != 1:
                 raise ConfigError(f"{path}: expected one row of tokens, got an array of shape {shape}")
-            return kind.str, file.tell()
+            return kind.str, file.tell(), shape[0]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a .npy file: {error}") from error
 
@@ -104,7 +107,10 @@ def _numpy_header(path: Path) -> tuple[str, int]:
 def _find_starts(path: Path, tokens: Tokens, eos: int | None, scan_tokens: int) -> I64:
     beside = path.with_suffix(".documents.npy")
     if beside.exists():
-        return _check_starts(beside, np.load(beside), len(tokens))
+        try:
+            return _check_starts(beside, np.load(beside), len(tokens))
+        except (OSError, EOFError, ValueError) as error:
+            raise ConfigError(f"{beside}: not a .npy file: {error}") from error
     if eos is None:
         raise ConfigError(f"{path}: where its documents begin is not known: expected {beside.name} beside it, or --eos")
     blocks = range(0, len(tokens), scan_tokens)
@@ -163,6 +169,7 @@ def _read_megatron(index: Path) -> TokenFile:
 FORMAT = 1
 MANIFEST, DOCUMENTS, RANGES = "dataset.json", "documents.npy", "ranges.npy"
 _BLOCK = 8 << 20  # bytes hashed at once
+_UNREADABLE = "a file of the data set cannot be read"
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,11 @@ class Listed:
     skip: int
     nbytes: int
     xxh3: str
+
+    def open(self) -> Tokens:
+        """Map its tokens; raise ConfigError if it is gone, Corrupt if it has another size by now."""
+        _check_file(self, verify=False)
+        return open_tokens(self.path, self.dtype, self.skip)
 
 
 @dataclass(frozen=True)
@@ -242,7 +254,11 @@ def open_index(directory: Path, verify: bool = False) -> Index:
     files = tuple(_parse_listed(directory, f) for source in manifest["sources"] for f in source["files"])
     arrays = []
     for name in (DOCUMENTS, RANGES):
-        if file_checksum(directory / name) != manifest[name]:
+        try:
+            checksum = file_checksum(directory / name)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{directory / name}: {_UNREADABLE}: {error.strerror}") from error
+        if checksum != manifest[name]:
             raise Corrupt(f"{directory / name}: its checksum is not the manifest's")
         arrays.append(np.load(directory / name, mmap_mode="r"))
     for file in files:
@@ -258,7 +274,7 @@ def _check_file(file: Listed, verify: bool) -> None:
     try:
         size = file.path.stat().st_size
     except OSError as error:
-        raise ConfigError(f"{file.path}: a token file of the data set cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file.path}: {_UNREADABLE}: {error.strerror}") from error
     if size != file.nbytes:
         raise Corrupt(f"{file.path}: expected {file.nbytes} bytes, it has {size}")
     if verify and file_checksum(file.path) != file.xxh3:

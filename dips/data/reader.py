@@ -16,7 +16,7 @@ import numpy as np
 
 from dips.data import index
 from dips.data.deal import I64, shuffle_numbers
-from dips.data.index import Tokens, open_tokens
+from dips.data.index import Tokens
 from dips.errors import ConfigError
 
 
@@ -128,6 +128,5 @@ class DataSet:
 
     def _open_file(self, file: int) -> Tokens:
         if file not in self._maps:
-            listed = self._index.files[file]
-            self._maps[file] = open_tokens(listed.path, listed.dtype, listed.skip)
+            self._maps[file] = self._index.files[file].open()
         return self._maps[file]

@@ -128,6 +128,38 @@ def test_what_was_changed_is_found(corpus: Path) -> None:
         DataSet(corpus / "elsewhere")
 
 
+@pytest.mark.parametrize("name", ["documents.npy", "ranges.npy"])
+def test_a_data_set_that_is_half_copied_is_refused(corpus: Path, name: str) -> None:
+    """Its manifest comes first in the alphabet: a copy that is under way has it, and not what it lists."""
+    build_dataset(plan(corpus))
+    (corpus / "set" / name).unlink()
+    with pytest.raises(ConfigError, match=f"{name}: a file of the data set cannot be read: No such file"):
+        DataSet(corpus / "set")
+
+
+@pytest.mark.parametrize("tokens", [50, 1_000_000])
+def test_tokens_that_were_written_anew_under_a_reader_are_not_read(corpus: Path, tokens: int) -> None:
+    """Files are opened when they are first read, by each worker anew: by then they may be of another data set."""
+    build_dataset(plan(corpus))
+    data = DataSet(corpus / "set")
+    for path in (corpus / "set" / "tokens").iterdir():
+        np.zeros(tokens, np.uint16).tofile(path)
+    for read in (lambda: data.tokens(0), lambda: list(data.batches(0, 1, 32))):
+        with pytest.raises(Corrupt, match=rf"expected \d+ bytes, it has {2 * tokens}"):
+            read()
+
+
+def test_what_a_killed_build_left_is_no_source(corpus: Path) -> None:
+    """The data set is made in a directory of its source; the same command again reads the texts alone."""
+    spec, output, reader = f"x={corpus}/code", corpus / "code" / "set", make_tokenizer("bytes", None)
+    (output / "tokens").mkdir(parents=True)
+    (output / "tokens" / "x.bin").write_bytes(bytes(1000))
+    build_dataset(BuildPlan((parse_source(spec),), output, 2, 0, reader))
+    made = DataSet(output)
+    build_dataset(BuildPlan((parse_source(f"x={corpus}/code/*.*"),), corpus / "other", 2, 0, reader))
+    assert made.digest == DataSet(corpus / "other").digest
+
+
 def test_bad_sources_are_refused(corpus: Path) -> None:
     """Each message names the file and what was expected."""
     (corpus / "bad.jsonl").write_text('{"text": "good"}\n{"body": "bad"}\n')

@@ -90,6 +90,14 @@ def test_one_long_document_is_cut() -> None:
     assert weigh_sources(deal_documents(sources, 8, 0).shares).deviation > 0.4
 
 
+def test_a_document_that_a_row_of_the_index_cannot_hold_is_refused() -> None:
+    """Its length has 32 bits there: the rest of its tokens would be in no range."""
+    whole = documents((1 << 32) - 1)
+    assert deal_documents([whole], 1, 0, cut=0).documents["tokens"].tolist() == [(1 << 32) - 1]
+    with pytest.raises(ConfigError, match=r"a document of 4294967296 tokens: .*--cut"):
+        deal_documents([documents(1 << 32)], 1, 0, cut=0)
+
+
 def test_rows_of_a_table_are_dealt_by_source() -> None:
     """Every row is in one range, and each range has its share of both sources."""
     sources = ["a"] * 300 + ["b"] * 100

@@ -143,6 +143,14 @@ def test_a_stray_byte_is_forgiven_and_another_encoding_later_on_is_not(tmp_path:
         texts_of(path)
 
 
+def test_half_a_pair_of_surrogates_is_forgiven(tmp_path: Path) -> None:
+    """As JSON has them where a text was cut inside an emoji: no tokenizer takes them, and there is no UTF-8 of them."""
+    path = tmp_path / "web.jsonl"
+    path.write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
+    assert texts_of(path) == ["cut \ufffd", "whole \U0001f600"]
+    build_dataset(BuildPlan((parse_source(f"x={path}"),), tmp_path / "set", 1, 0, make_tokenizer("bytes", None)))
+
+
 def test_one_source_is_of_one_kind(tmp_path: Path) -> None:
     """A dataset's README is not trained, nor what git keeps beside it."""
     (tmp_path / "a.jsonl").write_bytes(LINES)

@@ -76,6 +76,28 @@ def test_documents_begin_behind_eos_however_much_is_looked_through_at_once(tmp_p
     assert found.starts.tolist() == [0, *(end + 1 for end in ends)] and int(found.tokens.sum()) == 50
 
 
+@pytest.mark.parametrize(("cut", "words"), [(20, "40 tokens, as its header says, got 30"), (-6, "got 43"), (200, "")])
+def test_a_row_of_another_length_than_its_header_says_is_refused(tmp_path: Path, cut: int, words: str) -> None:
+    """A copy that was broken off at a whole token, or begins in the header; two that were written into one file."""
+    path = tmp_path / "corpus.npy"
+    np.save(path, np.arange(40, dtype=np.uint16))
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-cut] if cut > 0 else raw + raw[cut:])
+    with pytest.raises(ConfigError, match=rf"corpus.npy: .*{words}"):
+        find_tokens(path, None, 0)
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, 150])
+def test_starts_that_were_half_copied_are_named(tmp_path: Path, left: int) -> None:
+    """Nothing of the file, half of its magic, of its header and of its numbers."""
+    np.save(tmp_path / "corpus.npy", np.arange(40, dtype=np.uint16))
+    starts = tmp_path / "corpus.documents.npy"
+    np.save(starts, np.arange(0, 40, 4))
+    starts.write_bytes(starts.read_bytes()[:left])
+    with pytest.raises(ConfigError, match=r"corpus.documents.npy: not a .npy file"):
+        find_tokens(tmp_path / "corpus.npy", None, None)
+
+
 @pytest.mark.parametrize("at", [0, 9, 17, -4])
 def test_a_megatron_index_that_is_wrong(tmp_path: Path, at: int) -> None:
     """A wrong magic, version, dtype or document list is refused by name."""
