@@ -119,13 +119,17 @@ def _on_own_machines(host: str) -> bool:
 
 
 def _check_directories(path: Path, run: RunFile) -> Iterator[CheckFinding]:
-    used: dict[Path, str] = {run.master.directory.resolve(): "master"}
+    used = {run.master.directory.resolve(): ("master", run.master.listen)}
     for s in run.slaves:
         directory = s.directory.resolve()
-        if (other := used.setdefault(directory, s.name)) != s.name:
-            yield CheckFinding(
-                f"{path}: slaves.{s.name}.directory", FAIL, f"{directory} is {other}'s, too", "one directory for each"
-            )
+        other, listen = used.setdefault(directory, (s.name, s.listen))
+        if other == s.name:
+            continue
+        key, seen = f"{path}: slaves.{s.name}.directory", f"{directory} is {other}'s, too"
+        if all(_on_own_machines(host_port(address)[0]) for address in (listen, s.listen)):
+            yield CheckFinding(key, NOTE, seen, "right if each has a machine, or a pod, of its own")
+        else:
+            yield CheckFinding(key, FAIL, seen, "one directory for each")
     mirrors = [("master", run.master.mirror), *((f"slaves.{s.name}", s.mirror) for s in run.slaves)]
     for owner, mirror in mirrors:
         if mirror is not None and "://" not in mirror and Path(mirror).resolve() in used:
@@ -156,8 +160,8 @@ def _check_ledger(path: Path, run: RunFile) -> Iterator[CheckFinding]:
     model = Manifest.from_json(row.manifest)
     for name, layers in row.placement:
         section = run.slave_section(name)
-        if not section.directory.is_dir():
-            continue
+        if not section.directory.is_dir() or section.directory == run.master.directory:
+            continue  # on another machine, where the path may be the same
         memory = memory_of(section, sum(model.layers[i].numel for i in layers), run.shared.pull_codec)
         try:
             memory.require_memory(available_bytes(section))

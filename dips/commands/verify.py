@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,7 +51,8 @@ def verify(
     A slave does the same when it starts, and skips damaged snapshots: then the run is rolled back to the newest
     version that every slave has intact, which this command names.
 
-    Exit codes: 0 the newest durable version is intact; 65 it is not; 78 no directory is here, or no such slave.
+    Exit codes: 0 the newest durable version is intact; 65 it is not, or neither a snapshot nor the ledger is here; 78
+    no directory is here, or no such slave, or one directory is named for several (--slave).
 
     \b
     Example:
@@ -74,7 +76,10 @@ def verify(
 def judge_results(results: Results, known: Known, all_here: bool) -> tuple[str, int]:
     """Return whether the newest durable version can be served, else which version could be, with the exit code."""
     on_disk = sorted({v for found in results.values() for v in found})
-    newest = known.durable if known.durable is not None else (on_disk[-1] if on_disk else GENESIS)
+    if known.durable is None and not on_disk:
+        none = f"no snapshot is on {', '.join(results)}, and without the ledger nothing says which there should be"
+        return none, EXIT_NOT_INTACT
+    newest = known.durable if known.durable is not None else on_disk[-1]
     if newest == GENESIS:
         return "v0@r0 is read from the initial model; there is no snapshot to verify", 0
     bad = {name: found.get(newest, MISSING) for name, found in results.items() if found.get(newest) != INTACT}
@@ -115,6 +120,13 @@ def _local_slaves(config: RunFile, only: str | None) -> list[SlaveSection]:
         print(f"note: {away.name} is not on this machine ({away.directory})", file=sys.stderr)
     if not here:
         raise ConfigError("no slave's directory is on this machine: run this where they are")
+    owners = dict[Path, str]()
+    for s in here:
+        if (owner := owners.setdefault(s.directory.resolve(), s.name)) != s.name:
+            raise ConfigError(
+                f"{s.directory} is the directory of {owner} and of {s.name}, which have machines of their own: name "
+                "the one that is here by --slave"
+            )
     return here
 
 

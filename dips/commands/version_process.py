@@ -21,6 +21,7 @@ from dips.errors import Unavailable
 from dips.identity.names import PeerRole
 from dips.ids import VersionId
 from dips.slave.export import export_snapshot
+from dips.slave.staging import find_version
 from dips.telemetry import exits
 
 PULLED_AS = "on-version"  # cluster name for a pull, used if the slaves' disks are not here
@@ -43,12 +44,13 @@ def _process_version(run_file: Path, version: str, model: Path, command: list[st
 
 
 def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
-    """Export from the slaves' disks, or over the lanes if these are on other machines (`keep_every` keeps the
-    version).
+    """Export from the slaves' disks, or over the lanes if the version is not here (`keep_every` keeps it).
+
+    That a slave's directory is here says nothing: a slave that has moved left its former one, and a path may be
+    another's, as in pods, where master and slaves call their volumes alike.
     """
-    directories = [s.directory for s in config.slaves]
-    if all(path.is_dir() for path in directories):
-        export_snapshot(directories, version, model)
+    if all(find_version(s.directory / str(version), config.shared.run, s.name) for s in config.slaves):
+        export_snapshot([s.directory for s in config.slaves], version, model)
         return
     for left in reversed(range(TRIES)):
         try:

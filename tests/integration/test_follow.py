@@ -225,7 +225,7 @@ def test_with_certificates_a_puller_pulls_and_so_does_on_version(tmp_path: Path)
     shared = {"penalty": {"gates": []}, "stop": {"versions": 2}}
     with harness.Run(tmp_path, tensors(), shared=shared, slaves=1, security=security) as run:
         content = yaml.safe_load(run.file.read_text())
-        content["slaves"][0]["directory"] = "elsewhere"
+        content["slaves"][0]["directory"] = content["master"]["directory"]  # as in pods, each with a volume of its own
         command = [sys.executable, "-c", "import os; os.stat(os.environ['DIPS_MODEL'])"]
         content["master"] |= {"keep_every": 1, "on_version": {"every": 1, "command": command}}
         of_master = run.file.with_name("master.yaml")

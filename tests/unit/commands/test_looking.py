@@ -34,7 +34,7 @@ from dips.config import load_run
 from dips.errors import ConfigError, DipsError
 from dips.identity.certificates import SOON, utc_now
 from dips.identity.names import PeerRole
-from dips.ids import VersionId
+from dips.ids import GENESIS, VersionId
 from dips.master.genesis import make_run
 from dips.outer.pool import MemorySum
 from dips.printable import FAIL, NOTE, OK, CheckFinding
@@ -161,9 +161,13 @@ def test_all_interfaces_are_those_of_each_machine(files: FilesToCheck) -> None:
     """Slaves of two machines may listen alike; on an address that is one machine's they may not."""
     files.secure()
     for host, twice in (("0.0.0.0", False), ("[::]", False), ("10.0.0.1", True)):
+        files.run["master"]["listen"] = f"{host}:7800"
         for slave in files.run["slaves"]:
-            slave["listen"] = f"{host}:7801"
-        assert ("7801 is slaves.s0.listen's, too" in str(verdicts(files.check(), FAIL))) is twice, host
+            slave |= {"listen": f"{host}:7801", "directory": "m"}
+        rows = files.check()
+        assert ("7801 is slaves.s0.listen's, too" in str(verdicts(rows, FAIL))) is twice, host
+        said = "s1.directory: " + str(files.directory / "m") + " is master's, too"
+        assert said in str(verdicts(rows, FAIL if twice else NOTE)), "in pods all directories have one path"
 
 
 def test_half_a_certificate_is_looked_at_and_a_list_of_revoked_ones_missed(files: FilesToCheck) -> None:
@@ -217,6 +221,10 @@ def test_the_ledger_is_compared_with_the_run_file(files: FilesToCheck, monkeypat
         files.run["slaves"][0]["memory_bytes"] = bound
         monkeypatch.setattr(machine, "available_memory", lambda there=there: there)
         assert bool([line for line in verdicts(files.check(), FAIL) if "slaves.s0" in line]) is wrong, (bound, there)
+    files.run["slaves"][0].update(memory_bytes=1000, directory="m")
+    found = [line for line in verdicts(files.check(), FAIL) if "slaves.s0: " in line]
+    assert not found, "the master's directory is here, and so s0 is on another machine"
+    files.run["slaves"][0] |= {"directory": "s0"}
     files.run["slaves"][0].pop("memory_bytes")
     files.run["slaves"][1].update(name="s2", directory="s2")
     assert "master.directory" in str(verdicts(files.check(), FAIL))
@@ -380,8 +388,20 @@ def test_the_run_goes_back_to_what_every_slave_has_intact() -> None:
     for known in (Known((v1, v2, v3), v3, {}), Known((), None, {})):
         verdict, code = judge_results(results, known, all_here=True)
         assert code and "v3@r3 is not intact (s1: bit rot); the run would be rolled back to v1@r1" in verdict
+    verdict, code = judge_results({"s0": {}}, Known((), None, {}), all_here=False)
+    assert code and "no snapshot is on s0, and without the ledger nothing says which" in verdict
+    assert judge_results({"s0": {}}, Known((), GENESIS, {}), all_here=False)[1] == 0
     verdict, code = judge_results(results, Known((v1, v2, v3), v1, {}), all_here=False)
     assert not code and verdict == "the newest durable version v1@r1 is intact on s0, s1"
+
+
+def test_a_directory_of_two_slaves_is_of_one_of_them_here(files: FilesToCheck) -> None:
+    """In pods all have one path: the other's snapshots are not looked for in this one's volume."""
+    files.run["slaves"][1].update(directory="s0")
+    files.check()
+    (files.directory / "s0").mkdir()
+    with pytest.raises(ConfigError, match=r"the directory of s0 and of s1, .* by --slave"):
+        CliRunner().invoke(cli.cli, ["verify", "--config", str(files.run_file)], catch_exceptions=False)
 
 
 def test_what_is_not_intact_is_red() -> None:

@@ -19,9 +19,10 @@ import pytest
 import yaml
 from rich.console import Console
 
+from dips.commands import version_process
 from dips.commands.history import draw_rounds, round_as_data
 from dips.config import RunFile, TrackSection, load_run
-from dips.errors import ConfigError
+from dips.errors import ConfigError, UnavailableMaster
 from dips.ids import GENESIS, VersionId
 from dips.master import hooks
 from dips.master.genesis import ledger_path, make_run
@@ -307,6 +308,27 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("whose", ["nobody", "another version", "another slave", "another run"])
+def test_a_directory_without_the_version_is_not_the_slaves(
+    make_place: MakePlace, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """The slave has moved and left it, or the path is another process's here, as in pods: the lanes are asked."""
+    place = make_place(command=["true"])
+    version = place.commit(snapshot=whose != "nobody")
+    (place.directory / "s").mkdir(exist_ok=True)
+    path, config = place.directory / "s" / str(version), place.config
+    match whose:
+        case "another version":
+            path.rename(path.with_name("v9@r9"))
+        case "another slave":
+            config = config.model_copy(update={"slaves": (config.slaves[0].model_copy(update={"name": "t"}),)})
+        case "another run":
+            config = config.model_copy(update={"shared": config.shared.model_copy(update={"run": "q"})})
+    monkeypatch.setattr(version_process, "TRIES", 1)
+    with pytest.raises(UnavailableMaster):  # nobody serves this run
+        version_process._write_model(config, version, place.directory / "model.safetensors")
 
 
 def test_versions_are_due_in_their_order(make_place: MakePlace) -> None:
