@@ -78,7 +78,14 @@ def request_command(
     identity = make_identity(name, role, run)
     key, request = out / (identity.label + KEY), out / (identity.label + CSR)
     if key.exists():
-        raise ConfigError(f"{key} is there already: `dips certs renew` makes a new one for the same name")
+        if (certificate := key.with_suffix(CRT)).exists():
+            raise ConfigError(
+                f"{key} is there already: `dips certs renew {certificate}` makes a new one for the same name"
+            )
+        raise ConfigError(
+            f"{key} is there already: it waits for the certificate of {request} (`dips certs issue`); if that is lost, "
+            "remove the key"
+        )
     _write_request(identity, key, request)
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ async def serve_authority(
 ) -> None:
     """Sign renewals on host:port until SIGTERM or SIGINT; `ready` is called with the address."""
     authority, stopped = Authority.open(directory), asyncio.Event()
-    files = _certify_itself(authority, life)
+    files, since = _certify_itself(authority, life)
     report = lambda problem: log.warning("certificate", problem=problem)  # noqa: E731
     guard = Guard(TlsSource(files, AUTHORITY_NAME, PeerRole.AUTHORITY, authority.run, report))
     server = control.make_server(lambda method, error: log.error("call_failed", method=method, exc_info=error), guard)
@@ -96,22 +97,27 @@ async def serve_authority(
         log.info("serving", address=address, run=authority.run, hours=life / timedelta(hours=1))
         ready(address)
         while not stopped.is_set():
-            try:
-                async with asyncio.timeout(life.total_seconds() / 3):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(LOOK_S, life.total_seconds() / 3)):
                     await stopped.wait()
-            except TimeoutError:
-                _certify_itself(authority, life)
+            # By the clock: a machine may have slept, or its clock been set.
+            if stopped.is_set() or timedelta(0) <= utc_now() - since < life / 3:
+                continue
+            try:
+                _, since = await asyncio.to_thread(_certify_itself, authority, life)
+            except FailedDisk as error:  # there may be room when it is looked again
+                log.error("certificate", problem=str(error))
     log.info("stopped")
 
 
-def _certify_itself(authority: Authority, life: timedelta) -> TlsFiles:
-    """Write a new key and certificate of the authority's port into its directory."""
+def _certify_itself(authority: Authority, life: timedelta) -> tuple[TlsFiles, datetime]:
+    """Write a new key and certificate of the authority's port into its directory; return also when it was signed."""
     identity = PeerIdentity(AUTHORITY_NAME, PeerRole.AUTHORITY, authority.run)
     key, files = certificates.new_key(), TlsFiles.beside(authority.directory / (identity.label + CRT))
     signed = authority.issue(certificates.make_request(identity, key), identity.label, life)
     certificates.write_private(files.key, certificates.key_to_pem(key))
     certificates.write_public(files.cert, certificates.to_pem(signed))
-    return files
+    return files, certificates.signed_at(signed)
 
 
 # ---- who asks -------------------------------------------------------------------------------------------------------
@@ -236,11 +242,12 @@ class Renewer:
 
 def put_in_place(signed: Path, certificate: Path) -> None:
     """Rename the new files over the old, the key first: between the two renames `load_tls` takes the new pair."""
-    key = renewal_of(certificate, KEY)
+    renewed, present = renewal_of(certificate, KEY), certificate.with_suffix(KEY)
+    key = renewed if renewed.exists() else present  # ended between the two renames
     new = certificates.parse_certificate(certificates.read_pem(signed, "certificate"), signed, "certificate")
-    if key.exists():
-        secret = certificates.parse_key(certificates.read_key_pem(key, "key"), key, "key")
-        if new.public_key() != secret.public_key():
-            raise ConfigError(f"{signed} was not signed for {key}: sign {key.with_suffix(CSR)} again")
-        key.rename(certificate.with_suffix(KEY))
+    secret = certificates.parse_key(certificates.read_key_pem(key, "key"), key, "key")
+    if new.public_key() != secret.public_key():
+        remedy = f"sign {key.with_suffix(CSR)} again" if key == renewed else "it is of a former renewal: remove it"
+        raise ConfigError(f"{signed} was not signed for {key}: {remedy}")
+    key.rename(present)
     signed.rename(certificate)

@@ -61,7 +61,7 @@ class Authority:
         authority = cls(directory, run, certificates.make_authority(run, key, utc_now(), days), key)
         certificates.write_private(directory / ROOT_KEY, certificates.key_to_pem(key))
         certificates.write_private(directory / ISSUED, json.dumps({"run": run}).encode() + b"\n")
-        authority._write_revocations({})
+        authority._write_revocations({}, utc_now())
         certificates.write_public(directory / ROOT, certificates.to_pem(authority.root))
         return authority
 
@@ -131,10 +131,13 @@ class Authority:
                     f"{label}: expected NAME.ROLE or a serial of a certificate that is valid, not revoked"
                 )
             meant = {row.serial: now for row in rows}
+            former = [(row, row.revoked) for row in self.list_issued() if row.revoked is not None]
             # Not those that have ended: a name that renews itself daily would fill the list, which has a limit.
-            listed = [row for row in self.list_issued() if row.revoked is not None and row.until > now - CLOCK_SKEW]
+            listed = {row.serial: at for row, at in former if row.until > now - CLOCK_SKEW}
+            # Not older than the one before, as by a clock that was set back: who has that would not take it.
+            told_at = max([now, *(at for _, at in former)])
             # Before they are noted: ended in between, the same command finds the same certificates.
-            self._write_revocations({row.serial: row.revoked for row in listed if row.revoked is not None} | meant)
+            self._write_revocations(listed | meant, told_at)
             for row in rows:
                 self._append({"revoked": f"{row.serial:x}", "at": now.isoformat()})
         return rows
@@ -199,6 +202,6 @@ class Authority:
         except OSError as error:
             raise FailedDisk(f"{path}: cannot be written: {error.strerror}") from error
 
-    def _write_revocations(self, serials: dict[int, datetime]) -> None:
-        revoked = certificates.make_revocations(serials, self.root, self._key, utc_now())
+    def _write_revocations(self, serials: dict[int, datetime], now: datetime) -> None:
+        revoked = certificates.make_revocations(serials, self.root, self._key, now)
         certificates.write_public(self.directory / REVOCATIONS, certificates.to_pem(revoked))

@@ -401,6 +401,45 @@ async def test_the_port_certifies_itself_again(enrolled: Enrolled) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_the_port_of_a_machine_that_slept_certifies_itself_again(
+    enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whose clock was set: how late it is decides, not how long the port has waited."""
+    monkeypatch.setattr("dips.commands.renewing.LOOK_S", 0.05)
+    own = enrolled.directory / "ca" / f"{make_identity(AUTHORITY_NAME, PeerRole.AUTHORITY, RUN).label}.crt"
+    async with served(enrolled), asyncio.timeout(30.0):
+        for ahead in (timedelta(hours=9), timedelta(hours=-1)):
+            first = own.read_bytes()
+            await asyncio.sleep(0.3)
+            assert own.read_bytes() == first, "it is not due"
+            monkeypatch.setattr("dips.commands.renewing.utc_now", lambda ahead=ahead: utc_now() + ahead)
+            while own.read_bytes() == first:
+                await asyncio.sleep(0.02)
+            monkeypatch.setattr("dips.commands.renewing.utc_now", utc_now)
+
+
+async def test_the_port_goes_on_while_its_disk_is_full(enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what is revoked with the certificate that it has, and certifies itself when there is room again."""
+    monkeypatch.setattr("dips.commands.renewing.LOOK_S", 0.05)
+    west, tries = enrolled.enroll("west", PeerRole.CLUSTER), 0
+    own = enrolled.directory / "ca" / f"{make_identity(AUTHORITY_NAME, PeerRole.AUTHORITY, RUN).label}.crt"
+
+    def sync(path: Path) -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with served(enrolled, timedelta(seconds=12)) as address, asyncio.timeout(60.0):
+        first = own.read_bytes()
+        with monkeypatch.context() as full:
+            full.setattr(certificates, "sync_path", sync)
+            while tries < 3:
+                await asyncio.sleep(0.02)
+        while own.read_bytes() == first:
+            await asyncio.sleep(0.02)
+        await said_by(far_away(enrolled, west), address)[0].follow_revocations()
+
+
 async def test_a_signal_ends_the_port(enrolled: Enrolled) -> None:
     """Whoever asks then is not answered."""
     west, address = enrolled.enroll("west", PeerRole.CLUSTER), asyncio.get_running_loop().create_future()

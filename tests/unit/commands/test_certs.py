@@ -18,8 +18,10 @@ from dips.identity.certificates import (
     parse_revocations,
     read_key_pem,
     read_pem,
+    utc_now,
 )
 from dips.identity.names import PeerRole
+from dips.identity.tls_files import load_tls
 from tests.disk_calls import DiskCalls
 from tests.enrolled import Enrolled
 
@@ -156,6 +158,33 @@ def test_a_request_that_failed_is_repeated(tmp_path: Path) -> None:
     assert key.exists() and request.exists()
 
 
+def test_what_is_to_be_done_with_a_key_that_is_there_helps(ca: Path, tmp_path: Path) -> None:
+    """Without its certificate there is nothing to renew: the request is signed, or, if it is lost, the key removed."""
+    words = ("request", "west", "--role", "cluster", "--run", RUN, "--out", tmp_path)
+    key, request, certificate = (tmp_path / f"west.cluster{end}" for end in (".key", ".csr", ".crt"))
+    type_certs(*words)
+    said = type_certs(*words, code=78)
+    assert f"it waits for the certificate of {request}" in said and "if that is lost, remove the key" in said
+    request.unlink()
+    key.unlink()
+    type_certs(*words)
+    type_certs("issue", ca, request, "--as", "west.cluster")
+    assert f"`dips certs renew {certificate}` makes a new one" in type_certs(*words, code=78)
+
+
+def test_a_certificate_of_a_former_renewal_is_not_put_in_place(tmp_path: Path) -> None:
+    """It was copied once more from the authority's machine, where each of a name has the same file."""
+    enrolled = Enrolled(tmp_path, RUN)
+    former = enrolled.enroll("west", PeerRole.CLUSTER).cert.read_bytes()
+    west = enrolled.enroll("west", PeerRole.CLUSTER)
+    signed = tmp_path / "west.cluster.renewal.crt"
+    signed.write_bytes(former)
+    assert "it is of a former renewal: remove it" in type_certs("renew", west.cert, code=78)
+    load_tls(west)
+    signed.unlink()
+    assert "call renew again" in type_certs("renew", west.cert)
+
+
 def test_two_revocations_stay_two(tmp_path: Path) -> None:
     """The list is of all that was ever revoked: a second one does not make the first valid again."""
     enrolled = Enrolled(tmp_path)
@@ -165,6 +194,18 @@ def test_two_revocations_stay_two(tmp_path: Path) -> None:
     path = tmp_path / "ca" / "crl.pem"
     (revoked,) = parse_revocations(read_pem(path, "crl"), path, "crl")
     assert {row.serial_number for row in revoked} == {row.serial for row in rows} and len(rows) == 2
+
+
+def test_a_list_is_never_older_than_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock was a day fast at the first revocation: who has that list takes no older one for a newer."""
+    enrolled, path, dates = Enrolled(tmp_path), tmp_path / "ca" / "crl.pem", []
+    for ahead, name in ((timedelta(days=1), "berlin"), (timedelta(0), "oslo")):
+        enrolled.enroll(name, PeerRole.CLUSTER)
+        monkeypatch.setattr("dips.identity.authority.utc_now", lambda ahead=ahead: utc_now() + ahead)
+        enrolled.authority.revoke(f"{name}.cluster")
+        (revoked,) = parse_revocations(read_pem(path, "crl"), path, "crl")
+        dates.append(revoked.last_update_utc)
+    assert len(revoked) == 2 and dates[0] <= dates[1], dates
 
 
 def test_a_revocation_that_failed_is_repeated(tmp_path: Path) -> None:
