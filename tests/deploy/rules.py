@@ -244,6 +244,13 @@ def autoscalers_stay_away(objects: list[Manifest], pods: list[Pod]) -> Iterator[
                 yield f"{_named(manifest)}: an autoscaler may evict its pods: expected the annotations {KEPT}"
 
 
+def data_outlive_a_release(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
+    """To change a cluster is to uninstall and install its release: the claim of its data set must not go with it."""
+    for manifest in _of_kind(objects, "PersistentVolumeClaim"):
+        if manifest["metadata"].get("annotations", {}).get("helm.sh/resource-policy") != "keep":
+            yield f"{_named(manifest)}: `helm uninstall` deletes it: expected helm.sh/resource-policy: keep"
+
+
 def monitors_are_complete(objects: list[Manifest], pods: list[Pod]) -> Iterator[str]:
     """Each daemon is scraped once if any is, under a job that the alerts know and its run; nobody else is."""
     monitors = _of_kind(objects, "PodMonitor")
@@ -302,6 +309,7 @@ RULES: tuple[Rule, ...] = (
     servers_are_spread,
     jobs_know_exit_codes,
     autoscalers_stay_away,
+    data_outlive_a_release,
     monitors_are_complete,
     edits_restart_nobody,
     images_are_named,

@@ -157,6 +157,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
         lambda o: find(o, "StatefulSet", "dips-slave")["spec"]["template"]["metadata"]["annotations"].clear(),
         "StatefulSet dips-slave: an autoscaler may evict its pods",
     ),
+    "uninstalled": (
+        lambda o: find(o, "PersistentVolumeClaim", "corpus")["metadata"].pop("annotations"),
+        r"PersistentVolumeClaim corpus: `helm uninstall` deletes it",
+    ),
     "digest": (
         lambda o: find(o, "ConfigMap", "dips-run")["metadata"].update(name="dips-run-7b9f2k4m5t"),
         "each edit would restart all pods",
