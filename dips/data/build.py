@@ -84,7 +84,7 @@ class Built:
 def parse_source(spec: str) -> CorpusSource:
     """Parse NAME=PATH; PATH is a file, a directory, or a pattern. Raise ConfigError if no file matches.
 
-    A directory stands for all files in it at any depth, except hidden files and directories.
+    A directory stands for all files in it at any depth, except hidden files and directories; so does `**` in a pattern.
     """
     name, equals, where = spec.partition("=")
     if not equals:
@@ -93,8 +93,12 @@ def parse_source(spec: str) -> CorpusSource:
     path = Path(where)
     if path.is_file():  # whatever its name: it may have brackets, or be an index that stands for its tokens
         return CorpusSource(name, (path,))
-    found = glob.iglob(f"{glob.escape(where)}/**", recursive=True) if path.is_dir() else glob.iglob(where)
-    files = tuple(sorted(p for p in map(Path, found) if p.is_file() and not _is_index(p)))
+    pattern = f"{glob.escape(where)}/**" if path.is_dir() else where
+    found = sorted({*map(Path, glob.iglob(pattern, recursive=True))})  # two `**` find a file twice
+    for path in found:
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(f"--source {spec}: {path} is a link to a file that is not there")
+    files = tuple(p for p in found if p.is_file() and not _is_index(p))
     if not files:
         raise ConfigError(f"--source {spec}: there is no file")
     return CorpusSource(name, files)

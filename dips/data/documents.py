@@ -122,7 +122,7 @@ def _refusal_of(path: Path) -> str:
         return "its name and its first bytes do not agree whether it is Parquet"
     if first.startswith(_PARQUET):
         return ""
-    if said is not None and first and said != _packing_of(path):
+    if said is not None and said != _packing_of(path):
         return f"its name says {said}, its first bytes do not"
     try:
         with path.open("rb") as raw:

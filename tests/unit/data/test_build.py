@@ -205,6 +205,25 @@ def test_what_lies_beside_tokens_is_no_source(tmp_path: Path) -> None:
         assert [path.name for path in parse_source(f"x={where}").files] == ["a.npy", "b.bin", "c.idx"]
 
 
+def test_a_pattern_reaches_as_deep_as_a_directory(tmp_path: Path) -> None:
+    """`**` are directories at any depth, as in a shell: what lies deeper would be missing, and nothing would say so."""
+    paths = [tmp_path / "web" / name for name in ("a.txt", "b/b.txt", "b/c/c.txt")]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("text")
+    for where in (f"{tmp_path}/web", f"{tmp_path}/web/**/*.txt", f"{tmp_path}/**/**/*.txt"):
+        assert list(parse_source(f"x={where}").files) == paths, where
+
+
+@pytest.mark.parametrize("where", ["", "/*.txt", "/b.txt"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, where: str) -> None:
+    """As a cache or git-annex has them of files that were not fetched: the data set would lack these."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "blobs" / "b")
+    with pytest.raises(ConfigError, match=r"b\.txt is a link to a file that is not there"):
+        parse_source(f"x={tmp_path}{where}")
+
+
 def test_documents_that_end_with_a_token(corpus: Path) -> None:
     """Without boundaries beside it, a raw file is split after each end token; nothing of it is copied."""
     rows = [*[[5, 6, 0]] * 50, *[[7, 0]] * 50]

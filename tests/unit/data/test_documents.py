@@ -101,6 +101,7 @@ REFUSED = {
     "inside.txt.gz": (gzip.compress("café ".encode("latin-1") * 100), "expected UTF-8"),
     "array.json": (json.dumps([{"text": "a"}]).encode(), "a JSON array, expected an object a line: jq -c"),
     "text.jsonl.zst": (LINES, "its name says zstd, its first bytes do not"),
+    "not-fetched.jsonl.gz": (b"", "its name says gzip, its first bytes do not"),
     "text.parquet": (LINES, "do not agree whether it is Parquet"),
     "archive.zip": (b"PK\x03\x04\x14\0\0\0\x08\0" + bytes(range(256)), "zero bytes"),
 }
