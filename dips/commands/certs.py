@@ -149,6 +149,11 @@ def renew_command(
         identity = identity_of(certificates.parse_certificate(content, certificate, "certificate"))
         if not key.exists():
             _write_request(identity, key, request)
+        elif not request.exists():
+            raise ConfigError(
+                f"{key} waits for the certificate of {request}, which is not here: bring it as {signed}, or, if it is "
+                "lost, remove the key and call renew again"
+            )
         if authority is None:
             print(f"sign it by `{_issue_line(request, identity)}`, bring {signed.name} back, and call renew again")
             return

@@ -172,6 +172,21 @@ def test_what_is_to_be_done_with_a_key_that_is_there_helps(ca: Path, tmp_path: P
     assert f"`dips certs renew {certificate}` makes a new one" in type_certs(*words, code=78)
 
 
+@pytest.mark.parametrize("signer", [[], ["--authority"]])
+def test_a_renewal_whose_request_is_lost_says_so(ca: Path, tmp_path: Path, signer: list[str]) -> None:
+    """It is not told again and again to sign a file that is not there."""
+    (tmp_path / "own").mkdir()
+    west = Enrolled(tmp_path / "own", RUN).enroll("west", PeerRole.CLUSTER)
+    words = ("renew", west.cert, *([*signer, ca] if signer else []))
+    type_certs("renew", west.cert)
+    key, request = (west.cert.with_name(f"west.cluster.renewal{end}") for end in (".key", ".csr"))
+    request.unlink()
+    said = type_certs(*words, code=78)
+    assert f"{key} waits for the certificate of {request}, which is not here: bring it" in said
+    key.unlink()
+    type_certs(*words)
+
+
 def test_a_certificate_of_a_former_renewal_is_not_put_in_place(tmp_path: Path) -> None:
     """It was copied once more from the authority's machine, where each of a name has the same file."""
     enrolled = Enrolled(tmp_path, RUN)
