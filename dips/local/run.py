@@ -78,10 +78,17 @@ class LocalProcess:
             self._copying.start()
 
     def _copy_output(self) -> None:
+        """Copy what the process shows, to its end: with nobody who reads it would be killed by its next line."""
         assert self._process.stdout is not None
+        said = False
         with self._log.open("ab", buffering=0) as log, self._process.stdout as shown:
             for line in shown:
-                log.write(line)
+                try:
+                    log.write(line)
+                except OSError as error:
+                    if not said:
+                        typer.echo(f"{self._log} cannot be written: {error.strerror}", err=True)
+                    said = True
                 typer.echo(line, nl=False)
 
     @property

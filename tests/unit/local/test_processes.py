@@ -92,6 +92,17 @@ def test_what_a_process_shows_is_logged_too(tmp_path: Path, capfd: pytest.Captur
     assert (tmp_path / "a").read_text() == capfd.readouterr().out == "a line\n"
 
 
+def test_a_log_without_room_ends_no_training(capfd: pytest.CaptureFixture[str]) -> None:
+    """It was only copied there: the process writes on, and what it writes is shown."""
+    lines, line = 200, "a" * 1000  # more than a pipe holds
+    with LocalProcesses() as running:
+        shown = f"for _ in range({lines}): print('{line}')\nraise SystemExit(3)"
+        process = running.start("a", [sys.executable, "-c", shown], Path("/dev/full"), show=True)
+        assert process.wait(20) == 3
+    out, err = capfd.readouterr()
+    assert out == f"{line}\n" * lines and err.count("/dev/full cannot be written: No space left on device") == 1
+
+
 def test_sigterm_unwinds_what_was_begun() -> None:
     """Whoever started processes ends them in order, and is seen to have ended by a signal."""
     before = signal.getsignal(signal.SIGTERM)
