@@ -107,11 +107,25 @@ def issue_command(
     """
     authority = Authority.open(directory)
     asked = certificates.parse_request(certificates.read_pem(request, "request"), request, "request")
-    live = authority.find_live(identity_of(asked))
-    certificate, signed = authority.issue(asked, label, timedelta(days=days)), request.with_suffix(CRT)
+    live, signed = authority.find_live(identity_of(asked)), request.with_suffix(CRT)
+    _require_same_key(asked, request)
+    certificate = authority.issue(asked, label, timedelta(days=days))
     certificates.write_public(signed, certificates.to_pem(certificate))
     besides = f"; {len(live)} more of this name valid until {max(r.until for r in live):%Y-%m-%d}" if live else ""
     print(f"{signed}: {identity_of(certificate)}, valid until {certificate.not_valid_after_utc:%Y-%m-%d}{besides}")
+
+
+def _require_same_key(asked: x509.CertificateSigningRequest, request: Path) -> None:
+    """Raise ConfigError if the key beside a request is another one: that was renewed since."""
+    key = request.with_suffix(KEY)
+    if not key.exists():
+        return  # as at the authority's
+    secret = certificates.parse_key(certificates.read_key_pem(key, "key"), key, "key")
+    if read_requested_key(asked) != secret.public_key():
+        raise ConfigError(
+            f"{request} is of another key than {key}, which was renewed since: nothing is signed; "
+            f"`dips certs renew {request.with_suffix(CRT)}` makes a new request"
+        )
 
 
 @words.command("renew")

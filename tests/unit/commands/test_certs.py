@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from dips import cli
 from dips.errors import ConfigError, DipsError, treatment_of
+from dips.identity.authority import Authority
 from dips.identity.certificates import (
     identity_of,
     parse_certificate,
@@ -170,6 +171,20 @@ def test_what_is_to_be_done_with_a_key_that_is_there_helps(ca: Path, tmp_path: P
     type_certs(*words)
     type_certs("issue", ca, request, "--as", "west.cluster")
     assert f"`dips certs renew {certificate}` makes a new one" in type_certs(*words, code=78)
+
+
+def test_a_first_request_is_not_signed_over_what_was_renewed_since(ca: Path, tmp_path: Path) -> None:
+    """As when the lines that enrolled all are typed once more for a name that was added."""
+    own = tmp_path / "own"
+    type_certs("request", "west", "--role", "cluster", "--run", RUN, "--out", own)
+    request, certificate = own / "west.cluster.csr", own / "west.cluster.crt"
+    for _ in range(2):
+        type_certs("issue", ca, request, "--as", "west.cluster")
+    type_certs("renew", certificate, "--authority", ca)
+    before = certificate.read_bytes()
+    said = type_certs("issue", ca, request, "--as", "west.cluster", code=78)
+    assert f"{request} is of another key than {own / 'west.cluster.key'}" in said and certificate.read_bytes() == before
+    assert len(Authority.open(ca).list_issued()) == 3, "nothing was signed"
 
 
 @pytest.mark.parametrize("signer", [[], ["--authority"]])
