@@ -105,7 +105,6 @@ class MirrorStore:
         bytes.
         """
         with self._translate_errors(name):
-            self._require_mirror()
             size = self.file_size(name)
             if size is None:
                 return None
@@ -188,6 +187,7 @@ class MirrorStore:
     def file_size(self, name: str) -> int | None:
         """Return a file's size in bytes; None if it does not exist."""
         with self._translate_errors(name):
+            self._require_mirror()
             self._fs.invalidate_cache()
             try:
                 return int(self._fs.size(self._full_path(name)))
@@ -206,6 +206,7 @@ class MirrorStore:
 
     def _list_entries(self, folder: str) -> list[dict[str, Any]]:
         with self._translate_errors(folder):
+            self._require_mirror()
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(self._full_path(folder), detail=True)
@@ -216,6 +217,7 @@ class MirrorStore:
     def remove_path(self, name: str) -> None:
         """Remove a file, or a folder with its contents; a missing one is fine."""
         with self._translate_errors(name):
+            self._require_mirror()
             self._fs.invalidate_cache()
             if self._fs.exists(self._full_path(name)):
                 self._fs.rm(self._full_path(name), recursive=True)
@@ -226,6 +228,7 @@ class MirrorStore:
             return
         paths = [self._full_path(name) for name in names]
         with self._translate_errors(names[0]):
+            self._require_mirror()
             if self._local:
                 for path in paths:
                     Path(path).unlink(missing_ok=True)
@@ -485,7 +488,6 @@ def _removed_if_failed(store: MirrorStore, folder: str) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(FailedMirror):  # it fails already
-            store.list_names(folder)  # raises in another mirror
             store.remove_path(folder)
         raise
 

@@ -399,7 +399,9 @@ def marked(tmp_path: Path, url: str) -> MirrorStore:
 
 
 def test_a_mount_point_whose_disk_is_not_mounted_is_refused(tmp_path: Path) -> None:
-    """Nothing is written below it, and it is not taken for empty; when the disk is there again all goes on."""
+    """Nothing is written below it, nothing there counts as deleted, and it is not taken for empty; when the disk is
+    there again all goes on.
+    """
     mount, disk = tmp_path / "mnt", tmp_path / "disk"
     mount.mkdir()
     store = marked(tmp_path, str(mount))
@@ -416,6 +418,11 @@ def test_a_mount_point_whose_disk_is_not_mounted_is_refused(tmp_path: Path) -> N
             again.create_whole("lease", b"{}")
         with pytest.raises(FailedMirror, match=refused), again.create_file("large", 1):
             pytest.fail("a file was begun there")
+        for look in (again.file_size, again.list_sizes, again.folder_state, again.remove_path):
+            with pytest.raises(FailedMirror, match=refused):
+                look("v1@r1")
+        with pytest.raises(FailedMirror, match=refused):
+            again.remove_files(["v1@r1/manifest.json"])
     assert not list(mount.iterdir())
     mount.rmdir()
     disk.rename(mount)
