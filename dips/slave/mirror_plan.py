@@ -2,9 +2,10 @@
 want.
 
 Pure: `now` is an argument, and a shell does the jobs (snapshot_mirror.py, the simulation's), one at a time. There is no
-queue: a newer request replaces the former one. What must stay true: nothing is deleted before the newest version is
-complete, and never a version that the master names. A failure is reported with its reason and tried again with backoff;
-no other work waits for it. The contents are listed anew before that try, since it may be another disk by then.
+queue: a newer request replaces the former one. What must stay true: a whole version is deleted only beside one that the
+master names, and never one that it names. The newest version is copied first; after a copy that failed what may go is
+deleted first, since there may be no room. A failure is reported with its reason and tried again with backoff; no other
+work waits for it. The contents are listed anew before that try, since it may be another disk by then.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class MirrorPlan:
         self._reason = ""
         self._listing_failed = False  # whether the reason is of a failed listing
         self._again_at = 0.0
-        self._busy = False
-        self._moved_at = 0.0  # while busy: when bytes last moved
+        self._job: MirrorJob | None = None  # the present one
+        self._makes_room = False  # whether a copy has failed, and nothing was deleted since
+        self.moved_at = 0.0  # when bytes last moved, or a job began
 
     def report(self, now: float) -> MirrorReport:
         """Return the report for heartbeats."""
@@ -64,11 +66,11 @@ class MirrorPlan:
 
     def stalls(self, now: float) -> bool:
         """Return whether the present job has moved nothing for STALL_S."""
-        return self._busy and now - self._moved_at >= STALL_S
+        return self._job is not None and now - self.moved_at >= STALL_S
 
     def on_moved(self, now: float) -> None:
-        """Record that the present job moved some bytes."""
-        self._moved_at = now
+        """Record that the present job, or a restore, moved some bytes."""
+        self.moved_at = now
 
     def want(self, versions: tuple[VersionId, ...]) -> None:
         """Set the versions that the mirror should hold, the last of them next; empty: nothing yet."""
@@ -76,14 +78,14 @@ class MirrorPlan:
 
     def next_deadline(self, now: float) -> float:
         """Return when `next_job` has something to do; inf while it has not."""
-        return max(self._again_at, now) if not self._busy and self._find_job() is not None else inf
+        return max(self._again_at, now) if self._job is None and self._find_job() is not None else inf
 
     def next_job(self, now: float) -> MirrorJob | None:
         """Begin a job, if there is one and it is due; exactly one of `on_listed`, `on_done`, `on_failed` follows."""
         if self.next_deadline(now) > now:
             return None
-        self._busy, self._moved_at = True, now
-        return self._find_job()
+        self._job, self.moved_at = self._find_job(), now
+        return self._job
 
     def _find_job(self) -> MirrorJob | None:
         if self._list_due:
@@ -91,10 +93,12 @@ class MirrorPlan:
         if not self._wanted:
             return None
         held = self._held or ()
-        if self._wanted[-1] not in held:
-            return MirrorJob(MirrorJobKind.COPY, self._wanted[-1:])
-        superfluous = tuple(v for v in (*held, *self._outdated) if v not in self._wanted)
-        return MirrorJob(MirrorJobKind.DELETE, superfluous) if superfluous else None
+        lacks = self._wanted[-1] not in held
+        whole = held if any(version in held for version in self._wanted) else ()
+        superfluous = tuple(v for v in (*whole, *self._outdated) if v not in self._wanted)
+        if superfluous and (self._makes_room or not lacks):
+            return MirrorJob(MirrorJobKind.DELETE, superfluous)
+        return MirrorJob(MirrorJobKind.COPY, self._wanted[-1:]) if lacks else None
 
     def on_listed(self, held: tuple[VersionId, ...], outdated: tuple[VersionId, ...] = ()) -> None:
         """Record the complete copies; also called before the slave registers, so that the master knows them from the
@@ -105,7 +109,7 @@ class MirrorPlan:
         self._held, self._outdated, self._list_due = _by_round(held), outdated, False
         if self._listing_failed or self._find_job() is None:
             self._end()
-        self._busy = False  # other jobs that failed are tried again: their reason stands until one succeeds
+        self._job = None  # other jobs that failed are tried again: their reason stands until one succeeds
 
     def list_again(self) -> None:
         """List the mirror again, since this slave has learned which layers are its own."""
@@ -114,6 +118,7 @@ class MirrorPlan:
     def on_done(self, job: MirrorJob) -> None:
         """Record that a version was copied, or versions were deleted."""
         self._end()
+        self._makes_room = False
         held = self._held or ()
         self._outdated = tuple(v for v in self._outdated if v not in job.versions)
         if job.kind is MirrorJobKind.COPY:
@@ -124,12 +129,14 @@ class MirrorPlan:
     def on_failed(self, reason: str, now: float) -> None:
         """Record that the mirror is full, gone or too slow; its contents are listed anew before the next try."""
         self._listing_failed = self._list_due
-        self._busy, self._list_due = False, True
+        if self._job is not None and self._job.kind is not MirrorJobKind.LIST:
+            self._makes_room = self._job.kind is MirrorJobKind.COPY
+        self._job, self._list_due = None, True
         self._reason = reason
         self._again_at = now + self._backoff.next_pause_s()
 
     def _end(self) -> None:
-        self._busy, self._reason, self._again_at = False, "", 0.0
+        self._job, self._reason, self._again_at = None, "", 0.0
         self._backoff.reset()
 
 

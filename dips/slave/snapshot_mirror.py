@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from dips.dataclass import dataclass
-from dips.errors import Corrupt, DipsError, FailedMirror
+from dips.errors import Corrupt, DipsError, FailedMirror, Stale
 from dips.ids import VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.events import MirrorReport
@@ -38,14 +38,17 @@ def list_copies(
     log: Log,
     layers: Collection[int] | None = None,
     rotten: Mapping[VersionId, str] | None = None,
+    on_read: Callable[[int], None] = lambda _: None,
 ) -> MirrorListing:
     """List the versions whose copy is complete by its manifest and size; others are ignored, with a warning in the log.
 
     layers  layers that this slave holds, if known: a copy of other layers may have the same name
     rotten  versions whose bytes were found damaged → their `folder_state` then: not read again until that changes
+    on_read  called with 0 before each version
     """
     whole, outdated, reason = list[VersionId](), list[VersionId](), ""
     for version in list_versions(store):
+        on_read(0)
         try:
             _, manifest = read_copy(store, run, slave, version)
         except Corrupt as error:
@@ -73,15 +76,26 @@ def list_copies(
 # does.
 #
 # What must stay true: the shard's thread and the event loop never wait for it; they set the wanted versions, and read a
-# report. A mount that hangs must not keep the process alive, so its thread is a daemon. Before each Register of a slave
-# that serves no version, `restore` copies back versions that are newer in the mirror than on the disk (on a new
-# machine, all of them), and those that the master asked for, since all others have them. Damaged copies are remembered:
-# each is read once, and not before each Register.
+# report. A mount that hangs must not keep the process alive, nor a slave from its master, so its threads are daemons,
+# and who waits gives up when nothing moves. Before each Register of a slave that serves no version, `restore` copies
+# back versions that are newer in the mirror than on the disk (on a new machine, all of them), and those that the master
+# asked for, since all others have them. Damaged copies are remembered: each is read once, and not before each Register.
 
 
 BACKOFF_S = (1.0, 60.0)  # first and longest pause between two tries of a mirror that fails
 IDLE_S = 3600.0  # longest wait of the thread if nothing happens
 TOLD_S = 30.0  # between two log lines of a restore that goes on
+LOOK_S = 1.0  # between two looks at a restore that is waited for
+SILENT_S = 600.0  # longest silence of a restore whose bytes move: this disk may be silent for minutes in one fsync
+CLOSE_S = 10.0  # longest wait at the end for a job, or a restore, to end at its next piece
+
+
+@dataclass(slots=True)
+class AwaitedRestore:
+    """How long a restore may move nothing, and whether somebody waits for it still."""
+
+    limit_s: float
+    given_up: bool = False
 
 
 class SnapshotMirror:
@@ -113,10 +127,14 @@ class SnapshotMirror:
         self._thread.start()
 
     def close(self) -> None:
-        """Begin no other job; a job that runs is not waited for."""
+        """Begin no other job, and end the present one, or a restore, at its next piece: the next process in this
+        directory removes what is unfinished there. One that hangs is not waited for.
+        """
         with self._changed:
             self._ended = True
             self._changed.notify()
+        if self._job.acquire(timeout=CLOSE_S):
+            self._job.release()
 
     def want(self, versions: tuple[VersionId, ...]) -> None:
         """Set the versions that the mirror should hold, as the master named them."""
@@ -162,22 +180,45 @@ class SnapshotMirror:
     def restore(self, on_disk: tuple[VersionId, ...], look_for: tuple[VersionId, ...] = ()) -> Restored:
         """Restore every version of a later round than all on the disk, the newest first, and those of `look_for`.
 
-        Waits for a job that is being done, as long as it moves. Raise FailedMirror if it hangs, or the mirror fails.
+        Waits for a job that is being done, as long as it moves. Raise FailedMirror if the mirror fails, or nothing
+        moves: what hangs then ends at its next piece.
         """
-        while not self._job.acquire(timeout=STALL_S):
-            with self._changed:
-                stalls = self._plan.stalls(self._clock())
-            if stalls:
-                raise FailedMirror(f"{self._store.url}: nothing has moved for {STALL_S:g} s")
-        try:
-            return self._bring_back(set(on_disk), set(look_for))
-        except FailedMirror as error:
-            self._tell(partial(self._plan.on_failed, str(error), self._clock()))
-            raise
-        finally:
-            self._job.release()
+        waiting, over, results = AwaitedRestore(STALL_S), threading.Event(), list[Restored | Exception]()
 
-    def _bring_back(self, on_disk: set[VersionId], look_for: set[VersionId]) -> Restored:
+        def restore() -> None:
+            while not self._job.acquire(timeout=LOOK_S):
+                if waiting.given_up:
+                    return
+            try:
+                results.append(self._bring_back(set(on_disk), set(look_for), waiting))
+            except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+                results.append(error)
+            finally:
+                self._job.release()
+                over.set()
+
+        begun = self._clock()
+        threading.Thread(target=restore, name="restores", daemon=True).start()
+        while not over.wait(LOOK_S):
+            self._give_up_if_silent(waiting, begun)
+        if isinstance(results[0], FailedMirror):
+            self._tell(partial(self._plan.on_failed, str(results[0]), self._clock()))
+        if isinstance(results[0], Exception):
+            raise results[0]
+        return results[0]
+
+    def _give_up_if_silent(self, waiting: AwaitedRestore, begun: float) -> None:
+        with self._changed:
+            now = self._clock()
+            if now - max(begun, self._plan.moved_at) < waiting.limit_s:
+                return
+            waiting.given_up = True
+            reason = f"{self._store.url}: nothing has moved for {waiting.limit_s:g} s"
+            if not self._plan.stalls(now):  # it is a restore that hangs, and no job of the plan
+                self._plan.on_failed(reason, now)
+        raise FailedMirror(reason)
+
+    def _bring_back(self, on_disk: set[VersionId], look_for: set[VersionId], waiting: AwaitedRestore) -> Restored:
         listing = self._list_mirror()  # the next Register reports it
         newest = max((v.round for v in on_disk), default=0)
         brought, rotten, reason = list[VersionId](), False, listing.reason
@@ -185,7 +226,7 @@ class SnapshotMirror:
             if version.round <= newest and version not in look_for - on_disk:
                 continue
             try:
-                self._bring_back_one(version)
+                self._bring_back_one(version, waiting)
                 brought.append(version)
             except Corrupt as error:
                 reason = reason or str(error)
@@ -198,7 +239,8 @@ class SnapshotMirror:
             reason = f"its mirror {self._store.url} holds no snapshot of it either: is it mounted?"
         return Restored(tuple(brought), reason)
 
-    def _bring_back_one(self, version: VersionId) -> None:
+    def _bring_back_one(self, version: VersionId, waiting: AwaitedRestore) -> None:
+        self._require_wanted(waiting)
         self._put_aside(self._directory / str(version))
         begun = told = self._clock()
         nbytes = 0
@@ -206,6 +248,9 @@ class SnapshotMirror:
 
         def on_moved(moved: int) -> None:
             nonlocal nbytes, told
+            self._on_moved(moved)
+            self._require_wanted(waiting)
+            waiting.limit_s = SILENT_S
             nbytes += moved
             self._meter.add(moved)
             if self._clock() - told >= TOLD_S:
@@ -219,7 +264,7 @@ class SnapshotMirror:
 
     def _list_mirror(self) -> MirrorListing:
         listing = list_copies(
-            self._store, self._run, self._slave, self._log, self._layers, self._rotten
+            self._store, self._run, self._slave, self._log, self._layers, self._rotten, self._on_moved
         )  # fmt: skip
         self._tell(partial(self._plan.on_listed, listing.whole, listing.outdated))
         return listing
@@ -283,3 +328,10 @@ class SnapshotMirror:
     def _on_moved(self, _: int) -> None:
         with self._changed:
             self._plan.on_moved(self._clock())
+            if self._ended:
+                raise Stale("its slave ends")
+
+    @staticmethod
+    def _require_wanted(waiting: AwaitedRestore) -> None:
+        if waiting.given_up:
+            raise Stale("nobody waits for this restore any more")

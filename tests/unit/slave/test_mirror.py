@@ -19,12 +19,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
 from dips.config import MasterSection, RunFile, Shared, SlaveSection
-from dips.errors import ConfigError, CorruptSnapshot, FailedMirror
+from dips.errors import ConfigError, CorruptSnapshot, FailedMirror, Stale
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.effects import Hold, Registered
 from dips.protocol.events import MirrorReport
-from dips.slave import app, mirror_plan, snapshot_mirror
+from dips.slave import app, snapshot_mirror
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store import mirror as mirror_store
@@ -37,7 +37,7 @@ from tests.damage import flip_bit
 from tests.disk_calls import DiskCalls
 from tests.unit.slave.test_snapshots import MANIFEST, arrays, opened, read, same
 
-V1, V2, V3 = VersionId(1, 1), VersionId(2, 5), VersionId(3, 6)
+V1, V2, V3, V4 = VersionId(1, 1), VersionId(2, 5), VersionId(3, 6), VersionId(4, 7)
 LAYERS = (0, 1, 2, 3)
 LIST = MirrorJob(MirrorJobKind.LIST)
 LOG = structlog.get_logger()
@@ -138,6 +138,44 @@ def test_after_a_failure_it_may_be_another_disk() -> None:
     plan.on_listed(())
     assert plan.report(1000.0).held == () and not plan.report(1000.0).unknown
     assert plan.next_job(1000.0) == copy(V3)
+
+
+def test_a_mirror_without_room_lets_go_of_what_nobody_needs() -> None:
+    """What a crash left of a copy, or of a deletion, has the room of the next version: a copy that failed comes after
+    it. What can be neither copied nor deleted holds the other up no more than once.
+    """
+    plan, now = MirrorPlan(Backoff(1.0, 8.0, Random(1))), 0.0
+    plan.want((V2, V4))
+    assert plan.next_job(now) == LIST
+    plan.on_listed((V1, V2), (V3,))
+    given_up = MirrorJob(MirrorJobKind.DELETE, (V1, V3))
+    for expected in (copy(V4), given_up, copy(V4), given_up):
+        assert plan.next_job(now) == expected
+        plan.on_failed("no room, or not its own", now)
+        now = plan.next_deadline(now)
+        assert plan.next_job(now) == LIST
+        plan.on_listed((V1, V2), (V3,))
+    assert plan.next_job(now) == copy(V4)
+    plan.on_failed("no room", now)
+    now = plan.next_deadline(now)
+    assert plan.next_job(now) == LIST
+    plan.on_listed((V1, V2), (V3,))
+    assert plan.next_job(now) == given_up
+    plan.on_done(given_up)
+    assert plan.next_job(now) == copy(V4)
+    plan.on_done(copy(V4))
+    assert plan.next_job(now) is None and plan.report(now) == MirrorReport((V2, V4))
+
+
+def test_a_mirror_without_room_keeps_a_whole_version_until_it_has_another() -> None:
+    """Where it has none of those that are named, the newest that it has is all there is."""
+    plan = listed(V1)
+    plan.want((V2,))
+    for now in (0.0, 1000.0, 2000.0):
+        assert plan.next_job(now) == copy(V2)
+        plan.on_failed("no room", now)
+        assert plan.next_job(now + 999.0) == LIST
+        plan.on_listed((V1,))
 
 
 def test_a_copy_in_which_nothing_moves_is_told_as_failing() -> None:
@@ -633,23 +671,34 @@ def test_a_deletion_of_many_is_no_failure_while_they_go(url: str, tmp_path: Path
     assert mirror.report() == MirrorReport(versions[-1:]) and said == ["", "", ""]
 
 
-def hold_up(
-    monkeypatch: pytest.MonkeyPatch, stall_s: float, meanwhile: Callable[[Callable[[int], None]], None]
-) -> threading.Event:
-    """Have each copy do `meanwhile`, with what it calls for bytes that move, before it begins; return what is set
-    then, and take `stall_s` for the time in which something must move.
-    """
-    begun = threading.Event()
+class LongCopy:
+    """A mirror whose copies do something before they begin, and a clock that goes only when it is moved."""
 
-    def copy_later(store: MirrorStore, root: Path, version: VersionId, on_piece: Callable[[int], None]) -> None:
-        begun.set()
-        meanwhile(on_piece)
-        copy_out(store, root, version, on_piece)
+    def __init__(self, patch: pytest.MonkeyPatch, tmp_path: Path, url: str, meanwhile: Callable[[], None]) -> None:
+        self.now, self.looks, self.begun = 0.0, 0, threading.Event()
 
-    monkeypatch.setattr(snapshot_mirror, "copy_out", copy_later)
-    monkeypatch.setattr(snapshot_mirror, "STALL_S", stall_s)
-    monkeypatch.setattr(mirror_plan, "STALL_S", stall_s)
-    return begun
+        def copy_later(store: MirrorStore, root: Path, version: VersionId, on_piece: Callable[[int], None]) -> None:
+            self.begun.set()
+            meanwhile()
+            copy_out(store, root, version, on_piece)
+
+        patch.setattr(snapshot_mirror, "copy_out", copy_later)
+        patch.setattr(snapshot_mirror, "LOOK_S", 0.01)
+        self.mirror = SnapshotMirror(marked(tmp_path, url), tmp_path / "s", "r", "s", LOG, self.clock)
+
+    def clock(self) -> float:
+        self.looks += threading.current_thread() is threading.main_thread()
+        return self.now
+
+    def begin(self, *wanted: VersionId) -> None:
+        self.mirror.want(wanted)
+        self.mirror.start()
+        assert self.begun.wait(10)
+
+    def until_looked_at(self) -> None:
+        """Until the restore on the main thread has looked at the copy at this time."""
+        seen = self.looks
+        until(lambda: self.looks > seen + 1)
 
 
 def test_a_restore_waits_for_a_copy_that_moves(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,18 +707,16 @@ def test_a_restore_waits_for_a_copy_that_moves(url: str, tmp_path: Path, monkeyp
     copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
     shutil.rmtree(tmp_path / "s" / str(V1))
 
-    def move_slowly(on_piece: Callable[[int], None]) -> None:
-        for _ in range(8):
-            time.sleep(0.1)
-            on_piece(1)
+    def move_slowly() -> None:
+        for _ in range(4):
+            long.until_looked_at()
+            long.now += 0.8 * STALL_S
+            long.mirror._on_moved(1)
 
-    begun = hold_up(monkeypatch, 0.3, move_slowly)
-    mirror = kept(tmp_path, url)
-    mirror.want((V1, V2))
-    mirror.start()
-    assert begun.wait(10)
-    assert mirror.restore((V2,), (V1,)) == Restored((V1,))
-    mirror.close()
+    long = LongCopy(monkeypatch, tmp_path, url, move_slowly)
+    long.begin(V1, V2)
+    assert long.mirror.restore((V2,), (V1,)) == Restored((V1,))
+    long.mirror.close()
 
 
 def test_a_restore_does_not_wait_for_a_copy_that_hangs(
@@ -678,16 +725,94 @@ def test_a_restore_does_not_wait_for_a_copy_that_hangs(
     """It says so after a while, so that the slave registers with what is on its disk."""
     written(tmp_path / "s", V1)
     over = threading.Event()
-    begun = hold_up(monkeypatch, 0.1, lambda _: assert_set(over))
-    mirror = kept(tmp_path, url)
-    mirror.want((V1,))
-    mirror.start()
-    assert begun.wait(10)
-    with pytest.raises(FailedMirror, match="nothing has moved"):
-        mirror.restore((V1,))
+
+    def hang() -> None:
+        long.until_looked_at()
+        long.now += STALL_S
+        assert_set(over)
+
+    long = LongCopy(monkeypatch, tmp_path, url, hang)
+    long.begin(V1)
+    with pytest.raises(FailedMirror, match="nothing has moved for 60 s"):
+        long.mirror.restore((V1,))
     over.set()
-    until(lambda: mirror.report() == MirrorReport((V1,)))
+    until(lambda: long.mirror.report() == MirrorReport((V1,)))
+    long.mirror.close()
+
+
+@pytest.mark.parametrize(("hangs", "silent_s"), [("read_copy", STALL_S), ("bring_back", snapshot_mirror.SILENT_S)])
+def test_a_restore_that_hangs_is_given_up(
+    hangs: str, silent_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network disk whose server is gone raises nothing: a slave that has the head is not held up by it, and a later
+    restore not by the one before. What comes after all is not used, and the mirror goes on.
+    """
+    (tmp_path / "mirror").mkdir()
+    written(tmp_path / "s", V1)
+    copy_out(MirrorStore(str(tmp_path / "mirror"), "r", "s"), tmp_path / "s", V1, nothing)
+    shutil.rmtree(tmp_path / "s" / str(V1))
+    begun, over, works, now = threading.Event(), threading.Event(), getattr(snapshot_mirror, hangs), 0.0
+
+    def hang(*args: Any) -> Any:
+        if hangs == "bring_back":
+            args[-1](0)  # bytes have moved, so this disk may be silent for long
+        begun.set()
+        assert_set(over)
+        return works(*args)
+
+    monkeypatch.setattr(snapshot_mirror, hangs, hang)
+    monkeypatch.setattr(snapshot_mirror, "LOOK_S", 0.01)
+    store = marked(tmp_path, str(tmp_path / "mirror"))
+    mirror = SnapshotMirror(store, tmp_path / "s", "r", "s", LOG, lambda: now)
+    told = list[Restored | Exception]()
+    mirror.begin_restore((), (), told.append)
+    assert begun.wait(10)
+    now = silent_s - 1.0
+    threading.Event().wait(0.05)
+    assert told == []
+    now = silent_s
+    until(lambda: bool(told))
+    assert isinstance(told[0], FailedMirror) and f"nothing has moved for {silent_s:g} s" in str(told[0])
+    assert "nothing has moved" in mirror.report().reason
+    mirror.begin_restore((), (), told.append)
+
+    def is_told_again() -> bool:
+        nonlocal now
+        now += STALL_S
+        return len(told) == 2
+
+    until(is_told_again)
+    assert isinstance(told[1], FailedMirror)
+    monkeypatch.setattr(snapshot_mirror, hangs, works)
+    over.set()
+    with mirror._job:
+        assert not list((tmp_path / "s").glob("*@*"))
+    assert mirror.restore(()) == Restored((V1,))
+
+
+def test_what_is_brought_back_ends_with_its_slave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next process in the directory removes what is unfinished there, and begins with the same names: nothing of
+    this one is written, or removed, from then on.
+    """
+    (tmp_path / "mirror").mkdir()
+    written(tmp_path / "s", V1)
+    copy_out(MirrorStore(str(tmp_path / "mirror"), "r", "s"), tmp_path / "s", V1, nothing)
+    shutil.rmtree(tmp_path / "s" / str(V1))
+    begun, copy_one = threading.Event(), mirror_store.copy_layer
+
+    def copy_slowly(*args: Any) -> None:
+        begun.set()
+        threading.Event().wait(0.2)
+        copy_one(*args)
+
+    monkeypatch.setattr(mirror_store, "copy_layer", copy_slowly)
+    mirror, told = kept(tmp_path, str(tmp_path / "mirror")), list[Restored | Exception]()
+    mirror.begin_restore((), (), told.append)
+    assert begun.wait(10)
     mirror.close()
+    assert not [path.name for path in (tmp_path / "s").iterdir() if path.is_dir()]
+    until(lambda: bool(told))
+    assert isinstance(told[0], Stale)
 
 
 def assert_set(event: threading.Event) -> None:
@@ -823,9 +948,9 @@ def test_a_rotten_copy_is_read_once_and_replaced(url: str, tmp_path: Path, monke
     mirror.start()
     mirror.want((V1,))
     until(lambda: mirror.report().held == (V1,))
-    mirror.close()
     shutil.rmtree(tmp_path / "s" / str(V1))
     assert mirror.restore(()).versions == (V1,), "the new copy is another one"
+    mirror.close()
 
 
 def test_a_version_below_a_newer_one_is_brought_back_when_the_master_asks(url: str, tmp_path: Path) -> None:
