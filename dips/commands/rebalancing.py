@@ -30,11 +30,11 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.placement import moves_between, rebalance_layers
 from dips.slave import staging
 from dips.slave.machine import available_bytes, memory_of
+from dips.store.files import REBALANCE_LOCK
 from dips.store.tensorfile import F32
 from dips.transport.endpoints import Endpoint
 
 ASK_S = 1.0  # pause between two questions; a lease is ten seconds by default
-LOCK = ".rebalance.lock"  # beside the slave's own, which it holds as long as it serves its present layers
 MOST_MOVES = 40  # layers that the plan lists by name
 
 Say = Callable[[str], None]
@@ -53,7 +53,7 @@ def rebalance_run(config: RunFile, slaves: Sequence[str], master: Endpoint, wait
     with ExitStack() as held:
         for section in sections:
             busy = f"another `dips rebalance` copies into {section.directory}"
-            held.enter_context(closing(PidLock(section.directory / LOCK, busy=busy, advice="wait for it")))
+            held.enter_context(closing(PidLock(section.directory / REBALANCE_LOCK, busy=busy, advice="wait for it")))
         asyncio.run(_move_all([_HostCopy(config, section, master, wait_s, say) for section in sections]))
 
 

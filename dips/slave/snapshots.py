@@ -16,13 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
-from dips.files import PidLock, make_directory
+from dips.files import PidLock, lock_holder, make_directory
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Layer, Manifest
 from dips.slave.ports import READ_AT_START, Arrays
 from dips.store.files import (
     ASIDE,
+    REBALANCE_LOCK,
+    STAGING,
     delete_version,
     map_version,
     promote_if_ours,
@@ -202,8 +204,10 @@ class Snapshots:
         self._genesis: dict[int, str] = {}
         self._sinc = 0
         self._lock = self._take_directory()
+        staged_into = self._is_staged_into()
         for path in sorted(directory.glob(ASIDE + "*")):
-            self._remove_unfinished(path)
+            if not (staged_into and path.name.startswith(STAGING)):
+                self._remove_unfinished(path)
 
     def bind_layers(self, manifest: Manifest, layers: Sequence[int], genesis: Sequence[str], sinc: int) -> None:
         """Set the layers of this slave and their digests at v0@r0, from Registered.
@@ -229,6 +233,13 @@ class Snapshots:
             return PidLock(self._directory / _LOCK, busy=busy, advice="one slave for a directory")
         except OSError as error:
             raise ConfigError(f"directory: {self._directory} cannot be used for snapshots: {error}") from error
+
+    def _is_staged_into(self) -> bool:
+        """Whether a `dips rebalance` copies into the directory now, or may do so: its lock is another user's."""
+        try:
+            return bool(lock_holder(self._directory / REBALANCE_LOCK))
+        except OSError:
+            return True
 
     def _remove_unfinished(self, path: Path) -> None:
         try:

@@ -25,7 +25,7 @@ from dips.protocol.records import RunRow
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
 from dips.store.files import (
-    ASIDE,
+    STAGING,
     SyncQueue,
     copy_layer,
     make_manifest,
@@ -76,7 +76,7 @@ class VersionPart:
 
     @property
     def aside(self) -> Path:
-        return self.directory / f"{ASIDE}{self.version}"
+        return self.directory / f"{STAGING}{self.version}"
 
     @property
     def staged(self) -> Path:
@@ -116,8 +116,9 @@ def _make_room(part: VersionPart) -> None:
     for version in staged_versions(part.directory):
         if version != part.version:
             shutil.rmtree(staged_path(part.directory, version))
+    for left in part.directory.glob(STAGING + "*"):
+        shutil.rmtree(left, ignore_errors=True)
     if not _is_staged(part):
-        shutil.rmtree(part.aside, ignore_errors=True)
         reserve_version(part.aside, part.run, part.version, part.model, part.layers)
 
 

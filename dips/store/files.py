@@ -296,7 +296,8 @@ def copy_layer(
 # ---- names ----------------------------------------------------------------------------------------------------------
 # Staged versions, written by `dips rebalance` or `dips recover`, wait for a row in the ledger to become versions.
 #
-#     .rebalanced-v12@r17   complete; beside v12@r17, which holds the former layers, or without it
+#     .rebalanced-v12@r17               complete; beside v12@r17, which holds the former layers, or without it
+#     .unfinished-rebalanced-v12@r17    being written, beside a slave that runs and may be started again meanwhile
 #
 # A crash may follow the row, so they are promoted by `dips recover` when it is repeated, or by the slave when the
 # master names its layers. Before the row a rebalanced one is ignored: the layers that the master names are still those
@@ -305,6 +306,8 @@ def copy_layer(
 
 
 STAGED = ".rebalanced-"
+STAGING = f"{ASIDE}rebalanced-"
+REBALANCE_LOCK = ".rebalance.lock"  # in a slave's directory, held by the `dips rebalance` that copies into it
 
 
 def staged_path(root: Path, version: VersionId) -> Path:
