@@ -407,6 +407,9 @@ class ZmqFlow:
         except BadFrame:
             self._lanes[claim.stream.lane].wake()  # the chunk is missing again: ask for it again
             raise
+        except Exception as error:
+            self._do_moves(self._receiver.give_up(claim, error))
+            raise
         self._counters.add_received(claim.stream.push.push.cluster, claim.chunk.nbytes)
         self._do_moves(moves)
 
@@ -420,6 +423,9 @@ class ZmqFlow:
             except StaleVersion as overtaken:
                 self._do_moves([self._sender.on_overtaken(job, str(overtaken))])
                 return
+            except BaseException:
+                self._sender.on_not_sent(job)
+                raise
             lane.post_frame(Outgoing(peer, *parts, watch=job))
         else:
             self._sender.on_not_sent(job)

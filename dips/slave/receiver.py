@@ -466,7 +466,8 @@ class Receiver:
             return ClaimedChunk(stream, chunk, header, body, guard)
 
     def stage_chunk(self, claim: ClaimedChunk) -> list[Move]:
-        """Verify a claimed chunk and copy it into its place; if it is wrong, undo the claim and raise BadFrame.
+        """Verify a claimed chunk and copy it into its place; if it is wrong, undo the claim and raise BadFrame. After
+        any other exception `give_up` must follow.
 
         A scale that is not finite arrived as it was sent, and would arrive again: the push is refused, before anything
         is written.
@@ -482,10 +483,12 @@ class Receiver:
             self._place_chunk(claim)
         except BadFrame as refused:
             wrong = refused
+        finally:
+            with self._lock:
+                push.copying -= 1
+                if not push.copying:
+                    self._changed.notify_all()
         with self._lock:
-            push.copying -= 1
-            if not push.copying:
-                self._changed.notify_all()
             if push.phase is not PushPhase.MOVING:
                 stream.intake.drop_claim(claim.chunk)
                 return []
@@ -497,6 +500,15 @@ class Receiver:
                 raise wrong
             stream.intake.mark_received(claim.chunk)
             return self._after_chunk(stream)
+
+    def give_up(self, claim: ClaimedChunk, error: Exception) -> list[Move]:
+        """Undo a claim whose chunk could not be placed, by lack of memory or a bug, and refuse its push."""
+        push = claim.stream.push
+        with self._lock:
+            claim.stream.intake.drop_claim(claim.chunk)
+            if not push.live:
+                return []
+            return self._refuse_push(push, f"{claim.chunk} could not be placed: {error!r}", "refused")
 
     def _place_chunk(self, claim: ClaimedChunk) -> None:
         """Verify a chunk and write it; what is wrong may leave garbage in the place of an fp32 one, which is filled

@@ -45,8 +45,8 @@ from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.slave.ports import FlowEvent, PushOver, Released, SourceMoved, Staged
-from dips.slave.sender import OutStream
-from dips.wire.chunks import encode_body, put_body, split_chunks
+from dips.slave.sender import ChunkSend, OutStream
+from dips.wire.chunks import LayerLayout, encode_body, put_body, split_chunks
 from dips.wire.frame import (
     Header,
     Kind,
@@ -1020,6 +1020,53 @@ def test_an_event_that_its_receiver_fails_on_ends_no_lane():
         assert flow.refused_frames["failed"] == 1
     finally:
         flow.close()
+
+
+@pytest.mark.parametrize("codec", [Codec.FP32, Codec.INT8])
+def test_a_chunk_that_no_memory_is_left_for_ends_its_push_and_holds_nothing_up(monkeypatch, codec):
+    """Its ranks hear why, and the slot is free: the order to drop it would else wait for a copy that has ended."""
+    monkeypatch.setattr(LayerLayout, "place_range", lambda layout, chunk: lack_memory())
+    with failing_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
+        slave.open_push(push_id := PushId("fast", 1, 1), codec=codec, theta=model(1))
+        peer.hello(WHOLE)
+        peer.read_message(Kind.WELCOME)
+        chunk = decode_want(peer.read_message(Kind.WANT))[0]
+        body = bytes(encode_body(codec, np.ones(chunk.length, np.float32)))
+        peer.chunk(chunk, body, dtype=codec.dtype)
+        assert "could not be placed: MemoryError" in slave.heard.wait("refused", push_id)
+        dropped = threading.Thread(target=slave.flow.drop_push, args=(push_id,), daemon=True)
+        dropped.start()
+        dropped.join(10)
+        assert not dropped.is_alive() and slave.flow.transit_bytes[0] == 0
+
+
+def test_a_chunk_that_cannot_be_cut_holds_no_version(monkeypatch):
+    """The bank of a version that is pulled is free when its pull is closed; else no outer step would ever get it."""
+    with failing_flow() as slave, asking(slave) as (pull_id, peer):
+        monkeypatch.setattr(ChunkSend, "make_body", lambda job: lack_memory())
+        peer.send_message(Kind.WANT, encode_want([Range(0, 0, 0, 100)]))
+        until = time.monotonic() + 20
+        while not slave.flow.refused_frames["failed"]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        slave.flow.close_pull(pull_id)
+        assert slave.heard.wait("released", pull_id) == "closed"
+
+
+def lack_memory():
+    raise MemoryError
+
+
+@contextmanager
+def failing_flow() -> Iterator[FlowUnderTest]:
+    """A slave that has met one exception that nobody foresaw."""
+    made = FlowUnderTest()
+    try:
+        yield made
+    finally:
+        made.flow.close()
+        assert made.flow.transit_bytes[0] == 0
+        assert made.flow.refused_frames["failed"] == 1
 
 
 def test_chunks_beyond_the_queue_wait(monkeypatch):
