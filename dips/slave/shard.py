@@ -849,6 +849,8 @@ class Shard:
             self.rounds.flip_version(order.version)
         elif memory == order.version:
             self.rounds.end_round()
+        elif isinstance(order, e.CommitVersion):
+            raise StaleVersion(f"{order.version} is neither prepared nor served here, and was to be committed")
         else:
             return self.rounds.begin_load(order.version)
         return None

@@ -72,6 +72,14 @@ def test_a_version_that_is_served_is_not_aborted_by_a_registration() -> None:
     assert slave.shard.versions.served_version == V1
 
 
+def test_what_is_not_here_is_not_committed_by_a_registration() -> None:
+    """The slave says so to its master, and serves on what it has."""
+    slave = ShardRig().ready()
+    assert isinstance(followed := slave.shard.follow_order(CommitVersion(V1)), Unfollowed)
+    assert "v1@r1 is neither prepared nor served here" in followed.reason
+    assert slave.shard.versions.served_version == GENESIS and slave.shard.versions.loading is None
+
+
 def test_a_restarted_slave_loads_the_head_from_disk() -> None:
     """A new process has nothing before its order; then it holds the bytes that were persisted (guards 3 and 7)."""
     old = ShardRig().ready()
