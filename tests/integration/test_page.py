@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
+from dips.view.page import document
 from tests.integration import cluster_harness as harness
 from tests.integration import train_watched as script
 
@@ -259,6 +260,41 @@ def test_a_master_that_is_away_is_said_and_found_again(watched: Watched) -> None
     away = [p for p in watched.problems[known:] if "ERR_CONNECTION" in p or "ERR_EMPTY" in p]
     assert watched.problems[known:] == away  # the browser's own words for what the page says
     del watched.problems[known:]
+    page.context.close()
+
+
+def test_what_answers_in_the_masters_place_is_not_taken_for_silence(watched: Watched) -> None:
+    """A proxy's page to sign in, and a master of another release, which has upgraded beside an open page: each says
+    what to do. The page goes on when the master is back.
+    """
+    page = watched.open_page()
+    lost = page.locator("#lost")
+
+    def answer(says: str, **how: Any) -> None:
+        page.route("**/api/state*", lambda route: route.fulfill(**how))
+        page.wait_for_function(
+            "text => document.querySelector('#lost:not([hidden])')?.innerText.includes(text)",
+            arg=says,
+            timeout=15_000,
+        )
+        page.unroute("**/api/state*")
+        lost.wait_for(state="hidden", timeout=15_000)
+
+    answer("Something else answers", status=200, content_type="text/html", body="<form>Sign in</form>")
+    answer("is of another release than this page: load it again", status=200, json={"format": document.FORMAT + 1})
+    answer("cannot show what the master says", status=200, json={"format": document.FORMAT})
+    answer("does not answer", status=502, body="")
+    del watched.problems[:]  # the browser's own words for the last
+    page.context.close()
+
+
+def test_a_time_is_told_in_whole_hours_and_minutes(watched: Watched) -> None:
+    """Half a minute before two hours it was `1 h 60 min`."""
+    page, uptime = watched.open_page(), [0]
+    page.route("**/api/state*", lambda route: route.fulfill(json={**route.fetch().json(), "uptime_s": uptime[0]}))
+    for uptime[0], told in ((7169, "1 h 59 min"), (7171, "2 h 0 min"), (7200, "2 h 0 min")):
+        page.wait_for_function("text => document.querySelector('#foot').innerText.includes(text)", arg=f"up {told}")
+    page.unroute_all(behavior="wait")
     page.context.close()
 
 

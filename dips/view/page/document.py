@@ -29,7 +29,7 @@ from dips.view.page.memory import (
     seconds_of,
 )
 
-FORMAT = 2  # of the document; the page comes with it
+FORMAT = 3  # of the document; a page that was loaded from another release says so
 ROUNDS_DRAWN = 8  # newest, whose times the timeline covers
 LEAST_DRAWN_S, MOST_DRAWN_S = 20.0, 86_400.0
 MOST_LANES = 12  # of clusters

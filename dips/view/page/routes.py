@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
@@ -39,7 +40,7 @@ def page_routes(read: Callable[[], Mapping[str, Any]]) -> list[Route]:
     """`read` returns the document or raises UnavailableMaster; it is called in a thread, once at a time."""
     page = (files("dips.view.page") / "page.html").read_text(encoding="utf-8")
     policy = make_policy(page)
-    latest = _Latest(read)
+    latest, process = _Latest(read), uuid.uuid4().hex  # a revision counts from the master's start
 
     async def show_page(request: Request) -> Response:
         return Response(page, headers={**GUARDS, "Content-Security-Policy": policy}, media_type="text/html")
@@ -49,10 +50,10 @@ def page_routes(read: Callable[[], Mapping[str, Any]]) -> list[Route]:
             state = await latest.read_state()
         except UnavailableMaster as error:
             return JSONResponse({"error": str(error)}, 503, {**GUARDS, "Content-Security-Policy": NOTHING})
-        known = request.query_params.get("curves", "")
-        if known == _name_curves(state):
-            state = {**state, "curves": {"revision": state["curves"]["revision"]}}
-        body = json.dumps(state, separators=(",", ":"), allow_nan=False)
+        name = f"{process}.{state['curves']['revision']}"
+        known = request.query_params.get("curves", "") == name
+        curves = {"name": name} if known else {"name": name, **state["curves"]}
+        body = json.dumps({**state, "curves": curves}, separators=(",", ":"), allow_nan=False)
         headers = {**GUARDS, "Content-Security-Policy": NOTHING}
         return Response(body, headers=headers, media_type="application/json")
 
@@ -82,11 +83,6 @@ def make_policy(page: str) -> str:
             "trusted-types 'none'",
         )
     )
-
-
-def _name_curves(state: Mapping[str, Any]) -> str:
-    """A revision counts from the master's start, so the term is in its name."""
-    return f"{state.get('term')}.{state['curves']['revision']}"
 
 
 class _Latest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping
 from importlib.resources import files
@@ -12,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from dips.errors import UnavailableMaster
-from dips.view.page import routes
+from dips.view.page import document, routes
 
 STATE = {"term": 3, "curves": {"revision": 7, "run": [[1, 2.0, 3.0]], "clusters": []}}
 PAGE = (files("dips.view.page") / "page.html").read_text(encoding="utf-8")
@@ -58,11 +59,20 @@ async def test_the_policy_names_every_inline_block_and_nothing_else_runs() -> No
 
 
 async def test_losses_that_the_page_has_are_not_sent_again() -> None:
-    made = routes.page_routes(lambda: STATE)
-    assert b'"run"' in (await ask(made, "/api/state?curves=3.6"))[2]
-    assert b'"run"' in (await ask(made, "/api/state?curves=2.7"))[2]  # another master's
-    assert (await ask(made, "/api/state?curves=3.7"))[2] == b'{"term":3,"curves":{"revision":7}}'
+    """Another master's may have the same term and revision, of another run at the same port: they are sent."""
+    made, others = routes.page_routes(lambda: STATE), routes.page_routes(lambda: STATE)
+    first = json.loads((await ask(made, "/api/state?curves="))[2])
+    name = first["curves"]["name"]
+    assert first == {**STATE, "curves": {"name": name, **STATE["curves"]}}
+    assert json.loads((await ask(made, f"/api/state?curves={name}"))[2]) == {"term": 3, "curves": {"name": name}}
+    assert b'"run"' in (await ask(made, f"/api/state?curves={name[:-1]}6"))[2]
+    assert b'"run"' in (await ask(others, f"/api/state?curves={name}"))[2]
     assert STATE["curves"] == {"revision": 7, "run": [[1, 2.0, 3.0]], "clusters": []}
+
+
+def test_the_page_reads_the_document_of_its_release() -> None:
+    """The page that is open while its master is upgraded, or goes back, meets another one."""
+    assert re.findall(r"const FORMAT = (\d+);", PAGE) == [str(document.FORMAT)]
 
 
 async def test_many_pages_cost_the_master_one_read() -> None:
