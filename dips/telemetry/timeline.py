@@ -7,6 +7,7 @@ for a minute, costs lines and stops nothing else. A full file becomes `<name>.1`
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import deque
@@ -31,7 +32,8 @@ class Timeline:
         self._writer = {"run": run, "role": role, "who": who}
         self._file = self._path.open("a", buffering=1)
         self._size = self._path.stat().st_size
-        self._waiting: deque[str] = deque()
+        torn = self._size > 0 and _is_torn(self._path)
+        self._waiting: deque[str] = deque([""] if torn else [])  # ends the torn line, which would take the first along
         self._changed, self._closed = threading.Condition(), False
         self._thread = threading.Thread(target=self._write_lines, name="timeline", daemon=True)
         self._thread.start()
@@ -82,6 +84,13 @@ class Timeline:
         with suppress(OSError):
             self._file.close()
         self._file, self._size = self._path.open("a", buffering=1), 0
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file, which is not empty, ends within a line: its writer was killed."""
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def older_path(path: Path) -> Path:

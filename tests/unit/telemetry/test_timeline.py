@@ -33,7 +33,7 @@ def test_two_files_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_restarted_process_goes_on(tmp_path: Path) -> None:
-    """The bound counts what lies there already; a torn last line is passed over."""
+    """The bound counts what lies there already; a torn last line is passed over, and takes no other with it."""
     path = tmp_path / FILE
     for n in range(3):
         timeline = Timeline(tmp_path, "r", "cluster", "me", most_bytes=1000)
@@ -42,6 +42,11 @@ def test_a_restarted_process_goes_on(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"at": 1')
     assert [line["n"] for line in read_marks(path)] == [0, 1, 2]
+    again = Timeline(tmp_path, "r", "cluster", "me")
+    for n in (3, 4):
+        again.record_mark("x", n=n)
+    again.close()
+    assert [line["n"] for line in read_marks(path)] == [0, 1, 2, 3, 4]
 
 
 def test_a_file_is_full_at_its_bound(tmp_path: Path) -> None:
