@@ -18,8 +18,8 @@ What the caller must do: the constructor, `step`, `sync`, `is_synced`, `state_di
 collective: all ranks call them, in the same order, outside forward and backward. Between two syncs the replicas differ:
 evaluate and save right after `sync`.
 
-Known limits: fp32 parameters (FSDP's mixed precision is fine), one optimizer step per call of `step`. CO2, which lets a
-sum arrive a whole interval late, is not built.
+Known limits: fp32 parameters (FSDP's mixed precision is fine), one optimizer step per call of `step`, or one that a
+GradScaler skips. CO2, which lets a sum arrive a whole interval late, is not built.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from dips.inside.mesh.sync import SHARD, SYNC, MeshSync
 LOG = structlog.get_logger()
 FORMAT = 1  # of `state_dict`
 STEPS = 128  # τ of the paper
+MOST_SKIPPED = 16  # steps in a row: a GradScaler halves its scale with each that it skips, and begins with 2**16
 ON_SHARD_DIM = 'call fully_shard(module, mesh=mesh["shard"]) on its blocks and on the model before MeshLoop'
 
 
@@ -120,8 +121,14 @@ class MeshLoop:
         self._merges, self._replica = merges, mesh.get_local_rank(SYNC)
         self._sync = MeshSync(model, mesh, groups, merges, collective_s, self._on_landed)
         self._optimizers = [InnerOptimizers([model], one) for one in _as_list(optimizer)]
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        self._ours = {id(p) for group in groups for p in group.reads.values()}
+        hook = model.register_load_state_dict_pre_hook(self._before_load)
+        self._hooks = [register_optimizer_step_pre_hook(self._before_optimizer), hook]
         self._warm_left, self._anchored = warmup_steps, False
+        self._stepped, self._unstepped = (
+            False,
+            0,
+        )  # since the last call of `step`; calls without a step
         if warmup_steps:
             self._average_gradients(groups)
         self._closed = False
@@ -141,13 +148,16 @@ class MeshLoop:
         tokens  consumed in this step by this rank; rules with `weights: tokens` weigh replicas by them
         loss    of this step on this rank, a float or a tensor of one element; only reported
         Errors  Unavailable: a rank is gone in a sync. LocalProtocolError: a rank did not come within `collective_s`;
-                ranks disagree whether a sync is due; the step was taken on parameters that a sync replaces.
+                ranks disagree whether a sync is due; the step was taken on parameters that a sync replaces; no
+                optimizer has stepped in many calls. ConfigError: the loop has `seconds`, and an OuterLoop.
         """
         self._check_usable()
-        if not (self._anchored or self._warm_left):
-            raise LocalProtocolError(
-                "MeshLoop.step: no torch optimizer with parameters of this model has stepped since the last call: call "
-                "it once after each optimizer.step()"
+        if not self._warm_left:
+            self._check_stepped()
+        if self._seconds_due is not None and find_loop([self._model]) is not None:
+            raise ConfigError(
+                "MeshLoop: expected steps under an OuterLoop, got seconds: replicas then take unequal numbers of "
+                "steps, and their ranks would not ask for an outer step together"
             )
         self.inner_steps += 1
         if self._warm_left:
@@ -182,6 +192,18 @@ class MeshLoop:
         self._anchored = False
         return True
 
+    def _check_stepped(self) -> None:
+        """Raise LocalProtocolError if optimizers of this model step in no more than half of the calls, or in none."""
+        self._unstepped = max(0, self._unstepped - 1) if self._stepped else self._unstepped + 2
+        self._stepped = False
+        if self._unstepped > 2 * MOST_SKIPPED:
+            raise LocalProtocolError(
+                "MeshLoop.step: called far more often than a torch optimizer with parameters of this model has "
+                "stepped: call it once after each optimizer.step()"
+            )
+        if not self._anchored:  # a GradScaler has skipped the step, before which the other ranks complete a sync
+            self._sync.finish()
+
     def _is_due(self) -> bool:
         if self._seconds_due is None:
             return self._steps >= self._steps_due
@@ -203,7 +225,7 @@ class MeshLoop:
         intervals = [Interval(told[row[0]][1], sum(told[rank][2] for rank in row)) for row in self._rows]
         losses = sum(of[4] for of in told)
         self._reported = (sum(of[3] for of in told) / losses if losses else None, intervals)
-        if not self._anchored:  # by time, a replica may have taken no step: it has what the last sync made
+        if not self._anchored:  # a replica may have taken no step: it has what the last sync made
             self._sync.take_anchor()
         self._anchored = False
         self._begin_interval()
@@ -267,13 +289,20 @@ class MeshLoop:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Complete a sync before an optimizer of this model steps; what the model then holds was synchronised."""
-        if self._anchored or self._warm_left:
+        if self._warm_left or not any(id(p) in self._ours for g in optimizer.param_groups for p in g["params"]):
             return
-        ours = {id(p) for shard in self._sync.shards for p in shard.group.reads.values()}
-        if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        self._stepped = True
+        if not self._anchored:
             self._sync.finish()
             self._sync.take_anchor()
             self._anchored = True
+
+    def _before_load(self, *_: Any) -> None:
+        """Take what is loaded before an interval's first step for what was synchronised: torch steps an optimizer that
+        has no state, to say what a checkpoint has of it.
+        """
+        if not self._steps:
+            self._anchored = False
 
     def _average_gradients(self, groups: Sequence[ReadGroup]) -> None:
         """Average gradients over the sync dim during the warm-up, after FSDP's own reduction over the shard dim."""
@@ -332,7 +361,8 @@ class MeshLoop:
         if not self._sync.failed:
             self._sync.finish()
         self._closed = True
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for optimizers in self._optimizers:
             optimizers.close()
         self._sync.close()

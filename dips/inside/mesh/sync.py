@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dips.client.parallel.adapter import ReadGroup, check_sharded, groups_gathered_with, is_fsdp
 from dips.client.parallel.devices import FLOAT_BYTES, Device, find_device
+from dips.client.parallel.tensors import plain_name
 from dips.errors import LocalProtocolError, Unavailable
 from dips.inside.mesh.merging import UNKNOWN, Interval, LayerMerge, ReplicaMerges
 from dips.outer_step import OuterStep
@@ -164,16 +165,26 @@ class MeshSync:
     def begin(self, intervals: Sequence[Interval]) -> None:
         """Begin a sync with the first layers; forwards carry it on. All ranks call this between two steps."""
         self._reshard()
-        ours = {id(p) for p in self._model.parameters()}
-        if moved := [name for shard in self.shards for name, p in shard.group.reads.items() if id(p) not in ours]:
-            raise LocalProtocolError(
-                f"{moved[0]}: was replaced after MeshLoop was made (by fully_shard, or load_state_dict(assign=True)?): "
-                "make the loop afterwards"
-            )
+        self._check_parameters()
         self._intervals, self._merged = intervals, []
         self._register_hooks()
         with self._explained():
             self._start(0)
+
+    def _check_parameters(self) -> None:
+        """Raise LocalProtocolError if others than those of the layers are trained now."""
+        present = {id(p): (name, p.requires_grad) for name, p in self._model.named_parameters()}
+        known = {id(p): name for shard in self.shards for name, p in shard.group.reads.items()}
+        if moved := [name for at, name in known.items() if at not in present]:
+            raise LocalProtocolError(
+                f"{moved[0]}: was replaced after MeshLoop was made (by fully_shard, or load_state_dict(assign=True)?): "
+                "make the loop afterwards"
+            )
+        if unfrozen := [name for at, (name, trained) in present.items() if trained and at not in known]:
+            raise LocalProtocolError(
+                f"{plain_name(unfrozen[0])}: was unfrozen or added after MeshLoop was made, and replicas train it "
+                "apart: go on from a checkpoint, and unfreeze it before the loop is made"
+            )
 
     @torch.no_grad()
     def finish(self) -> None:

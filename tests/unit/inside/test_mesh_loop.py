@@ -7,17 +7,21 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from structlog.testing import capture_logs
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
+from dips.client import OuterLoop
 from dips.config import Shared
 from dips.errors import ConfigError, LocalProtocolError, Unavailable
 from dips.inside.mesh import MeshLoop
@@ -90,6 +94,15 @@ class MeshTrained:
         return far
 
 
+def attempt(call: Callable[[], Any]) -> str:
+    """Return what a call is refused with; "" if it is not."""
+    try:
+        call()
+    except ConfigError as refused:
+        return str(refused)
+    return ""
+
+
 def forward(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         made: torch.Tensor = model(torch.ones(1, 2))
@@ -154,21 +167,93 @@ def test_what_is_gathered_is_read_anew(mesh: DeviceMesh) -> None:
         forward(of.model)
 
 
-def test_steps_without_a_sync_are_refused(mesh: DeviceMesh) -> None:
-    """`step` follows each step of an optimizer that has parameters of the model, whatever else it has."""
-    of = MeshTrained(mesh, steps=1)
-    with pytest.raises(LocalProtocolError, match="call it once after each optimizer"):
+@pytest.mark.parametrize("calls", [None, 2, 3])
+def test_calls_without_steps_of_an_optimizer_are_refused(mesh: DeviceMesh, calls: int | None) -> None:
+    """`step` follows each step of an optimizer that has parameters of the model, whatever else it has. One that never
+    steps, or is stepped after some calls only, as of each micro-batch, is told of.
+    """
+    of = MeshTrained(mesh, steps=1000)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1)), *of.model.parameters()], lr=1.0)
+    for _ in range(40):
+        other.step()
         of.loop.step()
-    torch.optim.SGD([nn.Parameter(torch.ones(1)), *of.model.parameters()], lr=1.0).step()
+
+    def call_often() -> None:
+        for number in range(1, 200):
+            if calls is not None and number % calls == 0:
+                other.step()
+            of.loop.step()
+
+    with pytest.raises(LocalProtocolError, match="call it once after each optimizer"):
+        call_often()
+    assert of.loop.inner_steps < 40 + 70
+
+
+def test_a_step_that_a_scaler_skips_is_a_step(mesh: DeviceMesh) -> None:
+    """A GradScaler skips up to 16 in a row at first, and one after a sync: the sync is completed, what was skipped
+    changes nothing, and the next interval begins where the sync ended.
+    """
+    of = MeshTrained(mesh, steps=3)
+    for _ in range(16):
+        of.loop.step()
+    of.loop.sync()
+    assert of.moved() == 0.0 and of.loop.inner_steps == 16
+    for _ in range(6):
+        of.step()
+    of.loop.sync()
+    assert of.moved() == 3.0
     of.loop.step()
-    with pytest.raises(LocalProtocolError, match="call it once after each optimizer"):
-        of.loop.step()
-    block = of.model.blocks[0]
+    of.step()
+    of.step()
+    assert of.loop._sync.pending
+    of.loop.step()
+    assert not of.loop._sync.pending and of.moved() == 4.0, "half of two that were trained"
+
+
+def test_what_is_loaded_before_the_first_step_was_synchronised(mesh: DeviceMesh) -> None:
+    """Also when torch has stepped an optimizer that has no state yet, to say what a checkpoint has of it."""
+    of = MeshTrained(mesh, steps=1)
+    get_optimizer_state_dict(of.model, of.optimizer)
+    of.model.load_state_dict({name: value + 10.0 for name, value in of.model.state_dict().items()})
+    of.step()
+    of.loop.sync()
+    assert of.moved() == 10.5
+
+
+def test_parameters_that_a_sync_does_not_know_are_refused(mesh: DeviceMesh) -> None:
+    """They were replaced, or are trained since the loop was made, each replica for itself; those that are frozen since
+    then are not.
+    """
+    of = MeshTrained(mesh, steps=1)
+    block, late = of.model.blocks[0], of.model.blocks[1]
+    late.weight.requires_grad_(False)
+    of.step()
     of.loop.sync()
     of.train()
+    weight = block.weight
     block.weight = nn.Parameter(block.weight.detach().clone())
     with pytest.raises(LocalProtocolError, match="weight: was replaced after MeshLoop was made"):
         of.loop.step()
+    block.weight = weight
+    again = MeshLoop(of.model, mesh, of.optimizer, rules(), steps=1)
+    late.weight.requires_grad_(True)
+    of.train()
+    with pytest.raises(LocalProtocolError, match=r"^blocks\.1\.weight: was unfrozen or added after MeshLoop was made"):
+        again.step()
+
+
+def test_seconds_are_refused_under_an_outer_loop(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first step: ranks that take unequal numbers of steps would wait for each other at an outer step."""
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    keys = {"shared": {"run": "r"}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    for of in (MeshTrained(mesh, steps=4), MeshTrained(mesh, seconds=1000.0)):
+        with OuterLoop(of.model, tmp_path / "cluster.yaml", may_push=of.loop.is_synced):
+            told = attempt(of.step)
+        assert ("expected steps under an OuterLoop, got seconds" in told) == (of.loop._seconds_due is not None), told
+        assert attempt(of.step) == "", "without an outer loop"
 
 
 def test_a_warm_up_begins_no_sync(mesh: DeviceMesh) -> None:
