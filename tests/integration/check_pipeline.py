@@ -548,6 +548,44 @@ def narrow(_: int) -> list[dict[str, list[float]]]:
     return found
 
 
+class HalfLinear(nn.Linear):
+    """A layer that computes in bf16 by autocast, which the meta device has not, and gives what it computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return super().forward(x)
+
+
+class WideLinear(nn.Linear):
+    """A layer that computes in fp32, whatever it takes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+@dataclass(frozen=True)
+class CastCase(PlannedCase):
+    """A plan for layers whose outputs are of 16 bits under autocast."""
+
+    def build(self) -> Iterator[tuple[str, nn.Module]]:
+        yield "embed", nn.Embedding(VOCABULARY, WIDTH)
+        yield from ((f"blocks.{i}", HalfLinear(WIDTH, WIDTH)) for i in range(self.layers - 2))
+        yield "head", WideLinear(WIDTH, VOCABULARY)
+
+
+def autocast(_: int) -> list[float]:
+    """The error of gradients on each rank, with borders between ranks, and between ministages of one rank."""
+
+    def play(case: PlannedCase, _: int) -> float:
+        pipe, alone = make_pipeline(case), OneProcess(case)
+        pipe.step(case.batch(0))
+        alone.backward(case.batch(0))
+        return worst_error(pipe, alone, lambda p: p.grad)
+
+    made = [make_case("compact_zb", (1, 2), dtype=torch.float32), make_case("breadth_first", (1,), 2)]
+    return [of for one in made for of in on_ranks(one.ranks, partial(play, CastCase(one.plan, one.layers, one.dtype)))]
+
+
 def replaced(_: int) -> list[dict[str, Any]]:
     """Ranks of which one looks for the new plan in another directory, until it is copied there: in which steps all have
     it, and what each is told when a push was accepted. (Of an OuterLoop without an agent, whose count is set.)
@@ -668,8 +706,9 @@ def dropout(_: int) -> dict[str, Any]:
         pipe = make_pipeline(case, optimizer=adamw)
         losses = [pipe.step(case.batch(step)) for step in range(2)]
         losses.append(pipe.evaluate(case.batch(0)))
+        kept = next(pipe.parts[0].children()).eval()  # as a frozen layer that drops nothing
         again = pipe.evaluate(case.batch(0))
-        assert again == losses[-1] and all(part.training for part in pipe.parts)
+        assert again == losses[-1] and not kept.training and all(part.training for part in pipe.parts)
         return losses, full_parameters(pipe)
 
     found = [on_ranks(case.ranks, partial(play, case)) for case in cases]
@@ -1033,11 +1072,21 @@ def refused(_: int) -> dict[str, list[str]]:
         def build_tied() -> Iterator[Any]:
             yield from replace(UNEQUAL, tied=rank != 1).build()
 
+        def build_frozen() -> Iterator[Any]:
+            yield from ((name, layer.requires_grad_(name == "head")) for name, layer in UNEQUAL.build())
+
+        def unfreeze() -> None:
+            for part in tuned.parts:
+                part.requires_grad_()
+
         other = OTHER.plan if rank == 2 else UNEQUAL.plan
         inputs, targets = UNEQUAL.batch(0)
         pipe = make_pipeline(UNEQUAL)
         short = (inputs[:-1], targets[:-1])
+        tuned = Pipeline(build_frozen, UNEQUAL.plan, loss=summed_loss, optimizer=adamw)
         found = {
+            "frozen": told(lambda: tuned.step((inputs, targets))),
+            "unfrozen": told(lambda: (unfreeze(), tuned.step((inputs, targets)))),
             "ranks": told(lambda: make_pipeline(ALONE)),
             "no file": told(lambda: Pipeline(UNEQUAL.build, "/nowhere/plan.yaml", loss=summed_loss)),
             "model": told(lambda: Pipeline(build_otherwise, UNEQUAL.plan, loss=summed_loss)),

@@ -52,6 +52,7 @@ CHECKS = {
     "six": "test_six_plans_have_the_gradients_of_one_process",
     "geared": "test_gears_have_the_gradients_of_one_process",
     "narrow": "test_borders_in_bf16_take_half_the_bytes",
+    "autocast": "test_layers_may_give_another_format_than_they_did_on_the_meta_device",
     "replaced": "test_ranks_end_together_for_a_plan_that_all_have",
     "clipped": "test_the_norm_is_the_whole_models",
     "dropout": "test_dropout_and_evaluation_do_not_depend_on_the_plan",
@@ -100,6 +101,11 @@ def test_borders_in_bf16_take_half_the_bytes(found: dict[str, Any]) -> None:
     assert all(wide["fp32"] + narrow["fp32"])
 
 
+def test_layers_may_give_another_format_than_they_did_on_the_meta_device(found: dict[str, Any]) -> None:
+    """As under autocast, which is not for that device: a part takes over a border what the shapes of borders say."""
+    assert len(found["autocast"]) == 4 and max(found["autocast"]) < 1e-2, found["autocast"]
+
+
 def test_ranks_end_together_for_a_plan_that_all_have(found: dict[str, Any]) -> None:
     """One looks elsewhere: rank 0 says once which, and training goes on. When it has the plan, all end in the step
     after the next accepted push, with one sentence, and can save a checkpoint before.
@@ -118,7 +124,9 @@ def test_the_norm_is_the_whole_models(found: dict[str, Any]) -> None:
 
 
 def test_dropout_and_evaluation_do_not_depend_on_the_plan(found: dict[str, Any]) -> None:
-    """Three plans train alike with dropout; all ranks are told one loss; an evaluation has none."""
+    """Three plans train alike with dropout; all ranks are told one loss; an evaluation has none, and leaves each
+    module in its mode.
+    """
     first, *others = found["dropout"]["losses"]
     assert all(of == pytest.approx(first, abs=1e-12) for ranks in others for of in ranks)
     assert all(len({tuple(of) for of in ranks}) == 1 for ranks in others), "ranks are told different losses"
@@ -246,6 +254,8 @@ REFUSED = {
     "calls differ": "ranks 0 and 1 differ in their calls: method",
     "inputs": "layer embed: its output's shape cannot be found",
     "then": "nothing",
+    "frozen": "nothing",
+    "unfrozen": "embed.weight: was unfrozen after Pipeline was made, and no optimizer has it",
     "NaN": "Diverged: the loss of step 1 is nan",
     "NaN, clipped": "Diverged: the norm of the gradient is nan in step 1, which was not taken",
     "closed": "this Pipeline is closed",

@@ -194,6 +194,7 @@ class Pipeline:
         self._tied = TiedParameters(self._shapes.ties, self.parts, self._collectives, self._between, tags)
         made = {n: self._tied.leave_out_copies(optimizer(part)) for n, part in trained.items()} if optimizer else {}
         self._optimizers = {n: left for n, left in made.items() if left is not None}
+        self._frozen = [part for n, part in self._by_number.items() if optimizer and n not in trained]
         late = [n for n in made if max_grad_norm is not None or self._tied.owned_by(self._by_number[n])]
         self._late = frozenset(late) & self._optimizers.keys()  # what they step by is whole when all is computed
         self._memory = RankDevice(self._plan, self._name, self._device, emulated, self._by_number, self._optimizers)
@@ -278,7 +279,7 @@ class Pipeline:
     def evaluate(self, batch: Sequence[torch.Tensor]) -> float:
         """Return the loss of a batch as `step` takes it, without dropout; parameters stay as they are."""
         inputs, targets = self._take_batch("evaluate", batch)
-        training = [part.training for part in self.parts]
+        training = {module: module.training for part in self.parts for module in part.modules()}
         try:
             with self._explained(), torch.no_grad():
                 for part in self.parts:
@@ -287,8 +288,8 @@ class Pipeline:
                 self._memory.end_step()
                 return self._sum_over_ranks(losses)
         finally:
-            for part, was in zip(self.parts, training, strict=True):
-                part.train(was)
+            for module, was in training.items():
+                module.training = was
 
     def _play(
         self, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], trains: bool
@@ -318,6 +319,12 @@ class Pipeline:
         )
 
     def _check_batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> int:
+        for name, p in (named for part in self._frozen for named in part.named_parameters()):
+            if p.requires_grad:
+                raise ConfigError(
+                    f"{name}: was unfrozen after Pipeline was made, and no optimizer has it, as all of its part was "
+                    "frozen: unfreeze it before"
+                )
         wanted = self._plan.samples * self._plan.microbatches
         for what, tensor in (("inputs", inputs), ("targets", targets)):
             if tensor.ndim < 1 or len(tensor) != wanted:

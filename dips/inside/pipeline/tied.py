@@ -99,6 +99,8 @@ class TiedParameters:
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in copies]
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        for parameter in [p for p in optimizer.state if id(p) in copies]:  # Adagrad's state is made with it
+            del optimizer.state[parameter]
         return optimizer if optimizer.param_groups else None
 
     def sum_gradients(self) -> None:

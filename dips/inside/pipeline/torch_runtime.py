@@ -225,7 +225,7 @@ class RankStage(_PipelineStageBase):
         if not self.has_backward:
             del self.fwd_cache[fwd_chunk_id]
         tag = self._borders.tag(BorderTransfer.SEND_F, self.stage_index, fwd_chunk_id)
-        sent = [self._send(output, self._borders.after[fwd_chunk_id], tag)]
+        sent = [self._send(output, self._borders.given, self._borders.after[fwd_chunk_id], tag)]
         _hollow(output)
         return sent
 
@@ -234,7 +234,7 @@ class RankStage(_PipelineStageBase):
         if gradient is None:
             gradient = _make_buffer(self._borders.taken).zero_()
         tag = self._borders.tag(BorderTransfer.SEND_B, self.stage_index, bwd_chunk_id)
-        return [self._send(gradient, self._borders.before[bwd_chunk_id], tag)]
+        return [self._send(gradient, self._borders.taken, self._borders.before[bwd_chunk_id], tag)]
 
     def _make_receiver(self, spec: Spec | None) -> torch.Tensor:
         assert spec is not None
@@ -248,8 +248,10 @@ class RankStage(_PipelineStageBase):
     def _begin_receive(self, buffer: torch.Tensor, tag: int, **source: Any) -> TimedReceive:
         return TimedReceive(dist.irecv(buffer, tag=tag, **source), tag, self._borders.times, time.monotonic())
 
-    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
-        ready = tensor.detach().to("cpu", self._borders.narrow(tensor.dtype)).contiguous()
+    def _send(self, tensor: torch.Tensor, spec: Spec | None, rank: int, tag: int) -> dist.P2POp:
+        """Send what the receiver expects: under autocast a layer may give another format than on the meta device."""
+        assert spec is not None
+        ready = tensor.detach().to("cpu", self._borders.narrow(spec[1])).contiguous()
         self.sent_bytes += ready.nbytes
         self._borders.times.sent[tag] = time.monotonic()
         return dist.P2POp(dist.isend, ready, rank, self._borders.group, tag)

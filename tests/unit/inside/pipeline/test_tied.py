@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dips.client.parallel.devices import merge_tied
 from dips.client.parallel.tensors import TorchAdapter
+from dips.client.rank.agent_client import JobCollectives
 from dips.inside.pipeline.parts import PipelinePart
-from dips.inside.pipeline.tied import TiedOverlap, list_overlaps
+from dips.inside.pipeline.tied import TiedOverlap, TiedParameters, list_overlaps
 
 
 def test_each_element_goes_between_those_who_hold_it() -> None:
@@ -24,6 +28,16 @@ def test_each_element_goes_between_those_who_hold_it() -> None:
     assert list_overlaps({"a": "embed", **ties}, [{"embed": (0, 4), "head": (0, 4)}]) == [
         TiedOverlap("head", "embed", 0, 0, 0, 4)
     ]
+
+
+def test_no_optimizer_has_a_copy() -> None:
+    """Neither in its groups nor in its state, which Adagrad makes before the first step and a checkpoint reads."""
+    part = PipelinePart({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)}, [0, 1], 0)
+    ties, alone = {"head.weight": "embed.weight"}, JobCollectives()
+    tied = TiedParameters(ties, [part], alone, cast(dist.ProcessGroup, None), 0)
+    optimizer = tied.leave_out_copies(torch.optim.Adagrad(part.parameters()))
+    assert optimizer is not None and len(optimizer.state_dict()["state"]) == 2
+    assert tied.leave_out_copies(torch.optim.Adagrad([part.head.weight])) is None
 
 
 def test_a_copy_is_pushed_under_the_name_of_its_owner() -> None:
