@@ -243,9 +243,9 @@ def _question_of(settings: Settings) -> tuple[Any, ...]:
 
 
 def _ended_well(result: StudyResult, row: str) -> bool:
-    """Return whether every seed ended with all its tokens."""
-    runs = result.runs[row]
-    return len(runs) == len(losses_of(result, row)) and all(numbers["finished"] for numbers in runs.values())
+    """Return whether every seed of the row ended with all its tokens; one whose run raised has no numbers."""
+    ended = losses_of(result, row)
+    return all(seed in ended and result.runs[row][seed]["finished"] for seed in result.study.row(row).seeds)
 
 
 def _cannot_be_told(held: Comparison | None) -> bool:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from math import isfinite
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from platform import python_version
 from threading import Thread
 from typing import Any
 
@@ -33,8 +34,8 @@ from dips.study.task import BatchDraw, Task, load_task, make_model
 # decides it.
 #
 # The name is a digest of the run's description and of the code that computes runs, so nothing is computed twice, and
-# results of another version of the code are not used. The digest is of syntax trees, so comments do not count; nor do
-# the modules that only report.
+# results of another version of the code, of torch or of Python are not used. The digest is of syntax trees, so comments
+# do not count; nor do the modules that only report.
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -43,7 +44,7 @@ COMPUTING = (
     "quantisers.py", "wire/chunks.py", "wire/frame.py", "transport/intake.py", "transport/backoff.py",
     "master/core.py", "master/runtime.py", "data/steps.py", "demo/data.py", "demo/model.py", "study",
 )  # fmt: skip
-REPORTING = frozenset({"runner", "report", "study_file"})
+REPORTING = frozenset({"report", "study_file"})
 
 
 class ResultStore:
@@ -95,10 +96,12 @@ class ResultStore:
 
 @cache
 def digest_code(factory: str) -> str:
-    """Return the digest of the code that computes runs, including the factory's module, and of torch's version."""
+    """Return the digest of the code that computes runs, including the factory's module, and of the versions of torch
+    and of Python, whose standard library is the text that the default task trains on.
+    """
     from torch import __version__ as torch_version
 
-    digest = hashlib.blake2b(f"torch {torch_version}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"torch {torch_version}, Python {python_version()}".encode(), digest_size=16)
     for name in COMPUTING:
         path = PACKAGE / name
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):

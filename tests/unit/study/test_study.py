@@ -176,12 +176,26 @@ def test_what_decides_in_a_run_is_digested() -> None:
         executed = pool.submit(list_executed, plan).result()
     paths = [runner.PACKAGE / name for name in runner.COMPUTING]
     digested = {str(file) for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
+    digested -= {str(runner.PACKAGE / f"study/{name}.py") for name in runner.REPORTING}
     left = {Path(file).relative_to(runner.PACKAGE).as_posix() for file in executed - digested if _is_ours(file)}
     assert executed & digested and not [file for file in left if not file.startswith(HANDING_ON)], left
 
 
 def _is_ours(file: str) -> bool:
     return Path(file).is_relative_to(runner.PACKAGE)
+
+
+def test_results_of_another_python_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default task trains on the sources of Python's standard library, which a minor version changes."""
+    (plan,) = study_of(rows={"ours": {}}, seeds=[1]).plan_results({"ours": ()})
+    ResultStore(tmp_path, FACTORY).keep(plan, {"loss": 1.0})
+    assert ResultStore(tmp_path, FACTORY).find(plan) == {"loss": 1.0}
+    monkeypatch.setattr(runner, "python_version", lambda: "3.0.1")
+    runner.digest_code.cache_clear()
+    assert ResultStore(tmp_path, FACTORY).find(plan) is None
+    monkeypatch.undo()
+    runner.digest_code.cache_clear()
+    assert ResultStore(tmp_path, FACTORY).find(plan) == {"loss": 1.0}
 
 
 def test_nothing_is_computed_that_cannot_be_kept(in_place: type[PoolInPlace], tmp_path: Path) -> None:
@@ -342,6 +356,14 @@ def test_a_row_without_all_of_its_tokens_is_not_recommended() -> None:
     """A run in which everything was gated ends early, and may be low by then."""
     result = result_of({"synchronous": 2.0, "ours": 1.9, "early": 1.5}, {"ours": {}, "early": {"outer.lr": 0.1}})
     result.runs["early"][2]["finished"] = False
+    assert recommend(result)[0].startswith("Take 'ours'")
+
+
+def test_a_row_of_which_a_run_failed_is_not_recommended() -> None:
+    """Its other seeds may be the lucky ones, and others have all of theirs."""
+    result = result_of({"synchronous": 2.0, "ours": 1.9, "torn": 1.5}, {"ours": {}, "torn": {"outer.lr": 0.1}})
+    del result.runs["torn"][2]
+    result.failed["torn"] = "seed 2: OSError: it is torn"
     assert recommend(result)[0].startswith("Take 'ours'")
 
 
