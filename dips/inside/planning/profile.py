@@ -320,6 +320,12 @@ def check_model(model: ModelProfile, name: str) -> None:
         raise ConfigError(f"{name}: bf16_borders: expected `layers` of 32 bits: those of `transformer` have 16 already")
     if model.batch < 1 or model.sequence < 1:
         raise ConfigError(f"{name}: expected batch and sequence of at least 1, got {model.batch}, {model.sequence}")
+    for key in ("parameter_bytes", "gradient_bytes", "state_bytes"):
+        if not (isfinite(value := getattr(model, key)) and value >= 0):
+            raise ConfigError(f"{name}: {key}: expected a number from 0 on, got {value}")
+    for key in ("blocks", "hidden", "ffn", "vocab") if model.transformer is not None else ():
+        if (count := getattr(model.transformer, key)) < 1:
+            raise ConfigError(f"{name}: transformer.{key}: expected at least 1, got {count}")
     for layer in model.layers:
         for key in ("parameters", "flops", "activation_bytes", "border_bytes"):
             if not (isfinite(value := getattr(layer, key)) and value >= 0):

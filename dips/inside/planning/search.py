@@ -350,8 +350,15 @@ class Planner:
         """Return the best pipelines, best first, and everything else that could be run, on one scale.
 
         accept   restricts the pipelines, as to those that a framework can run
-        Errors   ConfigError if nothing fits: what is nearest to fitting, with device and missing bytes
+        Errors   ConfigError if nothing fits: what is nearest to fitting, with device and missing bytes; or if the model
+                 takes no time
         """
+        for kind in sorted({node.kind for node in self.profile.nodes}):
+            if not self._seconds(kind, 1, 0, len(self.layers)).total_s:
+                raise ConfigError(
+                    f"{self.model.name}: takes no time on {kind}: expected `flops` of its layers, or seconds in "
+                    "`measured`"
+                )
         groupings = list_groupings(self.profile, self.speed_of)
         bounds: list[tuple[float, PipelineChoice, SimulatedPipeline]] = []
         refusals: list[ConfigError] = []

@@ -55,6 +55,9 @@ LAYER: dict[str, Any] = {
 }  # fmt: skip
 
 
+SHAPE = {"blocks": 2, "hidden": 8, "ffn": 16, "vocab": 32}
+
+
 def needs(**changes: Any) -> dict[str, Any]:
     """A model of four layers."""
     return {"name": "small", "batch": 16, "layers": [LAYER], **changes}
@@ -152,6 +155,9 @@ def test_a_profile_that_cannot_be_planned_with_is_refused(raw: dict[str, Any], s
         (needs(batch=0), "expected batch and sequence of at least 1, got 0, 1"),
         (needs(layers=[{**LAYER, "flops": float("nan")}]), "layers.block.flops: expected a number from 0 on"),
         (needs(layers=[{**LAYER, "repeat": 0}]), "layers.block.repeat: expected at least 1, got 0"),
+        (needs(state_bytes=-12), "state_bytes: expected a number from 0 on, got -12.0"),
+        (needs(layers=[], transformer={**SHAPE, "hidden": -8}), "transformer.hidden: expected at least 1, got -8"),
+        (needs(layers=[], transformer={**SHAPE, "blocks": 0}), "transformer.blocks: expected at least 1, got 0"),
         (needs(bath=3), "bath: unknown key"),
         (needs(layers=[LAYER, {**LAYER, "tied": "head"}]), "layers.block.tied: expected an earlier layer of at most"),
         (

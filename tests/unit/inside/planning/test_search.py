@@ -340,6 +340,13 @@ def test_activations_are_what_layers_take() -> None:
     assert kept == [0.0, 2e6, 6e6, 10e6]
 
 
+def test_a_model_that_takes_no_time_is_refused() -> None:
+    """Layers without FLOP, on a device of which nothing was measured: no plan of them is faster than another."""
+    layers = tuple(replace(layer, flops=0.0) for layer in small_model().layers)
+    with pytest.raises(ConfigError, match="small: takes no time on k0: expected `flops` of its layers"):
+        Planner(small_cluster((100,)), replace(small_model(), layers=layers)).search()
+
+
 def test_fewer_layers_than_stages_and_fewer_microbatches_than_devices() -> None:
     """No cut for the former, a sentence for the latter."""
     planner = Planner(small_cluster((100, 50, 25), devices=4), small_model(2, batch=2))
