@@ -183,8 +183,10 @@ def _tune_rows(result: StudyResult, run_all: Callable[[list[RunPlan]], Finished]
 
 
 def _loss_of(numbers: Numbers | None) -> float:
-    """Return the loss of a run; infinite if it failed or diverged."""
-    return float("inf") if numbers is None or numbers["loss"] is None else float(numbers["loss"])
+    """Return the loss of a run; infinite if it failed, diverged, or did not finish, with which it may be low."""
+    if numbers is None or numbers["diverged"] or not numbers["finished"]:
+        return float("inf")
+    return float(numbers["loss"])
 
 
 def _run_all(

@@ -367,6 +367,14 @@ def test_a_row_of_which_a_run_failed_is_not_recommended() -> None:
     assert recommend(result)[0].startswith("Take 'ours'")
 
 
+def test_a_value_whose_run_did_not_finish_is_not_the_best() -> None:
+    """It would be taken for all seeds, and its row be recommended for none."""
+    result = StudyResult(study_of(rows={"ours": {"tune": {"inner.lr": [0.01, 0.02, 0.04]}}}))
+    made = {0.01: made_up(2.0), 0.02: made_up(1.9), 0.04: made_up(1.0, finished=False)}
+    runner._tune_rows(result, lambda plans: ((plan, made[dict(plan.tuned)["inner.lr"]]) for plan in plans))
+    assert result.best == {"ours": (("inner.lr", 0.02),)} and result.edges == {"ours": ()}
+
+
 def test_healthy_pushes_that_were_gated_are_told_for_every_row() -> None:
     """By cluster and gate, over all seeds, with what was said of the first: what gates are chosen by."""
     result = result_of({"synchronous": 2.0, "ours": 1.9}, {"ours": {}})
