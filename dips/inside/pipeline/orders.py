@@ -166,11 +166,17 @@ def _check_plan(plan: PipelinePlan, name: str) -> None:
     for device, order in plan.orders.items():
         _check_order(plan, device, order, refuse)
     _check_end(plan, refuse)
+    for s, stage in enumerate(plan.stages):
+        met = [[(a.op, a.part) for a in plan.orders[device] if a.op in (Op.UNSHARD, Op.REDUCE)] for device in stage]
+        if any(of != met[0] for of in met):
+            refuse(f"stage {s}: expected UNSHARD and REDUCE_GRAD of its parts in one order on {', '.join(stage)}")
 
 
 def _check_order(plan: PipelinePlan, device: str, order: Sequence[ScheduledAction], refuse: Any) -> None:
     """Each pass of each micro-batch on each part once, and a reduction of each part after its last."""
     parts, share = set(plan.parts_of(device)), set(plan.shares[device])
+    if (odd_one := next((action for action in order if action.part not in parts), None)) is not None:
+        refuse(f"orders.{device}: expected actions of its parts, {sorted(parts)}, got {odd_one}")
     computed = [(a.op, a.part, a.microbatch) for a in order if a.op in COMPUTING]
     split = any(op is Op.I for op, _, _ in computed)
     passes = (Op.F, Op.I, Op.W) if split else (Op.F, Op.B)

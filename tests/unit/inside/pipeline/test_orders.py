@@ -67,6 +67,19 @@ ALONE: dict[str, Any] = {
 }
 
 
+# The second stage's devices gather its two parts in one order and in the other.
+CROSSED: dict[str, Any] = {
+    **PLAN["pipeline"],
+    "ministages": 2,
+    "stages": [{"devices": ["a"], "layers": [[0, 1], [2, 3]]}, {"devices": ["b", "c"], "layers": [[1, 2], [3, 4]]}],
+    "orders": {
+        "a": "0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD",
+        "b": "1UNSHARD 3UNSHARD 1F0 3F0 3B0 3REDUCE_GRAD 1B0 1REDUCE_GRAD",
+        "c": "3UNSHARD 1UNSHARD 1F1 3F1 3B1 3REDUCE_GRAD 1B1 1REDUCE_GRAD",
+    },
+}
+
+
 def spell(actions: Any) -> str:
     return " ".join(f"{part}{op}{'' if m is None else m}" for op, part, m in actions)
 
@@ -297,6 +310,12 @@ def test_ministages_of_one_device_send_nothing() -> None:
         (("pipeline", "orders", "a"), "0F0 0F1 0B0 0REDUCE_GRAD 0B1", "after all other actions of part 0"),
         (("pipeline", "orders", "a"), "0F0 0B1 0F1 0B0 0REDUCE_GRAD", "would wait for each other for ever"),
         (("pipeline", "orders", "c"), "1F1 1B1 1REDUCE_GRAD", "would wait for each other for ever"),
+        (
+            ("pipeline", "orders", "b"),
+            "0UNSHARD 1UNSHARD 1F0 1B0 1REDUCE_GRAD",
+            "orders.b: expected actions of its parts, [1], got 0UNSHARD",
+        ),
+        (("pipeline",), CROSSED, "stage 1: expected UNSHARD and REDUCE_GRAD of its parts in one order on b, c"),
     ],
 )
 def test_what_cannot_be_played_is_refused(path: tuple[Any, ...], value: Any, told: str) -> None:
