@@ -125,10 +125,8 @@ class MeshLoop:
         hook = model.register_load_state_dict_pre_hook(self._before_load)
         self._hooks = [register_optimizer_step_pre_hook(self._before_optimizer), hook]
         self._warm_left, self._anchored = warmup_steps, False
-        self._stepped, self._unstepped = (
-            False,
-            0,
-        )  # since the last call of `step`; calls without a step
+        self._stepped = False  # whether an optimizer has, since the last call of `step`
+        self._unstepped = 0  # twice the calls without a step, less those with one
         if warmup_steps:
             self._average_gradients(groups)
         self._closed = False
