@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
 import threading
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import structlog
+import typer.main
+import typer.testing
 from coverage import Coverage
 from hypothesis import settings
 
@@ -57,6 +60,11 @@ RACING = tuple(  # real processes and sockets, on a machine that is not ours alo
         *("unit/master/test_children.py", "unit/master/test_on_version.py", "unit/master/test_supervisor.py"),
     )
 )
+
+COLLECTED_AFTER = (10_000, 20, 50)  # Python's own (700, 10, 10) walk over torch's and typer's objects again and again
+
+# A process makes its commands of their functions once; CliRunner would do so for each call.
+typer.testing._get_command = functools.cache(typer.main.get_command)  # type: ignore[attr-defined]
 
 # Two shared cores are slow at times; a test that hangs has its own timeout.
 settings.register_profile("dips", max_examples=25, deadline=None, print_blob=True)
@@ -120,6 +128,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if error := session.config.cache.get(DIED, ""):
             raise pytest.UsageError(f"a worker died, and tests were not played, so play all of them again: {error}")
     gc.freeze()
+    gc.set_threshold(*COLLECTED_AFTER)
     gc.enable()
 
 
