@@ -216,7 +216,7 @@ def test_back_to_the_initial_model_over_versions_that_no_disk_took() -> None:
 
 
 @pytest.mark.parametrize("requeue", RequeuePolicy)
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= 12)) for n in range(30)])
 def test_memory_is_what_the_ledger_says_after_each_rollback(seed: int, requeue: RequeuePolicy) -> None:
     draw = random.Random(seed)
     archive = draw.choice([0, 0, 2, 3])

@@ -35,9 +35,9 @@ class PoolInPlace:
 
 
 def compute_in_place(monkeypatch: pytest.MonkeyPatch) -> type[PoolInPlace]:
-    """Until the test is over; and only a few files are digested, which is quick."""
+    """Until the test is over; and only one file is digested, which is quick."""
     monkeypatch.setattr(runner, "ProcessPoolExecutor", PoolInPlace)
-    monkeypatch.setattr(runner, "COMPUTING", ("study",))
+    monkeypatch.setattr(runner, "COMPUTING", ("study/fleet.py",))
     runner.digest_code.cache_clear()
     PoolInPlace.computed = 0
     return PoolInPlace

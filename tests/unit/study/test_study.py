@@ -185,15 +185,16 @@ def _is_ours(file: str) -> bool:
     return Path(file).is_relative_to(runner.PACKAGE)
 
 
+@pytest.mark.usefixtures("in_place")
 def test_results_of_another_python_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default task trains on the sources of Python's standard library, which a minor version changes."""
     (plan,) = study_of(rows={"ours": {}}, seeds=[1]).plan_results({"ours": ()})
     ResultStore(tmp_path, FACTORY).keep(plan, {"loss": 1.0})
     assert ResultStore(tmp_path, FACTORY).find(plan) == {"loss": 1.0}
-    monkeypatch.setattr(runner, "python_version", lambda: "3.0.1")
-    runner.digest_code.cache_clear()
-    assert ResultStore(tmp_path, FACTORY).find(plan) is None
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "python_version", lambda: "3.0.1")
+        runner.digest_code.cache_clear()
+        assert ResultStore(tmp_path, FACTORY).find(plan) is None
     runner.digest_code.cache_clear()
     assert ResultStore(tmp_path, FACTORY).find(plan) == {"loss": 1.0}
 
