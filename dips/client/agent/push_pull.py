@@ -229,7 +229,8 @@ def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
     if moved.installed:
         _record_install(s, moved)
         trainer.base, trainer.must_pull, sync.pull_due, sync.pull_failures = version, False, False, 0
-        sync.reason = f"trains on {version}"
+        overwrote = sync.demanded and not moved.merged
+        sync.reason = f"{version} was pulled over what it had trained" if overwrote else f"trains on {version}"
     else:
         if moved.torn:
             trainer.base = None  # the trainer has no parameters of the run until a pull succeeds
@@ -248,7 +249,6 @@ def _record_install(s: AgentState, moved: PullMoved) -> None:
     s.tally.moved["pull"] += moved.nbytes
     if not moved.merged:
         lose_work(s)  # the pull has overwritten the work since the last freeze
-        s.sync.demanded = False  # no push can bring it any more
 
 
 def record_pull_failure(s: AgentState, reason: str) -> None:

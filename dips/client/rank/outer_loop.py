@@ -58,8 +58,8 @@ OWN_STATES = (
     "every rank, or by torch.distributed.checkpoint; with rank 0's alone a resume pulls instead\n"
 )
 GIVEN_UP = (
-    "the push that the script demanded was given up ({reason}): what was trained since the last push goes with the "
-    "next one, and is lost if the script ends first"
+    "the push that the script demanded was given up ({reason}): what the model holds of the training since the last "
+    "push goes with the next one, and is lost if the script ends first"
 )
 NOT_SYNCED = "replicas differ until their next synchronisation (may_push said so): synchronise them before"
 NOT_SYNCED_BESIDE = (

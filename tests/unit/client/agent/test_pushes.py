@@ -25,10 +25,10 @@ from dips.client.ipc.messages import (
 )
 from dips.dataclass import replace
 from dips.errors import StalePush, StaleVersion
-from dips.protocol.effects import Acknowledged, Committed, Dropped, Finished, Refused, Result
-from dips.protocol.enums import OutcomeKind
+from dips.protocol.effects import Acknowledged, Committed, Dropped, Finished, Joined, Refused, Result
+from dips.protocol.enums import ClusterStanding, DivergencePolicy, OutcomeKind
 from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushFinished, PushRequested
-from tests.unit.client.agent.play import V1, H, Play, grant, outcome
+from tests.unit.client.agent.play import NONE_YET, V1, H, Play, grant, outcome
 
 KEY = "k".ljust(40, "0")
 
@@ -475,6 +475,39 @@ def test_a_push_that_the_script_demands_and_that_fails_is_given_up_in_the_end(pl
     play.lose_master(play.now)
     told = play.send(moved)
     assert isinstance(told, TrainOn) and told.given_up and told.reason
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("why", ["its lease ended", "its base is unknown", "its model diverged"])
+def test_a_demanded_push_whose_work_a_pull_overwrites_is_told(overlap: bool, why: str) -> None:
+    """No push brings that work any more: the script is told, once. The next push that it demands is as any other."""
+    play = Play(overlap=overlap, on_divergence=DivergencePolicy.RESET)
+    play.begin()
+    play.step(4)
+    if why == "its model diverged":
+        order = play.push_until_granted()
+        question = PushMoved(1, next(play.number), order.seq, False, "NaN", 0, diverged=True)
+        play.send(question)
+        play.reply(Acknowledged())
+    else:
+        question = play.want_push()
+        play.send(question)
+        if why == "its lease ended":
+            play.answer_heartbeat(ClusterStanding.GONE)
+            play.reply(Joined(3, 2, V1, NONE_YET, ()))
+        else:
+            play.do(play.core.on_error(play.asks[Channel.SYNC], StaleVersion("v0@r0 is unknown"), play.now))
+    play.reply(grant(V1))
+    pull = play.send(question)
+    assert isinstance(pull, PullNow) and not pull.merge
+    told = play.send(PullMoved(1, next(play.number), pull.seq, True, "", 9))
+    assert isinstance(told, TrainOn) and told.given_up
+    assert told.reason == "v1@r1 was pulled over what it had trained"
+    play.reply(Acknowledged())
+    told = play.send(play.look_for_push())
+    assert isinstance(told, TrainOn) and not told.given_up
+    play.step()
+    play.push_until_accepted()
 
 
 def test_the_steps_before_a_push_are_on_the_timeline(play: Play) -> None:
