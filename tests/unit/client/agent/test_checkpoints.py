@@ -66,6 +66,7 @@ def test_resumed_in_the_same_incarnation(play: Play) -> None:
     assert play.s.account.carried.tokens == 40 and play.s.account.lost == 20
     play.check_consumed(60)
     assert play.send(RangeWanted(2, 1)) == RangeGiven(6), "the half-trained range first, the used-up one not again"
+    assert play.s.ranges.ranges_ahead == (6, 7), "nor later"
 
 
 def test_resumed_in_a_new_incarnation(play: Play) -> None:

@@ -145,12 +145,13 @@ async def test_a_process_that_the_kernel_does_not_end_holds_up_the_trainer_alone
     os.set_inheritable(write, False)
     monkeypatch.setattr(trainer, "list_descendants", lambda root: [hangs])
     monkeypatch.setattr(trainer.os, "kill", lambda pid, number: None)
-    monkeypatch.setattr(trainer, "UNDEAD_S", 0.0)
-    play, told, signals = Play(), list[tuple[str, object]](), AgentSignals()
+    monkeypatch.setattr(trainer, "UNDEAD_S", 0.1)
+    play, told, signals, told_at = Play(), list[tuple[str, object]](), AgentSignals(), list[float]()
 
     class Log:
         def warning(self, event: str, pids: list[int], **fields: object) -> None:
             told.append((event, pids))
+            told_at.append(time.monotonic())
             if len(told) == 2:
                 signals.terminated.set()
 
@@ -161,6 +162,7 @@ async def test_a_process_that_the_kernel_does_not_end_holds_up_the_trainer_alone
         async with asyncio.timeout(10):
             assert await launch.kill_leftovers(runner._give_up_leftovers) == 1
         assert told == [("processes of the trainer do not end", [hangs])] * 2
+        assert told_at[1] - told_at[0] > 0.09, "each time after UNDEAD_S"
     finally:
         os.close(write)
         os.waitpid(hangs, 0)

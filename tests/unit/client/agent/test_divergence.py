@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dips.client.agent.push_pull import MOST_RESETS
+from dips.client.agent.push_pull import DEMANDED_S, MOST_RESETS
 from dips.client.agent.state import SyncPhase
 from dips.client.ipc.messages import AskAgain, ErrorReply, PullMoved, PullNow, PushMoved
 from dips.errors import Diverged, treatment_of
@@ -49,6 +49,15 @@ def test_a_diverged_model_is_replaced_by_the_head(beside: int) -> None:
     play.reply(grant(V1))
     order = play.send(moved)
     assert isinstance(order, PullNow) and not order.merge
+
+
+def test_a_diverged_model_is_replaced_however_long_the_master_is_away() -> None:
+    """The script demanded the push and has waited for DEMANDED_S: it must not train on with that model."""
+    play = Play()
+    moved, _ = diverge(play, DivergencePolicy.RESET)
+    for play.now in (5.0, DEMANDED_S + 5.0):
+        play.lose_master(play.now)
+        assert isinstance(play.send(moved), AskAgain)
 
 
 @pytest.mark.parametrize("finite_between", [False, True])

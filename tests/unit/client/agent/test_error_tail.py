@@ -43,6 +43,7 @@ def test_the_last_line_is_the_error_itself(text: str, line: str) -> None:
 
 
 VICTIM = "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:50048. GLHF!\n"
+LATER = "[rank1]: RuntimeError: Connection reset by peer\n"
 BUG = "[rank1]: ValueError: user's bug\n"
 WRONG = "[rank1]: dips.errors.ConfigError: c.yaml: pace: unknown key\n"
 
@@ -79,6 +80,7 @@ Root Cause (first observed failure):
         (VICTIM + page(1, "-9"), "rank 1 was killed by SIGKILL (out of memory?)"),
         (VICTIM + page(1, "-64"), "rank 1 was killed by SIGRTMAX"),
         (VICTIM + page(0), VICTIM.removeprefix("[rank0]: ").strip()),
+        (VICTIM + LATER + page(0), VICTIM.removeprefix("[rank0]: ").strip()),  # both lost another host
     ],
 )
 def test_the_cause_is_that_of_the_rank_that_failed_first(text: str, cause: str) -> None:

@@ -164,6 +164,17 @@ def test_who_is_refused_for_good_stops_with_77(heartbeat_s: float) -> None:
     assert "is revoked" in failure.message and "start this agent again" in failure.message
 
 
+def test_a_heartbeat_that_was_hurried_is_refused_for_no_longer() -> None:
+    """Where heartbeats are rare, files are looked at between two that are due, not before one sent in between."""
+    play = Play(heartbeat_s=12.0)
+    play.begin()
+    refuse_heartbeat(play, 0.0)
+    refuse_heartbeat(play, 11.0)
+    assert not play.stops
+    refuse_heartbeat(play, 1.0)
+    assert [stop.code for stop in play.stops] == [77]
+
+
 def test_a_refusal_that_heals_ends_nothing(play: Play) -> None:
     """A certificate is being replaced: an answer between two refusals begins anew, a silent master does not."""
     play.begin()

@@ -270,6 +270,26 @@ def test_a_name_that_is_taken_is_waited_for_and_then_refused() -> None:
     assert play.stops[0].code == 77 and "--take-over" in play.stops[0].reason
 
 
+def test_a_name_that_was_taken_is_waited_for_as_long_the_next_time(play: Play) -> None:
+    """Refusals of an earlier Join, which was granted in the end, do not count."""
+    play.send(play.attach())
+    for inc in (1, 2):
+        for _ in range(TAKEN_TRIES):
+            play.reply(Refused(2.0, "the name west is taken"))
+        play.reply(Joined(3, inc, GENESIS, NONE_YET, ()))
+        play.answer_heartbeat(ClusterStanding.GONE)
+    assert not play.stops
+
+
+def test_what_is_trained_while_it_joins_again_is_saved(play: Play) -> None:
+    """The agent may die before it has joined: the next one here reports the tokens of both."""
+    play.begin()
+    play.step(4)
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.step(3)
+    assert past_incarnation(play.s) == PastIncarnation(1, 70)
+
+
 def test_the_next_agent_of_a_directory_names_the_incarnation_before() -> None:
     """So it gets the name at once, and an operator's --take-over is handed on."""
     play = Play(former=PastIncarnation(4, 100), take_over=True)

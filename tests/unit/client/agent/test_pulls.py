@@ -61,6 +61,25 @@ def test_a_failed_pull_is_tried_three_times_then_given_up(play: Play) -> None:
     assert isinstance(verdict, TrainOn) and play.s.trainer.base == GENESIS
 
 
+def test_the_failures_of_a_pull_that_was_given_up_do_not_count_for_the_next(play: Play) -> None:
+    """It is tried three times, too."""
+    play.begin()
+    for times in (3, 2):
+        play.step()
+        moved = play.push_until_committed()
+        play.reply(outcome(OutcomeKind.ACCEPTED))
+        order = play.send(moved)
+        for _ in range(times):
+            assert isinstance(order, PullNow)
+            failed = PullMoved(1, next(play.number), order.seq, False, "ps1 is gone", 0)
+            play.send(failed)
+            play.reply(Acknowledged())
+            if play.s.sync.pull_due:
+                play.reply(grant(V1))
+            order = play.send(failed)
+    assert isinstance(order, PullNow), "after two failures"
+
+
 def test_a_trainer_without_parameters_pulls_until_it_has_them(play: Play) -> None:
     """The first pull is never given up."""
     play.send(play.attach())

@@ -36,6 +36,7 @@ from dips.client.ipc.address import (
     find_address,
     over_network,
     reach_socket,
+    token_of,
 )
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
 from dips.client.rank import agent_client, joining
@@ -116,11 +117,13 @@ def test_a_path_that_the_kernel_takes_is_given_to_it(tmp_path: Path, length: int
 
 
 def test_the_token_may_be_a_file(tmp_path: Path) -> None:
-    """As Kubernetes mounts a secret; the newline of an editor does not count."""
+    """As Kubernetes mounts a secret; the newline of an editor does not count. A token in the environment goes first."""
     (tmp_path / "token").write_text(TOKEN.decode() + "\n")
     (tmp_path / "token").chmod(0o640)  # of the group, as a Secret is
     found = find_address(cluster(agent="head:7", token=tmp_path / "token"), {})
     assert isinstance(found, OnAnyHost) and found.token == TOKEN
+    other = "f" * 16
+    assert token_of(cluster(token=tmp_path / "token"), {"DIPS_AGENT_TOKEN": other}) == other.encode()
     assert over_network(cluster(), {}) is None
 
 

@@ -139,6 +139,17 @@ def test_a_gated_push_owes_nothing_of_its_own(codec):
     assert same(rank.owed(), owed)
 
 
+def test_a_push_before_a_checkpoint_is_restored_settles_nothing_of_it():
+    """Its outcome, if it was accepted, is that of other work than the checkpoint's."""
+    rank = FeedbackRank(Codec.INT8)
+    rank.train()
+    rank.push()
+    restored = [np.full(size[3], 2.0**-9, np.float32) for size in SIZES]
+    rank.feedback.restore_debt(GENESIS, rank.theta, restored)
+    rank.outcome("accepted")
+    assert same(rank.owed(), restored)
+
+
 def test_a_push_granted_in_fp32_pays_the_debt():
     """θ_local plus what is owed, exactly; after it is accepted nothing is owed."""
     rank = FeedbackRank(Codec.INT8)

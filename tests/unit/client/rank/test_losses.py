@@ -28,6 +28,7 @@ NONE = (0.0, 0, True)
     [
         ([None], [NONE, (6.0, 3, True), (8.0, 4, True)], (6.0, 3, True)),
         ([None], [NONE, (2.0, 1, False)], (2.0, 1, False)),
+        ([None], [NONE, (0.0, 0, False)], (0.0, 0, False)),  # none of its losses was finite
         ([2.0], [NONE, (6.0, 3, True)], None),
         ([None], [NONE], None),
     ],

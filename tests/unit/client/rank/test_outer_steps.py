@@ -261,6 +261,17 @@ def test_settling_waits_for_what_is_in_flight(answers: tuple[Answer, ...], polls
     assert kinds(m.agent) == asked
 
 
+def test_a_push_that_was_given_up_is_told_though_another_follows_at_once() -> None:
+    """Two calls of `push` under `overlap: full`: the second settles the first, and then asks for itself."""
+    given_up = TrainOn("no slot", 9, 0.6, given_up=True)
+    m = make(AgentScript(AskAgain("no slot"), given_up, TrainOn("", 9, 0.6)), Transfers(), overlap="full")
+    m.steps.poll_outer_step(demanded=True)
+    m.steps.settle_transfers()
+    m.steps.poll_outer_step(demanded=True)
+    assert m.state.given_up == "no slot"
+    assert [question.demanded for question in m.agent.asked] == [True] * 3
+
+
 def test_cancelling_ends_the_transfer_in_flight() -> None:
     """A rank that leaves does not wait for its push."""
     m = make(AgentScript(PUSH), Transfers(WELL, polls=5), overlap="full")

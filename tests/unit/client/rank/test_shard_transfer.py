@@ -165,6 +165,13 @@ def test_a_checkpoint_settles_an_accepted_push_for_good(indebted: TransferRank) 
     assert indebted.owed().any() and not saved["owed"].any()
 
 
+def test_a_checkpoint_settles_no_push_that_was_skipped(indebted: TransferRank) -> None:
+    """Its outcome is known as that of an accepted one is: the debt is the one before it."""
+    before = indebted.owed()
+    saved = indebted.transfers.checkpoint_tensors(PushResult(1, indebted._seq, "skipped", ""))
+    assert np.array_equal(saved["owed"].numpy(), before)
+
+
 @pytest.mark.parametrize("outcome", ["skipped", "gated"])
 def test_a_push_that_was_not_accepted_changes_nothing_that_is_owed(
     indebted: TransferRank, slaves: FakeSlaves, outcome: str
@@ -246,7 +253,8 @@ def test_a_checkpoint_of_another_layout_or_codec_is_found(indebted: TransferRank
     assert indebted.transfers.find_misfit(lacking) == f"rank 0 expected {numel} numbers of owed, got None"
     short = {**saved, "base": saved["base"][1:]}
     assert indebted.transfers.find_misfit(short) == f"rank 0 expected {numel} numbers of base, got {numel - 1}"
-    assert TransferRank(codec=Codec.FP32).transfers.find_misfit({}) == ""
+    for beyond in ({}, {"rounded": torch.zeros(3)}):
+        assert TransferRank(codec=Codec.FP32).transfers.find_misfit(beyond) == ""
     started_anew = TransferRank()
     started_anew.transfers.restore_tensors(V1, saved)
     assert np.array_equal(started_anew.owed(), saved["owed"].numpy())
@@ -375,6 +383,16 @@ def test_a_checkpoint_of_masters_lacks_what_they_hold(slaves: FakeSlaves) -> Non
         assert (found.numel(), found.unique().tolist()) == (state["rounded"].numel(), [rounded])
     other = {"rounded": torch.zeros(14)}
     assert anew.transfers.find_misfit(other) == "rank 0 expected 15 numbers of rounded, got 14"
+
+
+def test_a_parameter_that_is_not_finite_beside_its_master_is_found(slaves: FakeSlaves) -> None:
+    """The push reads the master alone; the forward reads the parameter."""
+    rank = TransferRank(codec=Codec.FP32, dtype=torch.bfloat16, optimizer=HalfMasters)
+    rank.pull(V1)
+    rank.optimizer.step()
+    with torch.no_grad():
+        next(rank.model.parameters()).fill_(float("nan"))
+    assert rank.transfers.begin_push(rank.request(V1, 0, Codec.FP32)).wait(5).diverged
 
 
 def test_a_pull_ends_the_lazy_install_before_it(slaves: FakeSlaves) -> None:

@@ -29,6 +29,17 @@ def test_a_call_for_each_micro_batch_is_told() -> None:
     assert len(told) == 1
 
 
+@pytest.mark.parametrize(("steps", "told"), [(8, True), (9, False)])
+def test_two_micro_batches_in_a_step_are_told(steps: int, told: bool) -> None:
+    """Half as many optimizer steps as calls; more of them, as where a GradScaler skips some, are as they should be."""
+    checks = StepChecks(lone())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(16):
+            checks.on_step(steps)
+    assert bool(warned) is told
+
+
 @pytest.mark.parametrize("seen", [lambda call: call, lambda call: 0, lambda call: 2 * call])
 def test_a_call_for_each_step_is_not(seen: Callable[[int], int]) -> None:
     """Nor where no torch optimizer steps, or two of them for each call."""
