@@ -139,13 +139,16 @@ def on_seed_opened(run: RunState, fanout: Fanout) -> None:
 
 
 def take_staged(run: RunState, event: PushStaged) -> bool:
-    """Order a slave that has all of the model to keep it; idempotent. Return False for other pushes."""
+    """Order a slave that has all of the model to keep it; idempotent. Return False for other pushes.
+
+    What a slave reports before the seeder is granted the transfer is passed over: it cannot have the model.
+    """
     if event.push.cluster != SEEDER:
         return False
     seed = run.seed
     if seed is None or seed.push != event.push or seed.slaves.get(event.slave) != event.sinc:
         return True
-    if event.slave in seed.unstaged:
+    if seed.opened and event.slave in seed.unstaged:
         del seed.unstaged[event.slave]
         body: Bodies = {event.slave: _keep_order(run, seed, event.slave)}
         run.fan_out(FanoutKind.KEEP_SEED, seed.push, body, run.options.timing.compute_s)

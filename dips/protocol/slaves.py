@@ -11,11 +11,18 @@ from dips.protocol.claims import SILENT_HEARTBEATS, find_absurd_register, find_p
 from dips.protocol.effects import (
     Abort,
     AbortVersion,
+    Apply,
     CommitVersion,
     Exit,
     Failed,
+    Fold,
     Hold,
+    KeepSeed,
     LoadVersion,
+    Measure,
+    OpenPull,
+    OrderBody,
+    Persist,
     Ping,
     Registered,
     RegisterLater,
@@ -24,7 +31,19 @@ from dips.protocol.effects import (
 )
 from dips.protocol.entities import Fanout, Slave
 from dips.protocol.enums import ClusterCause, FanoutKind, Role, RoundState, SlaveCause, SlaveState
-from dips.protocol.events import OrderAnswered, OrderFailed, SlaveRegistered, SlaveSilent
+from dips.protocol.events import (
+    Answer,
+    Folded,
+    Measured,
+    ModelKept,
+    OrderAnswered,
+    OrderFailed,
+    Persisted,
+    Pinned,
+    Prepared,
+    SlaveRegistered,
+    SlaveSilent,
+)
 from dips.protocol.rank_keys import KEY_CHARS, is_key
 from dips.protocol.records import IncarnationGiven
 from dips.protocol.round import ROUND_ORDERS, skip_round, skip_waiting_pushes
@@ -35,6 +54,7 @@ EXIT_STALE = 75  # a later master exists; if restarted, this one would take a te
 EXIT_OLD_LEDGER = 78  # only a person can decide which ledger is the right one
 RETRY_S = 1.0
 PROOF_RETRY_S = 0.25  # the other slaves register within a heartbeat of a restart
+ANSWERS: dict[type, type] = {Measure: Measured, Fold: Folded, Apply: Prepared, Persist: Persisted}  # that are read
 
 
 def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
@@ -262,16 +282,31 @@ def _has_persisted(run: RunState, slave: Slave) -> bool:
 
 
 def take_answer(run: RunState, event: OrderAnswered) -> Fanout | None:
-    """Record an answer; return the fanout if it is complete now."""
+    """Record an answer; return the fanout if it is complete now. An answer of a wrong kind counts as a refusal."""
     found = run.orders.find_order(event.number)
     slave = run.slaves.get(event.slave)
     if found is None or slave is None or slave.sinc != event.sinc or found[1].slave != event.slave:
+        return None
+    if wrong := _find_wrong_answer(found[1].body, event.answer):
+        on_order_failed(run, OrderFailed(event.slave, event.sinc, event.number, RemoteProtocolError, wrong))
         return None
     fanout, _ = run.orders.remove_order(event.number)
     slave.unanswered = 0
     del fanout.waiting[event.slave]
     fanout.answers[event.slave] = event.answer
     return fanout if not fanout.waiting else None
+
+
+def _find_wrong_answer(body: OrderBody, answer: Answer) -> str:
+    """Describe an answer that does not have the result that the order asks for; empty if it has, or if none is read."""
+    expected = ANSWERS.get(type(body))
+    if isinstance(body, KeepSeed) and body.version is not None:
+        expected = ModelKept
+    elif isinstance(body, OpenPull) and body.momentum:
+        expected = Pinned
+    if expected is None or isinstance(answer, expected):
+        return ""
+    return f"expected {expected.__name__} in answer to {type(body).__name__}, got {type(answer).__name__}"
 
 
 def on_order_failed(run: RunState, event: OrderFailed) -> None:

@@ -295,3 +295,29 @@ def test_an_answer_about_a_transfer_that_is_over_opens_and_makes_nothing(kept: b
     run.step(ev.PushRefused("t", run.orders(OpenPush)[1].sinc, push, "stalled"))
     run.answer(late, ev.ModelKept("manifest of s", HEAD) if kept else None)
     assert run.recover() == Dropped("t: stalled") and not run.records(VersionCommitted)
+
+
+def test_a_model_that_is_staged_before_it_was_granted_is_not_kept() -> None:
+    """A slave that says so lies. All of them were told to keep it, the transfer ended, and their answers to the order
+    to make room for it ended the master.
+    """
+    run = Lost()
+    run.recover()
+    opened = run.orders(OpenPush)
+    for order in opened:
+        assert not run.stage(order.body.push, order.slave)
+    for order in opened:
+        run.answer(order)
+    assert isinstance(run.recover(), SeedGranted)
+    assert len(run.stage(opened[0].body.push, "s", "t")) == 2, "and it goes on"
+
+
+def test_a_model_that_is_kept_without_a_digest_drops_it() -> None:
+    """A slave answers with another kind of answer, which ended the master."""
+    run = Lost()
+    keeps = {o.slave: o for o in run.stage(run.open(), "s", "t")}
+    run.answer(keeps["s"], ev.ModelKept("manifest of s", HEAD))
+    run.answer(keeps["t"], ev.Done())
+    said = run.recover()
+    assert isinstance(said, Dropped) and "expected ModelKept" in said.reason
+    assert not run.records(VersionCommitted) and run.machine.head() == HEAD

@@ -10,6 +10,7 @@ from dips.protocol import events as ev
 from dips.protocol.effects import (
     Abort,
     Acknowledged,
+    Apply,
     Commit,
     Dropped,
     Failed,
@@ -19,13 +20,16 @@ from dips.protocol.effects import (
     Note,
     OpenPull,
     OpenPush,
+    Order,
     Pending,
+    Persist,
     Refused,
 )
 from tests.transcripts.story import Teller
 from tests.unit.protocol.scripted_run import ScriptedRun
 
 V1 = VersionId(1, 1)
+RESULTS = (Measure, Fold, Apply, Persist)  # the orders of a round, whose answers have a result
 
 
 def registers(run: ScriptedRun, memory: VersionId | None, *complete: VersionId) -> None:
@@ -190,3 +194,44 @@ def test_heartbeats_are_answered_with_one_list_of_transfers_until_it_changes() -
     assert run.machine.live_transfers() is busy and busy.pushes == (push,) and busy.number > idle.number
     run.step(ev.PushAborted(0, push, "its trainer died"))
     assert run.machine.live_transfers().pushes == ()
+
+
+def say(run: ScriptedRun, order: Order, answer: ev.Answer) -> None:
+    run.orders.remove(order)
+    run.step(ev.OrderAnswered(order.slave, order.sinc, order.number, answer))
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+@pytest.mark.parametrize("answer", [ev.Done(), ev.ModelKept("of another", None)])
+def test_an_answer_of_another_kind_skips_the_round(kind: type, answer: ev.Answer) -> None:
+    """As a refusal would: the master ended with an AssertionError, and a snapshot without a digest was durable."""
+    run = ScriptedRun()
+    run.train("a")
+    run.held = {kind}
+    push = run.push("a")
+    run.wait(11.0)
+    (order,) = run.orders
+    say(run, order, answer)
+    run.held = set()
+    run.answer()
+    said = f"s refused: RemoteProtocolError: expected {type(run._answer(order.body)).__name__} in answer to"
+    assert said in run.outcome(push).reason and run.head == GENESIS
+    run.push("a")
+    run.wait(11.0)
+    assert run.head.version == 1, "the run goes on"
+
+
+def test_momentum_that_is_pinned_without_digests_is_not_granted() -> None:
+    """The next question of whoever reads it ended the master with a KeyError; a pull of θ alone needs no digests."""
+    run = ScriptedRun()
+    run.ask(ev.ClusterJoined(0, "a.puller", "p", "r", run.manifest.digest, "c"))
+    for seq, momentum in enumerate((False, True), start=1):
+        pull = ev.PullRequested(0, PullId("a.puller", run.inc("a.puller"), seq), 1, momentum=momentum)
+        run.held = {OpenPull}
+        run.ask(pull)
+        (order,) = run.orders
+        say(run, order, ev.Done())
+        run.held = set()
+        answer = run.ask(pull)
+        assert isinstance(answer, Dropped if momentum else Grant)
+    assert "expected Pinned" in answer.reason
