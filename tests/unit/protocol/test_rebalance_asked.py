@@ -135,9 +135,9 @@ def test_nothing_is_asked_behind_the_row() -> None:
     before, head = VersionId(1, 1), run.head
     answer = run.ask(ev.RollbackAsked(0, before))
     assert isinstance(answer, Failed) and answer.error is UnavailableMaster and "ask the next one" in answer.message
-    for memory in (head, before):
-        run.ask(ev.SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 1, memory, None, (before, head), 4, ""))
-    assert not run.all_of(RolledBack) and run.head == head
+    for memory, complete in ((head, (before, head)), (before, (before, head)), (None, (before,))):
+        run.ask(ev.SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 1, memory, None, complete, 4, ""))
+    assert not run.all_of(RolledBack) and run.head == head, "not by itself either, if the head is lost just then"
 
 
 def test_requests_that_cannot_be() -> None:
