@@ -46,7 +46,12 @@ PLAIN: tuple[type, ...] = (
 )  # encoded by their attributes
 # Attributes of these that protocol 2 added, with what they are in a state of the release before (releases.py).
 ADDED: dict[type, dict[str, Callable[[], Any]]] = {
-    run_state.RunState: {"protocol": lambda: 1, "rebalance": lambda: None, "former_slaves": dict[str, int]}
+    run_state.RunState: {
+        "protocol": lambda: 1,
+        "rebalance": lambda: None,
+        "former_slaves": dict[str, int],
+        "refused_changes": dict[str, str],
+    }
 }
 SCALARS = (bool, int, float, str, type(None))
 

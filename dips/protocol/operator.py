@@ -175,12 +175,12 @@ def _tune(run: RunState, event: events.TuningAsked) -> Result:
     changes = complete_changes(event.changes)
     options = tune_options(run.options, changes)
     _check_momentum(run, options)
-    named = {change.key for change in changes}
-    untuned = tuple(why for why in run.untuned if why.partition("=")[0] not in named)
-    if options != run.options or untuned != run.untuned:
-        run.options, run.untuned = options, untuned
+    named = {change.key: change for change in changes}
+    if options != run.options or not named.keys().isdisjoint(run.refused_changes):
+        run.options = options
+        run.refused_changes = {key: why for key, why in run.refused_changes.items() if key not in named}
         run.penalty.change_options(options.penalty)
-        run.tuned |= {change.key: change for change in changes}
+        run.tuned |= named
         run.emit_record(OptionsTuned(changes, run.now))
         run.emit_note("options_tuned", changes=describe_changes(changes))
     return Tuned(tuple(run.tuned.values()))

@@ -215,10 +215,10 @@ class RunState:
     protocol = 1  # that the run speaks; a journal of the release that had one only has no field of it
 
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
-        options, tuned, self.untuned = restore_tuned(options, state.tuned)
+        options, tuned, self.refused_changes = restore_tuned(options, state.tuned)
         self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
         self.protocol = state.row.protocol
-        self.tuned = tuned  # by key, already in the options; `untuned` explains the ledger's changes that are not
+        self.tuned = tuned  # by key, already in the options; `refused_changes` explains the ledger's that are not
         self.quarantined = dict(state.quarantined)  # reasons of operators' quarantines, by cluster: see operator.py
         self.idle_rows, self.denied_rows, self.read_rows = (AuditBudget(now) for _ in range(3))  # see operator.py
         self.now = self.started = now

@@ -55,21 +55,22 @@ def tune_options(options: Options, changes: Iterable[TunedOption]) -> Options:
 
 def restore_tuned(
     options: Options, changes: Iterable[TunedOption]
-) -> tuple[Options, dict[str, TunedOption], tuple[str, ...]]:
-    """Apply the changes that a ledger holds; return (options, applied changes, why others were not).
+) -> tuple[Options, dict[str, TunedOption], dict[str, str]]:
+    """Apply the changes that a ledger holds; return (options, applied changes, why others were not), by key.
 
     A change that is refused today may be in an older ledger. The master starts all the same, with the value of the run
     file, so that an operator can set a better one.
     """
-    known, held, refused = list(changes), set[str](), list[str]()
+    known, held, refused = list(changes), set[str](), dict[str, str]()
     for change in sorted(known, key=lambda change: not change.off):  # one clip is off before the other is set
         try:
             options = tune_options(options, (change,))
         except ConfigError as error:
-            refused.append(f"{describe_changes((change,))}: {error}: the run file's holds, `dips set` sets another")
+            said = describe_changes((change,))
+            refused[change.key] = f"{said}: {error}: the run file's holds, `dips set` sets another"
         else:
             held.add(change.key)
-    return options, {change.key: change for change in known if change.key in held}, tuple(refused)
+    return options, {change.key: change for change in known if change.key in held}, refused
 
 
 def complete_changes(changes: Sequence[TunedOption]) -> tuple[TunedOption, ...]:

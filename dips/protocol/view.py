@@ -362,7 +362,7 @@ def build_view(run: RunState, now: float) -> RunView:
         protocol_newest=PROTOCOL,
         holdouts=tuple(find_holdouts(run, PROTOCOL)) if run.protocol < PROTOCOL else (),
         tuned={key: None if change.off else change.value for key, change in run.tuned.items()},
-        untuned=tuple(run.untuned),
+        untuned=tuple(run.refused_changes.values()),
         finished=str(run.finished) if run.finished else None,
         round=RoundView(r.state, r.number, run.describe_round(r), tuple(str(p.id) for p in r.pushes))
         if r

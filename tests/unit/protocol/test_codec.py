@@ -25,6 +25,7 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Failed, Note, OpenPush, Order, Reply, SlaveAddress
 from dips.protocol.enums import FanoutKind
 from dips.protocol.events import Event, OrderAnswered, OrderFailed, Persisted, Ticked
+from dips.protocol.run_state import RunState
 from dips.sim import master as sim_master
 from tests.simulation.trial import play
 from tests.unit.protocol.scripted_run import ScriptedRun
@@ -249,10 +250,12 @@ def loops(path: Path) -> Iterator[Any]:
 def test_a_state_of_the_release_before_has_what_it_meant() -> None:
     """It lacks the attributes that protocol 2 added; they begin as that release had them."""
     tag, attributes = codec.encode_value(ScriptedRun().machine.capture_state())
-    added = {name: attributes.pop(name) for name in ("protocol", "rebalance", "former_slaves")}
+    added = {name: attributes.pop(name) for name in codec.ADDED[RunState]}
     assert added["protocol"] == 2
+    attributes["untuned"] = ["t", "outer.lr=-1: not above 0"]  # that release had no key of it
     state = codec.decode_value([tag, attributes])
-    assert (state.protocol, state.rebalance, state.former_slaves) == (1, None, {})
+    assert Coordinator.from_state(state).build_view(0.0).untuned == ()
+    assert (state.protocol, state.rebalance, state.former_slaves, state.refused_changes) == (1, None, {}, {})
 
 
 def test_a_new_field_is_left_out_where_it_has_what_the_release_before_means() -> None:
