@@ -528,7 +528,12 @@ class RunState:
         return version in self.undone_kept if row is None else not row.retired
 
     def has_row(self, version: VersionId) -> bool:
-        """Whether the ledger has a row of this version: in the lineage, undone, or too old to be in memory."""
+        """Whether the ledger has a row of this version: in the lineage, undone, or too old to be in memory.
+
+        A version that a restored copy lacked has none, however old it is.
+        """
+        if any(low <= version.round < high for low, high in self.unknown_rounds):
+            return False
         oldest = next(islice(self.versions, 1, None), None)  # after v0@r0, which is always kept
         known = version in self.versions or version in self.undone
         return known or (oldest is not None and GENESIS.version < version.version < oldest.version)

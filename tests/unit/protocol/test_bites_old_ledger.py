@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from dips.errors import StaleVersion
 from dips.ids import VersionId
 from dips.protocol import events as ev
-from dips.protocol.effects import Exit, Failed
+from dips.protocol.effects import Exit, Failed, Pending
 from dips.protocol.run_state import RunState
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
 
@@ -45,6 +46,26 @@ def test_a_snapshot_of_any_gap_stops_the_master(number: int, stops: bool) -> Non
     state.unknown_rounds, state.next_round = ((5, 7), (9, 10)), 11
     assert isinstance(registers(run, 0, VersionId(4, number)), Failed) is stops
     assert [e.code for e in run.all_of(Exit)] == ([78] if stops else [])
+
+
+@pytest.mark.parametrize("lost", [VersionId(9, 2), VersionId(8, 2), VersionId(2, 2), VersionId(1, 2)])
+def test_a_base_that_the_restored_copy_lacked_is_refused_for_good(lost: VersionId) -> None:
+    """A checkpoint of before may have it, with a number of settled pushes that the cluster reaches once more: its work
+    stands on a θ that is gone. Also when the lineage has come so far that the rows of its time are no longer in memory.
+    """
+    run = ScriptedRun(replace(OPTIONS, lineage_kept=3))
+    state = run.machine.capture_state()
+    assert isinstance(state, RunState)
+    state.unknown_rounds, state.next_round = ((1, 3),), 3
+    run.train("a")
+    for _ in range(8):
+        push = run.push("a")
+        run.wait(11.0)
+        run.outcome(push)
+    assert run.head.version == 8 and len(state.versions) == 4
+    refused = run.ask(ev.PushRequested(0, run.next_push("a"), lost, 1))
+    assert isinstance(refused, Failed) and refused.error is StaleVersion and "pull the head first" in refused.message
+    assert isinstance(run.ask(ev.PushRequested(0, run.next_push("a"), VersionId(1, 3), 1)), Pending)
 
 
 def test_the_next_term_stops_the_master() -> None:
