@@ -1,4 +1,5 @@
-"""Background tasks that are not awaited, whose failure, which is a bug, is reported at once; and a task's alarm clock.
+"""Background tasks that are not awaited, whose failure, which is a bug, is reported at once; work that a silent disk
+must not keep from ending; and a task's alarm clock.
 
 asyncio reports a failure only when the task is collected, so a daemon would continue without the task's work.
 """
@@ -6,7 +7,9 @@ asyncio reports a failure only when the task is collected, so a daemon would con
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from math import inf
 from typing import Any, TypeVar
 
@@ -24,6 +27,21 @@ def start_task(work: Coroutine[Any, Any, T], fail: Fail, name: str | None = None
 
     task.add_done_callback(hear_end)
     return task
+
+
+def call_apart(work: Callable[[], T], name: str) -> Future[T]:
+    """Call `work` on a daemon thread: a disk or a store that hangs must hold up neither the caller nor its end."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # from here on nobody cancels it
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:  # noqa: BLE001 (raised where the result is awaited)
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 class Alarm:

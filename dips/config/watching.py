@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from dips.config.reading import list_files
 from dips.config.section import Section
 from dips.errors import ConfigError
 from dips.files import FileStamp, stamp_file
+from dips.tasks import call_apart
 
 LOOK_S = 1.0  # pause between two checks of the files' dates
 MOST_VALUE = 80  # characters of a value in a message
@@ -115,12 +117,16 @@ class ConfigWatch(Generic[File]):
 async def keep_watching(
     watch: ConfigWatch[File], apply: Callable[[File, list[str]], None], hurry: asyncio.Event | None = None
 ) -> None:
-    """Check the file once a second, and as soon as `hurry` is set (SIGHUP), until cancelled."""
+    """Check the file once a second, and as soon as `hurry` is set (SIGHUP), until cancelled.
+
+    `report` of the watch is called on another thread, `apply` on the loop.
+    """
     hurry = hurry or asyncio.Event()
     while True:
         asked = hurry.is_set()
         hurry.clear()
-        if (found := watch.look_again(asked)) is not None:
+        look = call_apart(partial(watch.look_again, asked), "file looks")  # its disk may be silent
+        if (found := await asyncio.wrap_future(look)) is not None:
             apply(*found)
         try:
             async with asyncio.timeout(LOOK_S):

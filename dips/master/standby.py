@@ -17,13 +17,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from prometheus_client.core import Metric
 
@@ -47,11 +46,11 @@ from dips.protocol.standby import (
 )
 from dips.protocol.view import LeaseView, StandbyView
 from dips.store.mirror import MirrorStore, insist, read_sealed, seal
+from dips.tasks import call_apart
 from dips.telemetry.logs import Log
 from dips.telemetry.metrics import MetricRow, Status, Table, make_families
 from dips.transport.tls import TlsSource
 
-T = TypeVar("T")
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # of the machine since it was started last
 FOLDER = "standby"
 MOST_STANDBYS = 8  # that are read at a time
@@ -378,29 +377,15 @@ async def stand_by(
         waiting.callback(stopping.cancel)
         serves = False
         while not serves and not stopping.done():
-            work = _start_apart(partial(_try_to_serve, standby, config, log, stack))
+            work = asyncio.wrap_future(call_apart(partial(_try_to_serve, standby, config, log, stack), "standby"))
             either: list[asyncio.Future[Any]] = [work, stopping]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             serves = work.done() and work.result()
             if not serves:
                 await asyncio.wait([stopping], timeout=LOOK_S)
         await asyncio.wait([work], timeout=LOOK_S)  # a look under way could still say that it is here
-        await asyncio.wait([_start_apart(standby.leave)], timeout=LOOK_S)
+        await asyncio.wait([asyncio.wrap_future(call_apart(standby.leave, "standby"))], timeout=LOOK_S)
     return serves
-
-
-def _start_apart(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Start work on a daemon thread: a store that hangs must not hold up the end of this process."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except Exception as error:  # noqa: BLE001 (raised where the result is awaited)
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="standby", daemon=True).start()
-    return asyncio.wrap_future(done)
 
 
 def _try_to_serve(standby: Standby, config: RunFile, log: Log, stack: AsyncExitStack) -> bool:

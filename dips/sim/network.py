@@ -103,6 +103,9 @@ class SimTlsSource(TlsSource):
         self._authority, self._identity = authority, PeerIdentity(name, role, authority.run)
         super().__init__(TlsFiles.beside(Path(f"{name}.{role}.crt")), name, role, authority.run, clock=clock)
 
+    def _begin_look(self) -> None:
+        self._look_again()  # at once: no disk is silent
+
     def _take_stamp(self) -> tuple[int, ...]:
         return self._authority.take_stamp(self._identity)
 

@@ -11,6 +11,8 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, cast
@@ -23,8 +25,10 @@ from dips.identity.certificates import check_until, utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.identity.tls_files import LoadedTls, load_tls, read_revoked, require_identity
+from dips.tasks import call_apart
 
 LOOK_S = 1.0  # least time between two checks of the files
+SILENT_S = 1.0  # for their disk to answer; then the loaded ones stay in use until it does
 Report = Callable[[str], None]
 _Stamp = tuple[FileStamp | int, ...]
 
@@ -46,6 +50,7 @@ class TlsSource:
         """
         self.files, self._name, self._role, self._run = files, name, role, run
         self._report, self._clock, self._lock = report, clock, threading.Lock()
+        self._look: Future[None] | None = None  # the last one
         self._looked, self._stamp = clock(), self._take_stamp()
         self._loaded, self._problem = self._load(), ""
 
@@ -57,9 +62,9 @@ class TlsSource:
         """Return the certificate and key for a new connection."""
         with self._lock:
             now = self._clock()
-            if now - self._looked >= LOOK_S:
+            if now - self._looked >= LOOK_S and (self._look is None or self._look.done()):
                 self._looked = now
-                self._look_again()
+                self._begin_look()
             return self._loaded
 
     def find_problem(self) -> str:
@@ -74,6 +79,12 @@ class TlsSource:
         except ConfigError as error:
             return str(error)
         return ""
+
+    def _begin_look(self) -> None:
+        """Look at the files; wait for it as long as a disk that works may take: an event loop may have called."""
+        self._look = call_apart(self._look_again, "certificates")
+        with suppress(TimeoutError):
+            self._look.result(SILENT_S)
 
     def _look_again(self) -> None:
         stamp = self._take_stamp()

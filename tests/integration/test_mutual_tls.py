@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +24,7 @@ from dips.identity.paths import TlsFiles
 from dips.master.runtime import dial_slave
 from dips.protocol.events import ClusterLeft
 from dips.telemetry.refusals import refusals_by_reason
-from dips.transport import control
+from dips.transport import control, tls
 from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.gate import Guard
 from dips.transport.limits import PATIENCE_S
@@ -237,6 +239,28 @@ class TestWithoutRestart:
         files.cert.write_bytes(content)
         clock.now += LOOK_S
         assert ours.read_current().cert == first.cert and len(problems) == 1
+
+    def test_a_silent_disk_is_waited_for_once(self, enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Event loops ask for the certificate: a network's disk without its server stopped heartbeats and ended leases.
+
+        A read of a FIFO waits for its writer, as one of such a disk for its server.
+        """
+        monkeypatch.setattr(tls, "SILENT_S", 0.05)
+        clock, files = HandClock(), enrolled.enroll("west", PeerRole.CLUSTER)
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock)
+        first = ours.read_current()
+        enrolled.enroll("west", PeerRole.CLUSTER)
+        renewed = files.cert.read_bytes()
+        files.cert.unlink()
+        os.mkfifo(files.cert)
+        for _ in range(3):
+            clock.now += LOOK_S
+            assert ours.read_current() is first and ours.find_problem() == ""
+        looks = [thread for thread in threading.enumerate() if thread.name == "certificates"]
+        assert len(looks) == 1, "one thread waits for it, however long it is silent"
+        files.cert.write_bytes(renewed)  # the disk answers
+        looks[0].join(10.0)
+        assert ours.read_current().cert == renewed != first.cert
 
     def test_a_list_that_vanishes_lets_nobody_in_again(self, enrolled: Enrolled) -> None:
         """Without crl.pem beside the certificate nothing is revoked; one that revoked something is missed."""

@@ -52,14 +52,15 @@ MAY: dict[str, set[str]] = {
     "dips.store": LOW | {"dips.files", "dips.protocol.manifest"},
     "dips.config": LOW
     | {"dips.protocol.enums", "dips.protocol.grouping", "dips.protocol.options", "dips.protocol.rank_keys"}
-    | {"dips.files", "dips.identity.names", "dips.identity.paths"},
+    | {"dips.files", "dips.identity.names", "dips.identity.paths", "dips.tasks"},
     "dips.identity": LOW | {"dips.files"},
     "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,
     "dips.outer": LOW | {"dips.quantisers"},
     "dips.wire": LOW | {"dips.protocol", "dips.quantisers"},
     "dips.transport": LOW
-    | {"dips.cgroup", "dips.files", "dips.protocol", "dips.wire", "dips.identity", "dips.telemetry.refusals"},
+    | {"dips.cgroup", "dips.files", "dips.protocol", "dips.tasks", "dips.wire", "dips.identity"}
+    | {"dips.telemetry.refusals"},
     "dips.view": LOW | {"dips.protocol", "dips.telemetry"},
     "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.view"},
     "dips.http": LOW | {"dips.config", "dips.identity", "dips.telemetry", "dips.transport", "dips.__init__"},

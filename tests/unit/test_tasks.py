@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from math import inf
 from random import Random
 
+import pytest
+
 from dips.sim.heap import Action, Heap, Timer
 from dips.sim.loop import SimLoop
-from dips.tasks import Alarm, start_task
+from dips.tasks import Alarm, call_apart, start_task
 
 
 async def test_what_fails_is_heard_and_what_ends_or_is_cancelled_is_not() -> None:
@@ -85,3 +88,23 @@ def test_an_alarm_whose_wait_is_cancelled_leaves_no_timer() -> None:
     sleeper.heap.call_at(1.0, "cancel", lambda: sleeper.loop.deliver(sleeper.task.cancel))
     sleeper.play([])
     assert sleeper.task.cancelled() and sleeper.heap.now < 10.0
+
+
+async def test_an_error_of_work_apart_is_raised_where_it_is_awaited() -> None:
+    """A standby whose look fails ends with it, and does not wait for ever."""
+
+    def fail() -> None:
+        raise PermissionError("ledger.sqlite")
+
+    with pytest.raises(PermissionError, match=r"ledger\.sqlite"):
+        await asyncio.wait_for(asyncio.wrap_future(call_apart(fail, "look")), 10.0)
+
+
+async def test_work_apart_goes_on_where_nobody_awaits_it_any_more() -> None:
+    """It ends without an error of its own: whoever waited is cancelled, and the disk answers later."""
+    answers, done = threading.Event(), threading.Event()
+    work = call_apart(lambda: (answers.wait(10.0), done.set()), "look")
+    waiting = asyncio.wrap_future(work)
+    waiting.cancel()
+    answers.set()
+    assert work.result(10.0) and done.is_set()

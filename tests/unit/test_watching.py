@@ -228,6 +228,34 @@ def test_whoever_is_hurried_and_cancelled_at_once_ends(story: EditedRunFile, tur
     asyncio.run(cancel_soon())
 
 
+def test_a_silent_disk_under_the_file_holds_nothing_up(story: EditedRunFile) -> None:
+    """The daemon's loop runs on, its end waits for nothing, and the change is taken over when the disk answers.
+
+    A read of a FIFO waits for its writer, as one of a network's disk for its server.
+    """
+    content = story.path.read_text()
+    story.path.unlink()
+    os.mkfifo(story.path)
+
+    async def play() -> list[str]:
+        taken: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        apply = lambda _, keys: taken.set_result(keys)  # noqa: E731
+        task = asyncio.create_task(keep_watching(story.watch, apply))
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        replaced = story.path.with_suffix(".written")
+        replaced.write_text(content.replace("tls: false", "tls: false\nlog_level: debug"))
+        with story.path.open("w") as disk:  # whoever reads it reads the new file next
+            replaced.rename(story.path)
+            disk.write(content)
+        keys = await asyncio.wait_for(taken, 10.0)
+        task.cancel()
+        return keys
+
+    assert asyncio.run(play()) == ["log_level"]
+
+
 def test_every_key_has_a_reason() -> None:
     assert "restart this process" in explain_key("master.most_rollback")
     assert "dips set" in explain_key("shared.stop.tokens")

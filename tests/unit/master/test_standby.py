@@ -737,16 +737,6 @@ def test_a_standby_whose_store_is_away_says_so_and_looks_on(tmp_path: Path) -> N
     assert said == [("looking", "warning"), ("claims", "info")], "once for each change"
 
 
-async def test_an_error_of_a_look_is_raised_where_it_is_awaited() -> None:
-    """The standby ends with it, and does not wait for ever."""
-
-    def fail() -> None:
-        raise PermissionError("ledger.sqlite")
-
-    with pytest.raises(PermissionError, match=r"ledger\.sqlite"):
-        await asyncio.wait_for(standby._start_apart(fail), 10.0)
-
-
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
