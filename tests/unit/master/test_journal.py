@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -209,6 +210,14 @@ def test_a_torn_end_is_no_difference(copy: Path) -> None:
     assert one.torn and not one.differs and one.events > 0
 
 
+@pytest.mark.parametrize("torn", [False, True])
+def test_behind_a_segment_whose_end_is_torn_no_gap_is_told(copy: Path, torn: bool) -> None:
+    """What the last line had changed is not known, so the next one may begin in another state."""
+    one = replay_journal(copy)[0]
+    before, after = replace(one, segment=1, end="then", torn=torn), replace(one, segment=2, begin="now")
+    assert len(list(find_gaps([before, after]))) == (not torn)
+
+
 def test_a_segment_whose_first_line_is_lost_hides_no_other(copy: Path) -> None:
     """A machine that crashed just after a segment had begun left a file with nothing in it, or with a part of its
     first line: a replay of all passes over it.
@@ -352,6 +361,7 @@ def test_a_disk_that_stays_full_costs_no_segment(tmp_path: Path, monkeypatch: py
 def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a write hangs, taking steps costs nothing and what waits is bounded; what was written stays good."""
     monkeypatch.setattr(journal_module, "MOST_WAITING", 100)
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.0)
     journal = bare(tmp_path)
     until(lambda: journal.read_status().bytes > 0)
     hangs = True
@@ -366,7 +376,7 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
             journal.record_step(Ticked(), float(at), [])
             assert journal.read_status().waiting <= 100
     assert "a disk that does not keep up" in logs[0]["why"] and len(logs) == 1
-    assert not journal.is_segment_due()
+    assert not journal.is_segment_due(), "before what waits is written, a new segment would wait, too"
     hangs = False
     journal.close()
     lines = list_segments(tmp_path)[0].read_text().splitlines()[1:]

@@ -166,6 +166,20 @@ def test_bases_replace_what_came_before(config: RunFile, monkeypatch: pytest.Mon
     assert like(restored(config), knew)
 
 
+def test_transactions_are_counted_anew_after_a_base(config: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base is as long as the ledger: one for each transaction would be more than any mirror can take."""
+    monkeypatch.setattr("dips.master.ledger_mirror.LOGS_TO_A_BASE", 4)
+    term = Term(config)
+    for records in itertools.islice(transactions(), 7):
+        term.write(records)
+    term.end()
+    store = restore.mirror_of(config)
+    assert store is not None
+    assert store.list_names("ledger") == ["0000000001-0000000004.base"] + [
+        f"0000000001-{n:010d}.log" for n in (5, 6, 7)
+    ]
+
+
 def test_a_mirror_that_is_gone_holds_nothing_up_and_catches_up(config: RunFile, tmp_path: Path) -> None:
     """Transactions go on, red with the reason; when it is back, what was missed is there, in order."""
     term = Term(config)
@@ -272,6 +286,7 @@ def test_a_hung_mirror_is_waited_for_once(config: RunFile, monkeypatch: pytest.M
     monkeypatch.setattr("dips.master.restore.write_transaction", write)
     for records in itertools.islice(transactions(), 3):
         term.write(records)
+        assert term.mirror.view().behind_s >= 0.2, "since the oldest transaction that waits"
     assert "longer than 0.2 s" in term.mirror.view().reason
     hangs.clear()
     until(lambda: not term.mirror.view().red, "it has caught up")

@@ -737,6 +737,22 @@ def test_a_standby_whose_store_is_away_says_so_and_looks_on(tmp_path: Path) -> N
     assert said == [("looking", "warning"), ("claims", "info")], "once for each change"
 
 
+def test_a_file_of_a_standby_that_cannot_be_used_is_said_once(tmp_path: Path) -> None:
+    """At each look it would fill the log; once it could be used again, the next one that cannot is said anew."""
+    (tmp_path / "mirror").mkdir()
+    (a,) = begun(tmp_path, str(tmp_path / "mirror"), "a")
+    store, keeper = mirror(a), LeaseKeeper(mirror(a), "r", 1, "a", tmp_path, LOG)
+    whole = seal("r", json.dumps({"name": "b", "number": 1, "ready": True, "reason": ""}).encode())
+    said = list[int]()
+    with capture_logs() as logs:
+        keeper._log = structlog.get_logger()
+        for content in (b"torn", b"torn", b"torn", whole, b"torn"):
+            store.write_file("standby/b", content)
+            keeper._look_for_standbys()
+            said.append(len(logs))
+    assert said == [1, 1, 1, 1, 2] and {line["event"] for line in logs} == {"standby_refused"}
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 

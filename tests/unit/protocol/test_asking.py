@@ -113,3 +113,18 @@ def test_what_is_left_of_the_first_is_guessed_from_its_bandwidth() -> None:
     teller.answers("all", {"only": "OpenPush"})
     places = reorders(teller)
     assert [places[s, PushId("a", 1, 2)] + places[s, PushId("b", 1, 2)] for s in ("s0", "s1")] == [(1, 0), (0, 1)]
+
+
+def test_each_rank_of_unknown_speed_is_taken_to_fill_a_slave_s_link() -> None:
+    """Not all of them together: the cluster whose two ranks share what is known of its link has more left, and is asked
+    first, beside a newcomer that was guessed to be as slow.
+    """
+    teller = make_teller()
+    for cluster in "ab":
+        teller.trains(cluster, {})
+    teller.step(ev.BandwidthMeasured("a", 1, 10.0))
+    for cluster in "ab":
+        teller.asks_push(cluster, {"push": f"{cluster}/1#2", "ranks": "2"})
+        teller.answers("all", {"only": "OpenPush"})
+    places = reorders(teller)
+    assert {places[slave, PushId("a", 1, 2)] for slave in ("s0", "s1")} == {(0, 2), (2, 0)}

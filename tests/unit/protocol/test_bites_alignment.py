@@ -42,3 +42,13 @@ def test_the_grid_is_the_same_after_a_gap(gap_s: float) -> None:
     periods = (meets_at - first_s) / PERIOD_S
     assert periods == pytest.approx(round(periods), abs=1e-6)
     assert 0 <= meets_at - gap_s <= PERIOD_S + 1e-6
+
+
+@pytest.mark.parametrize(("steps", "due_s"), [(32, 0.0), (31, 5.9)])
+def test_who_has_worked_for_half_a_period_joins_the_window_that_has_just_opened(steps: int, due_s: float) -> None:
+    """Whoever has worked less took part in it, and pushes for the next."""
+    alignment, timing = Alignment(), WindowTiming(None, 2, 0)
+    alignment.record_heartbeat(heartbeat(0))
+    alignment.push_in_s("a", timing, 0.0)
+    alignment.record_heartbeat(heartbeat(steps))
+    assert alignment.push_in_s("a", timing, PERIOD_S + 0.5) == pytest.approx(due_s)

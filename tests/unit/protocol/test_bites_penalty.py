@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 
 import pytest
@@ -243,3 +244,11 @@ def test_a_layer_is_scored_from_its_second_norm_on_and_left_out_beyond_beta() ->
     ):
         verdict = penalty.judge_push(PushEvidence("a", tuple(norm**2 for norm in norms), 1))
         assert (verdict.accepted, verdict.flagged, verdict.reason) == (True, left_out, said)
+
+
+def test_a_new_warm_up_forgets_no_tokens() -> None:
+    """Else one that is readmitted again and again would take its part out of what is usual for all."""
+    usual = (100, 200, 300, 400, 500)
+    penalty = Penalty(OPTIONS, [replace(row("a"), tokens=usual)])
+    limit = penalty.most_tokens()
+    assert penalty.readmit_cluster("a").tokens == usual and penalty.most_tokens() == limit is not None

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from dips.errors import LocalProtocolError
-from dips.ids import PushId
+from dips.ids import GENESIS, PushId
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply, Fold, Measure, Note
-from dips.protocol.enums import GateName, OutcomeKind
+from dips.protocol.entities import Push, Round
+from dips.protocol.enums import GateName, OutcomeKind, RoundState
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
+from dips.protocol.round import count_against, let_go
 from tests.unit.protocol.scripted_run import ScriptedRun
 
 GOOD, BAD = (1.0, 0.2), (-0.5, 0.1)
@@ -275,3 +277,13 @@ def test_a_sum_at_odds_with_itself_gates_nobody() -> None:
     assert {run.outcome(push).kind for push in pushes} == {OutcomeKind.ACCEPTED}
     flagged = [dict(e.fields)["reason"] for e in run.effects if isinstance(e, Note) and e.kind == "push_flagged"]
     assert "which are at odds themselves" in flagged[-1]
+
+
+def test_who_pointed_away_in_a_skipped_round_is_not_counted_in_the_next() -> None:
+    """Its sum is another: a push that waits there for another reason must not speak for one that is judged."""
+    push = Push(PushId("a", 1, 1), GENESIS, 1, 0.0, 0.0)
+    push.was_against = True
+    skipped = Round(1, RoundState.COLLECTING, "", 0.0, 1.0, held=[push])
+    assert count_against(skipped) == 1
+    assert let_go(skipped) == [push] and skipped.held == []
+    assert count_against(Round(2, RoundState.COLLECTING, "", 0.0, 1.0, held=[push])) == 0

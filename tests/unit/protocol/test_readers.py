@@ -75,3 +75,13 @@ def test_who_takes_the_parameters_out_is_in_the_audit() -> None:
     assert (rows[0].action, rows[0].arguments) == ("pull", "v0@r0")
     assert rows[0].outcome == "4000 bytes of parameters, as incarnation 1" and not rows[0].refused
     assert rows[-1].passed_over == 5
+
+
+def test_an_operators_row_counts_pulls_that_had_none() -> None:
+    """So that it is seen in the audit that there were more, whoever has its next row."""
+    run = make("a")
+    for process in range(IDLE_ROWS + 3):
+        run.train("eval.puller", process=f"p{process}")
+    for passed_over in (3, 0):
+        run.ask(ev.OperatorAsked(0, "ada.operator", 1e9, ev.QuarantineAsked(0, "a", f"look {passed_over}")))
+        assert run.all_of(OperatorActed)[-1].passed_over == passed_over

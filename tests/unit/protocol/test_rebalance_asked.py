@@ -174,3 +174,11 @@ def test_momentum_is_pulled_with_digests() -> None:
     run.ask(ev.PullRequested(0, pull, 1, run.head, momentum=True))
     grant = run.ask(ev.PullRequested(0, pull, 1, run.head, momentum=True))
     assert isinstance(grant, Grant) and grant.slaves[0].digests == ("θ", "m") * LAYERS
+
+
+def test_a_plan_that_is_asked_for_again_and_again_has_one_row() -> None:
+    """A host asks each second while it copies: the audit has its first question."""
+    run = at_version(1)
+    for _ in range(5):
+        assert isinstance(ask(run, "s"), RebalancePlanned)
+    assert len(run.all_of(OperatorActed)) == 1

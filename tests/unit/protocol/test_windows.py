@@ -55,6 +55,7 @@ def test_a_fixed_window_has_one_length() -> None:
         {"b": 25.0, "c": 25.0, "d": 25.0},
         {"b": 3.0, "c": 19.0, "d": 39.0},
         {"b": 14.0, "c": 14.5, "d": 18.0},
+        dict.fromkeys("bcd", MOST_LENGTHS * WINDOW_S),  # at the very end of the longest window
     ],
 )
 def test_an_adaptive_window_waits_for_those_due_soon(due: dict[str, float]) -> None:
