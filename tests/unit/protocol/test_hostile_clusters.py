@@ -111,15 +111,3 @@ def test_a_committed_push_of_who_left_is_waited_for() -> None:
     run.push("a", ranges=(0, 1))
     run.ask(ev.ClusterLeft(0, "a", run.inc("a"), 100))
     assert isinstance(lease(run, "b", 1), Pending)
-
-
-def test_time_that_a_push_has_used_up_is_not_claimed_again() -> None:
-    """A push may bring what can be done since the last settled one was opened, not since its cluster joined."""
-    run = ScriptedRun()
-    run.train("a")
-    run.wait(1e6)
-    pushed = run.push("a", steps=10**9)
-    run.wait(11.0)
-    assert run.outcome(pushed).kind == "accepted"
-    refused = run.commit(run.open_push("a"), steps=10**9)
-    assert isinstance(refused, Failed) and "inner_steps" in refused.message
