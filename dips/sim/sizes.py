@@ -165,8 +165,9 @@ class SharedLinks:
     moments an arrival costs a look at the times of all pairs, as an array.
     """
 
-    def __init__(self, heap: Heap, sizes: Sizes, slaves: Iterable[str]) -> None:
-        self._heap, self._sizes = heap, sizes
+    def __init__(self, heap: Heap, sizes: Sizes, slaves: Iterable[str], lasts_s: float = inf) -> None:
+        """`lasts_s`: of the run, after whose end no work counts."""
+        self._heap, self._sizes, self._lasts_s = heap, sizes, lasts_s
         self.use = {slave: SlaveUse(keeps=number == 0) for number, slave in enumerate(slaves)}
         ups = dict.fromkeys(self.use, sizes.slave) | {name: rate.up for name, rate in sizes.clusters.items()}
         downs = ups | {name: rate.down for name, rate in sizes.clusters.items()}
@@ -204,7 +205,7 @@ class SharedLinks:
     def note_work(self, slave: str, order: type, seconds: float) -> None:
         """Note a slave's work, which begins now."""
         use = self.use[slave]
-        use.work_s[order.__name__] = use.work_s.get(order.__name__, 0.0) + seconds
+        use.work_s[order.__name__] = use.work_s.get(order.__name__, 0.0) + min(seconds, self._lasts_s - self._heap.now)
         use.begin(self._heap.now)
         self._heap.call_later(seconds, f"{slave} has worked", lambda: use.end(self._heap.now))
 

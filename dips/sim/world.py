@@ -75,7 +75,7 @@ class World:
         self.data.serial_s, self.data.chunk_bytes = scenario.chunk_s, scenario.chunk_bytes
         slaves = [f"slave-{i}" for i in range(scenario.slaves)]
         if scenario.sizes is not None:
-            self.data.shared = SharedLinks(self.heap, scenario.sizes, slaves)
+            self.data.shared = SharedLinks(self.heap, scenario.sizes, slaves, scenario.lasts_s)
         if scenario.steady:
             self.network.repair_links()
             self.data.repair_links()

@@ -111,7 +111,7 @@ class SimulatedRun(Section):
     restart_s: Positive = 120.0  # mean time until a slave or master that failed is started again
     codec: Codec = Codec.FP32
     pull_codec: PullCodec = Codec.FP32
-    seed: int = 1
+    seed: Count = 1
 
     @property
     def members(self) -> dict[str, SimulatedClusters]:

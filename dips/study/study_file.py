@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import count, product
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -134,11 +135,13 @@ def _refuse_lone_edit(fleet: Fleet, nested: Nested) -> None:
 def _refuse_senseless(settings: Settings) -> None:
     """Raise ConfigError for settings that are valid alone but not together."""
     clusters = len(settings.fleet.members)
-    fastest = min(settings.fleet.due_steps(round(settings.steps * (1.0 - settings.parallel))).values())
-    if settings.method != "data_parallel" and fastest < settings.fleet.inner_steps:
+    if settings.method == "data_parallel" and settings.steps < clusters:
+        raise ConfigError(f"steps: expected at least {clusters}, one of each cluster, got {settings.steps}")
+    fewest = min(settings.fleet.due_steps(round(settings.steps * (1.0 - settings.parallel))).values())
+    if settings.method != "data_parallel" and fewest < settings.fleet.inner_steps:
         raise ConfigError(
             f"steps: {settings.steps} of {clusters} clusters are not one push of each: expected at least "
-            f"{round(settings.steps * settings.fleet.inner_steps / fastest)}, or a smaller inner_steps"
+            f"{ceil(settings.steps * settings.fleet.inner_steps / fewest)}, or a smaller inner_steps"
         )
     if settings.method != "dips" and not isinstance(settings.options.outer.lr, float | int):
         raise ConfigError(f"outer.lr: {settings.method} takes a number, got {settings.options.outer.lr!r}")

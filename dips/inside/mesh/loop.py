@@ -342,9 +342,19 @@ class MeshLoop:
         told = json.loads(state["told"])
         if told["format"] != FORMAT:
             raise LocalProtocolError(f"expected a checkpoint of format {FORMAT}, got {told['format']}")
-        for shard in self._sync.shards:
-            for name, _, part in shard.split(shard.momentum) if shard.momentum is not None else ():
-                part.copy_(state["momentum"][name].to_local())
+        parts = {
+            name: part
+            for shard in self._sync.shards
+            if shard.momentum is not None
+            for name, _, part in shard.split(shard.momentum)
+        }
+        if lacking := [name for name in parts if name not in state["momentum"]]:
+            raise LocalProtocolError(
+                f"MeshLoop.load_state_dict: the checkpoint has no momentum of {lacking[0]}: it was saved under other "
+                "rules, or of another model: leave this call out, and momentum and statistics begin anew"
+            )
+        for name, part in parts.items():
+            part.copy_(state["momentum"][name].to_local())
         self._merges.load_json(told)
         self.inner_steps, self._anchored = int(told["steps"]), False
         # only a loop that was made with a warm-up averages gradients

@@ -321,8 +321,21 @@ def list_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, LocalSh
     for p, parameter in enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.dim():
-                local = value._local_tensor if is_dtensor(value) else value
-                yield f"{p}.{key}", LocalShard(local)
+                yield f"{p}.{key}", LocalShard(value._local_tensor if is_dtensor(value) else value)
+
+
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Bring to the parameters' device what was made while they were in host memory: a gradient that no backward gave
+    (tied.py), and the count of steps of a loaded checkpoint, which a fused optimizer wants beside them.
+    """
+    for group in optimizer.param_groups:
+        fused = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if parameter.grad is not None and parameter.grad.device != parameter.device:
+                parameter.grad = parameter.grad.to(parameter.device)
+            if fused and isinstance(step := state.get("step"), torch.Tensor):
+                state["step"] = step.to(parameter.device)
 
 
 # ---- a rank's device -------------------------------------------------------------------------------------------------
@@ -447,6 +460,7 @@ class RankDevice:
         """Step the optimizer of a part whose gradients are whole; `late`: when all is computed."""
         optimizer = self._optimizers[number]
         self.account.hold(MemoryCategory.GRADIENTS, number, count_gradients(self._parts[number]))
+        follow_parameters(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         self.account.hold(MemoryCategory.GRADIENTS, number, count_gradients(self._parts[number]))

@@ -11,8 +11,10 @@ Must stay true: one search at a time, which ends after SEARCH_S; no call here wa
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -42,6 +44,7 @@ from dips.inside.planning.profile import set_rates
 
 LOOKS = 10  # steps in which ranks look for the file of a new plan before rank 0 says that some have none
 SEARCH_S = 600.0  # after which a search is given up: one over a hundred devices takes a minute or two
+FOUND = ".found-"  # begins the names of a search's files
 NICE = 10  # its priority, below that of the ranks
 LOG = structlog.get_logger()
 
@@ -151,6 +154,7 @@ class Replanner:
             if not path.is_file():
                 raise ConfigError(f"{plan}: made_from: expected {path}, from which adapt={adapting} plans: not there")
         self._watch = PlanWatch(gears, self._replans) if gears else None  # one stage has no borders
+        self._token = secrets.token_hex(4)  # of its files
         self._wanted: PlanWanted | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
@@ -181,7 +185,8 @@ class Replanner:
         self._wanted, self._begun_s = wanted, now
         slower = f"{wanted.slowdown:.2f} × the planned seconds"
         LOG.info("plan_search", link=" to ".join(wanted.link), takes=slower, windows=wanted.windows)
-        profile, plan = map(_name_found, (self._profile, self._plan))
+        self._drop_found()
+        profile, plan = map(self._name_found, (self._profile, self._plan))
         _write_yaml(profile, set_rates(_read_yaml(self._profile), wanted.rates, str(self._profile)))
         words = [sys.executable, "-m", "dips.cli", "plan", "cluster", str(profile), str(self._model)]
         words += ["--for", "pipeline", "-o", str(plan)]
@@ -202,7 +207,7 @@ class Replanner:
             return None
         if code:
             raise ConfigError(f"dips plan cluster: exit {code}: {self._last_line() or 'it printed nothing'}")
-        found = _read_yaml(_name_found(self._plan))
+        found = _read_yaml(self._name_found(self._plan))
         change = judge_plan(self._wanted, self._data, found, self._adapting, self._offered)
         self._watch.settle_search()
         if change is not None:
@@ -220,7 +225,7 @@ class Replanner:
                 shutil.copy2(path, _name_beside(path, "old"))
         if adopted or offered:
             profile, plan = (_name_beside(path, "new") if offered else path for path in (self._profile, self._plan))
-            os.replace(_name_found(self._profile), profile)
+            os.replace(self._name_found(self._profile), profile)
             _write_yaml(plan, {**found, "made_from": {**self._data["made_from"], "replans": self._replans + 1}})
             change = replace(change, file=str(plan))
         self._done, self._offered = adopted, offered
@@ -233,8 +238,17 @@ class Replanner:
         if self._errors is not None:
             self._errors.close()
         self._process = self._errors = self._wanted = None
-        for path in map(_name_found, (self._profile, self._plan)):
-            path.unlink(missing_ok=True)
+        self._drop_found()
+
+    def _name_found(self, path: Path) -> Path:
+        """The name of a file of the search that goes on: none that one of a killed rank 0, which goes on, writes to."""
+        return path.with_name(f"{FOUND}{self._token}-{path.name}")
+
+    def _drop_found(self) -> None:
+        """Remove the files of all searches, also of those whose rank 0 was killed."""
+        for path in (self._profile, self._plan):
+            for left in path.parent.glob(f"*{FOUND}*{glob.escape(path.name)}"):
+                left.unlink(missing_ok=True)
 
     def _last_line(self) -> str:
         assert self._errors is not None
@@ -254,11 +268,6 @@ def digest_plan(plan: Path) -> str:
 def _name_beside(path: Path, which: str) -> Path:
     """The name of a file that is offered ("new"), or was replaced ("old")."""
     return path.with_name(f"{path.stem}.{which}{path.suffix}")
-
-
-def _name_found(path: Path) -> Path:
-    """The name of a file of a search that goes on."""
-    return path.with_name(f".found-{path.name}")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -110,7 +110,8 @@ class TiedParameters:
         """
         for parameter in self._here.values():
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                # A DTensor's device stays the rank's while its shard is in host memory: its gradient's must be that.
+                parameter.grad = torch.zeros_like(parameter, device=parameter.device)
         held = {name: _flat(p.grad) for name, p in self._here.items() if p.grad is not None}
         self._exchange(held, torch.Tensor.add_, to_owner=True)
         for name, parameter in self._here.items():

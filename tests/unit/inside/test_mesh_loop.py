@@ -304,6 +304,10 @@ def test_a_checkpoint_names_layers_and_momentum(mesh: DeviceMesh) -> None:
     again = MeshTrained(mesh, NESTEROV, steps=1)
     with pytest.raises(LocalProtocolError, match="expected a checkpoint of format 1, got 2"):
         again.loop.load_state_dict({**state, "told": json.dumps({**told, "format": 2})})
+    less = {name: part for name, part in state["momentum"].items() if name != "blocks.1.bias"}
+    with pytest.raises(LocalProtocolError, match=r"the checkpoint has no momentum of blocks\.1\.bias"):
+        again.loop.load_state_dict({**state, "momentum": less})
+    assert again.loop.state_dict()["momentum"]["scale"].full_tensor().item() == 0.0, "none of it is loaded"
     again.loop.load_state_dict(state)
     assert again.loop.state_dict()["momentum"]["scale"].full_tensor().item() == -1.0
     with pytest.raises(LocalProtocolError, match="load before the first"):

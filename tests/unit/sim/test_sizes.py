@@ -109,6 +109,15 @@ def test_a_slave_is_busy_while_it_works_or_moves_anything() -> None:
     assert links.use["s"].work_s == {"int": 6.0} and links.use["s"].busy_s(heap.now) == pytest.approx(6.0)
 
 
+def test_work_beyond_the_end_of_the_run_is_not_counted() -> None:
+    """Of 12 s that begin at 4 s a run of 10 s has 6: a slave that writes all the time is idle for no negative share."""
+    heap = Heap()
+    links = SharedLinks(heap, Sizes(1.0, {}, 1.0), ["s"], lasts_s=10.0)
+    heap.call_later(4.0, "work", lambda: links.note_work("s", int, 12.0))
+    play(heap)
+    assert links.use["s"].work_s == {"int": 6.0}
+
+
 def test_a_peak_is_a_mean_over_a_sample() -> None:
     """A burst of a tenth of a sample counts as a tenth of its rate; a long transfer as its rate."""
     link = LinkUse()
@@ -193,6 +202,7 @@ def test_table_2_is_in_the_rates_of_its_pushes() -> None:
         ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "number": 0}]}, "number"),
         ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "joins": 0.5, "leaves": 0.5}]}, "joins before leaves"),
         ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "failures": -1}]}, "failures"),
+        ({"seed": -1}, "seed"),
         ({"hours": 0.01}, "too short: east"),
     ],
 )

@@ -110,6 +110,8 @@ def test_equal_runs_have_one_digest_however_they_are_spelt() -> None:
         ({"rows": {"x": {"inner.optimizer": "sgd"}}}, "inner.optimizer: expected adamw or muon"),
         ({"rows": {"x": {"pace": "seconds"}}}, "pace: expected steps or aligned"),
         ({"rows": {"x": {"steps": 4}}}, "are not one push of each: expected at least 10"),
+        ({"rows": {"x": {"steps": 4, "fleet": [1.0, 1.3]}}}, "are not one push of each: expected at least 10"),
+        ({"rows": {"x": {"steps": 1, "method": "data_parallel"}}}, "steps: expected at least 2, one of each cluster"),
         ({"rows": {"x": {"fleet": [1.0], "penalty.gates": ["edit"]}}}, "edit compares clusters with each other"),
         ({"rows": {"x": {"method": "naive", "fleet": [{"fault": "nan"}, 1]}}}, "naive knows no faults"),
         ({"rows": {"x": {"method": "naive", "parallel": 0.1}}}, "parallel: expected method dips or synchronous"),

@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from dips.client.parallel.devices import Device
 from dips.errors import ConfigError
 from dips.inside.pipeline.memory import EmulatedDevice, HostCategory, MemoryAccount, OutOfDeviceMemory, SavedBytes
-from dips.inside.pipeline.offload import CopyEngine, OffloadedActivations, OffloadedShards, PendingCopy
+from dips.inside.pipeline.offload import (
+    CopyEngine,
+    OffloadedActivations,
+    OffloadedShards,
+    PendingCopy,
+    follow_parameters,
+)
 from dips.inside.planning.profile import GB, GBIT_BYTES
 from dips.inside.planning.schedules import Op
 from dips.inside.planning.simulate import MemoryCategory
@@ -253,3 +259,14 @@ def test_shards_that_come_back_while_they_leave_keep_their_memory() -> None:
         shards.offload(0)
         shards.finish()
         assert account.held[MemoryCategory.PARAMETERS] == 0
+
+
+def test_a_count_of_steps_is_where_a_fused_optimizer_wants_it() -> None:
+    """A checkpoint that is loaded while parameters are in host memory puts it there; a plain one's stays."""
+    for fused, where in ((True, "meta"), (False, "cpu")):
+        parameter = nn.Parameter(torch.ones(2, device="meta"))
+        optimizer = torch.optim.AdamW([parameter])
+        optimizer.param_groups[0]["fused"] = fused
+        optimizer.state[parameter]["step"] = torch.ones(())
+        follow_parameters(optimizer)
+        assert optimizer.state[parameter]["step"].device.type == where

@@ -213,3 +213,27 @@ def test_ranks_end_for_a_plan_that_all_have_after_a_push(plan: Path, tmp_path: P
     assert [one.say_why_over(2).partition(",")[0] for one in ranks] == ["a push was accepted"] * 2
     for one in ranks:
         one.close()
+
+
+def test_a_search_of_a_killed_rank_writes_into_no_other(plan: Path) -> None:
+    """A rank 0 that gets SIGKILL leaves its search running: what that writes is not taken for the next life's, whose
+    search removes it.
+    """
+    killed, replanner = make(plan, Adapting.ASK), make(plan, Adapting.ASK)
+    for transfers in windows(plan, SAGGED):
+        killed.take_transfers(transfers, 0.0)
+    orphan = killed._process
+    assert orphan is not None
+    orphan.kill()
+    orphan.wait()
+    for transfers in windows(plan, SAGGED):
+        replanner.take_transfers(transfers, 0.0)
+    assert replanner._process is not None
+    replanner._process.wait(100)
+    written = Path(orphan.args[-1])  # type: ignore[index, arg-type]
+    written.write_text("plan: of the rates of before\n")
+    change = replanner.take_transfers([], 1.0)
+    assert change is not None and change.verdict is PlanVerdict.OFFERED
+    assert names(plan) == {"profile.yaml", "model.yaml", "plan.yaml", "plan.new.yaml", "profile.new.yaml"}
+    replanner.close()
+    killed.close()

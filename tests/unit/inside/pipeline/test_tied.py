@@ -7,6 +7,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dips.client.parallel.devices import merge_tied
 from dips.client.parallel.tensors import TorchAdapter
@@ -38,6 +40,23 @@ def test_no_optimizer_has_a_copy() -> None:
     optimizer = tied.leave_out_copies(torch.optim.Adagrad(part.parameters()))
     assert optimizer is not None and len(optimizer.state_dict()["state"]) == 2
     assert tied.leave_out_copies(torch.optim.Adagrad([part.head.weight])) is None
+
+
+def test_a_gradient_that_no_backward_gave_is_on_the_ranks_device() -> None:
+    """Also while the parameter's shard is elsewhere, as in host memory."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        part = PipelinePart({"embed": nn.Embedding(4, 2)}, [0], 0)
+        sharded = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        part.embed.weight = weight = nn.Parameter(sharded)
+        tied = TiedParameters(
+            {"head.weight": "embed.weight"}, [part], JobCollectives(), cast(dist.ProcessGroup, None), 0
+        )
+        cast(DTensor, weight)._local_tensor = torch.ones(4, 2, device="meta")
+        tied.sum_gradients()
+        assert cast(DTensor, weight.grad).to_local().tolist() == [[0.0, 0.0]] * 4
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_copy_is_pushed_under_the_name_of_its_owner() -> None:
