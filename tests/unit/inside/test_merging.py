@@ -95,6 +95,8 @@ def test_a_clip_that_cannot_bind_needs_no_norm() -> None:
     short = ours.weigh_layer(0, [3.9, 3.9], [Interval(1, 1)] * 2)
     long = ours.weigh_layer(0, [100.0, 100.0], [Interval(1, 1)] * 2)
     assert not ours.needs_norm(short) and ours.needs_norm(long)
+    near = ours.weigh_layer(0, [4.0, 4.0], [Interval(1, 1)] * 2)
+    assert ours.needs_norm(near), "by rounding the sum may be above the limit that this bound is"
     assert ours.step_layer(long, 400.0).scales[0] == pytest.approx(0.5 * 2.0 / 10.0)
     assert ours.step_layer(long, 4.0).scales[0] == pytest.approx(0.5), "they point apart: it is short"
 
@@ -138,7 +140,9 @@ def test_a_layer_out_of_line_is_left_out_after_the_warm_up() -> None:
 
 
 def test_statistics_come_back_by_layer_for_more_replicas() -> None:
-    """A third replica, and a layer of another name, begin with none; the others are judged as before."""
+    """A third replica, and a layer of another name, begin with none; the others are judged as before. Of three that
+    were saved two are taken where there are two.
+    """
     ours = ReplicaMerges(rules(EDIT, "edit", warmup_rounds=3), 2, ("a",))
     trained(ours, 6)
     more = ReplicaMerges(rules(EDIT, "edit", warmup_rounds=3), 3, ("new", "a"))
@@ -146,6 +150,15 @@ def test_statistics_come_back_by_layer_for_more_replicas() -> None:
     spike = more.weigh_layer(1, [1e4, 1.0, 1e4], [Interval(1, 1)] * 3)
     assert [share is None for share in spike.shares] == [True, False, False]
     assert more.weigh_layer(0, [1e4] * 3, [Interval(1, 1)] * 3).shares.count(None) == 0
+    fewer = ReplicaMerges(rules(EDIT, "edit", warmup_rounds=3), 2, ("a",))
+    fewer.load_json(more.to_json())
+    assert [share is None for share in fewer.weigh_layer(0, [1e4, 1.0], [Interval(1, 1)] * 2).shares] == [True, False]
+
+
+def test_replicas_that_report_no_tokens_count() -> None:
+    """One token each, under rules that weigh by tokens: a script may leave them out."""
+    ours = ReplicaMerges(rules({"weights": "tokens"}), 2, ("a",))
+    assert ours.weigh_layer(0, [1.0, 1.0], [Interval(1, 0)] * 2).weights == (1.0, 1.0)
 
 
 def test_unequal_steps_are_compared_per_step() -> None:

@@ -360,6 +360,7 @@ def test_a_sync_that_fails_leaves_what_the_last_one_made(mesh: DeviceMesh, monke
         with pytest.raises(Unavailable, match="a sync did not end: a rank is gone"):
             of.loop.step()
     assert of.moved() == 0.5 and not of.loop._sync.pending
+    assert not of.loop._sync._under_way, "no device memory is held by it"
     forward(of.model)
     for call in (of.loop.step, of.loop.sync, of.loop.is_synced):
         with pytest.raises(Unavailable, match="a sync did not end"):

@@ -370,6 +370,40 @@ def test_a_row_of_which_a_run_failed_is_not_recommended() -> None:
     assert recommend(result)[0].startswith("Take 'ours'")
 
 
+def test_what_few_seeds_say_is_told() -> None:
+    """Of one nothing is known of what it differs from; of three it is not said that they are few."""
+    for seeds in ((1,), (1, 2, 3)):
+        result = result_of({}, {"ours": {}, "clipped": {"outer.clip": {"norm": 1.0}}}, seeds=seeds)
+        for name, loss in (("synchronous", 2.0), ("ours", 1.9), ("clipped", 1.8)):
+            result.runs[name] = {seed: made_up(loss) for seed in seeds}
+        said = " ".join(recommend(result))
+        assert said.startswith("Take 'clipped'") and "cannot be told" not in said
+        assert ("Fewer than three seeds" in said) == (seeds == (1,))
+
+
+def test_a_row_is_asked_what_it_was_run_with() -> None:
+    """Its best value, and not that of before: fewer inner steps are another question."""
+    result = result_of({"synchronous": 2.0, "ours": 1.9}, {"ours": {"tune": {"inner_steps": [2, 4]}}})
+    for best, said in ((4, "Take 'ours'"), (2, "Nothing to recommend")):
+        result.best["ours"] = (("inner_steps", best),)
+        assert recommend(result)[0].startswith(said)
+
+
+def test_progress_tells_what_is_left() -> None:
+    """So many runs of the expected ones, those that were kept, and the time of the rest as long as those so far."""
+    said, plan = list[str](), study_of(rows={"ours": {}}).plan_results({"ours": ()})[0]
+    progress = runner._Progress(9, 1, said.append)
+    progress._began -= 20.0
+    progress.note_kept()
+    progress.note_done([plan], made_up(1.9))
+    progress.expect_runs(2)
+    progress.note_done([plan], made_up(1.9, diverged=True))
+    assert said == [
+        "2 of 9 (1 kept from before): ours, seed 1: 1.9000 nats; 2 min left",
+        "3 of 4 (1 kept from before): ours, seed 1: diverged; 10 s left",
+    ]
+
+
 def test_a_value_whose_run_did_not_finish_is_not_the_best() -> None:
     """It would be taken for all seeds, and its row be recommended for none."""
     result = StudyResult(study_of(rows={"ours": {"tune": {"inner.lr": [0.01, 0.02, 0.04]}}}))

@@ -21,8 +21,10 @@ from dips.inside.pipeline.offload import (
     PendingCopy,
     follow_parameters,
 )
+from dips.inside.pipeline.orders import DeviceWork, IdleCause
+from dips.inside.pipeline.pipeline import _engine_of
 from dips.inside.planning.profile import GB, GBIT_BYTES
-from dips.inside.planning.schedules import Op
+from dips.inside.planning.schedules import Engine, Op
 from dips.inside.planning.simulate import MemoryCategory
 
 CPU = torch.device("cpu")
@@ -270,3 +272,11 @@ def test_a_count_of_steps_is_where_a_fused_optimizer_wants_it() -> None:
         optimizer.state[parameter]["step"] = torch.ones(())
         follow_parameters(optimizer)
         assert optimizer.state[parameter]["step"].device.type == where
+
+
+def test_a_ranks_time_is_drawn_where_the_plan_draws_it() -> None:
+    """Copies on the engine for copies, computations on that of the device, and all other waits on the network."""
+    engines = {kind: _engine_of(kind) for kind in (*DeviceWork, *IdleCause)}
+    assert engines.pop(IdleCause.COPY) is Engine.COPY
+    assert {kind for kind, engine in engines.items() if engine is Engine.COMPUTE} == {*DeviceWork}
+    assert Engine.COPY not in engines.values()

@@ -14,6 +14,7 @@ from dips.inside.pipeline.orders import (
     BorderTransfer,
     DeviceWork,
     IdleCause,
+    RankAction,
     describe_stage,
     lower_forward,
     lower_order,
@@ -23,7 +24,7 @@ from dips.inside.pipeline.orders import (
     settle_seconds,
 )
 from dips.inside.planning.adapt import TimedTransfer
-from dips.inside.planning.schedules import ScheduleName
+from dips.inside.planning.schedules import Op, ScheduleName
 from dips.inside.planning.search import deal_microbatches
 from dips.inside.planning.simulate import (
     PartBytes,
@@ -161,6 +162,24 @@ def test_shards_stay_where_two_ministages_are_all(offload: bool, layers: list[li
     data["pipeline"] |= {"offload": offload, "ministages": len(layers), "orders": {"a": order}}
     data["pipeline"]["stages"][0]["layers"] = layers
     assert spell(lower_order(read_pipeline(data, "plan.yaml"), "a")) == order
+
+
+def test_what_is_fetched_beside_a_computation_is_asked_for_before_it() -> None:
+    """As the plan has it: the copy goes on while that computes."""
+    data = ministages("a")
+    order = "0F0 1F0 0OFFLOAD0 1B0 0FETCH0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"
+    data["pipeline"] |= {"ministages": 2, "orders": {"a": order}}
+    data["pipeline"]["stages"][0]["layers"] = [[0, 1], [1, 3]]
+    played = spell(lower_order(read_pipeline(data, "plan.yaml"), "a"))
+    assert played == "0F0 1F0 0OFFLOAD0 0FETCH0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"
+
+
+def test_a_part_is_gathered_halfway_to_its_use() -> None:
+    """Of two computations between after the first, of three after the second; at once where there is none."""
+    gather, use = RankAction(Op.UNSHARD, 2), RankAction(Op.F, 2, 0)
+    for between, at in ((0, 0), (1, 1), (2, 1), (3, 2)):
+        order = [gather, *[RankAction(Op.F, 0, m) for m in range(between)], use, RankAction(Op.F, 0, 9)]
+        assert orders._delay_gather(order, 0) == at
 
 
 @pytest.mark.parametrize(
@@ -358,6 +377,9 @@ def test_transfers_are_told_from_when_both_ends_had_named_them() -> None:
     # The first was here before it was waited for: when the second began is unknown, and it took no longer than this.
     ranks[1]["came"][str(first)] = [0.5, 4.0, 4.0]
     assert match_transfers(plan, ranks, [100.0], 2)[1] == TimedTransfer("a", "b", 50.0, 5.0, False)
+    # A look at what is there takes a moment, and is no wait.
+    ranks[1]["came"][str(first)] = [0.5, 3.999, 4.0]
+    assert match_transfers(plan, ranks, [100.0], 2)[0] == TimedTransfer("a", "b", 50.0, 3.0, False)
 
 
 def test_a_plan_of_before_has_one_gear() -> None:
@@ -373,6 +395,7 @@ def test_a_stages_seconds_add_up_to_the_step() -> None:
     ranks = settle_seconds([({"forward": 2.0, "border": 1.0}, 4.0), ({"forward": 1.0, "gather": 0.5}, 2.0)])
     assert ranks[0] == {"forward": 2.0, "border": 1.0, "runtime": 1.0, "end": 0.0}
     assert ranks[1] == {"forward": 1.0, "gather": 0.5, "runtime": 0.5, "end": 2.0}
+    assert settle_seconds([({"forward": 2.0, "copy": 0.5}, 2.0)])[0]["runtime"] == 0.0, "two at the same time"
     stage = describe_stage(ranks, [{"gathered": 3, "peak": 5}, {"gathered": 4, "peak": 4}])
     assert stage["seconds"] == {DeviceWork.FORWARD: 1.5} and stage["peak_bytes"] == {"gathered": 4, "peak": 5}
     assert stage["idle"] == {"border": 0.5, "gather": 0.25, "end": 1.0, "runtime": 0.75}

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dips.errors import ConfigError
+from dips.inside.pipeline.orders import read_gears, read_pipeline
 from dips.inside.planning.adapt import (
     GAIN,
     OFF,
@@ -220,7 +221,7 @@ def test_gears_that_cannot_be_are_refused(spoil: Any, told: str) -> None:
 
 def test_a_plan_for_slow_links_has_gears() -> None:
     """Three devices, 1 Gbit/s between them: `dips plan cluster` writes halves of the micro-batches, too, whose orders
-    need no more memory.
+    need no more memory. A file whose micro-batches have no halves is refused.
     """
     machines = {
         "nodes": [{"name": name, "kind": "k", "site": name} for name in "abc"],
@@ -231,12 +232,17 @@ def test_a_plan_for_slow_links_has_gears() -> None:
     layer = {"name": "l", "parameters": 1e9, "flops": 1e10, "activation_bytes": 4e6, "border_bytes": 1e6, "repeat": 6}
     model = {"name": "m", "batch": 32, "recompute": False, "layers": [layer]}
     plan = make_plan(parse_profile(machines, "p"), parse_model(model, "m"))
-    found = plan_data(plan)["pipeline"]
+    data = plan_data(plan)
+    found = data["pipeline"]
     gears = parse_gears(found, "plan.yaml")
     assert list(gears) == [1, 2]
     counts = [len(gear.stages[0].devices[0].microbatches) for gear in gears.values()]
     assert counts == [found["stages"][0]["microbatches"][0] * pieces for pieces in (1, 2)]
     assert predict_steps(gears, {}) == pytest.approx(predict_steps(plan.gears, {}), rel=1e-5)
+    assert list(read_gears(data, read_pipeline(data, "plan"), "plan")[0]) == [1, 2]
+    found["samples"] = 3
+    with pytest.raises(ConfigError, match="pieces of micro-batches of 3 samples, cut into 2"):
+        read_gears(data, read_pipeline(data, "plan"), "plan")
 
 
 # ---- a new plan ------------------------------------------------------------------------------------------------------

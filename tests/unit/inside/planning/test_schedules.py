@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from dips.errors import ConfigError
+from dips.inside.planning import simulate as simulating
 from dips.inside.planning.schedules import SCHEDULES, SPLITTING, Op, ScheduleMachine, ScheduleName, Seat, parse_order
 from dips.inside.planning.simulate import (
     PartBytes,
@@ -228,6 +230,39 @@ def test_a_schedule_that_waits_for_itself_is_refused() -> None:
             simulate(make_chain(ScheduleName.GPIPE, [ONE, ONE], [1], 2))
     finally:
         SCHEDULES[ScheduleName.GPIPE] = before
+
+
+def test_collectives_at_one_card_follow_one_another() -> None:
+    """Of two stages that gather for one second and reduce for two over the same card, and a ring of two devices moves
+    what one of them lacks.
+    """
+    sizes = (PartBytes(whole=8.0, gradients=4.0),)
+    stages = tuple(
+        PipelineStage(
+            tuple(PipelineDevice(f"{s}{i}", (i,), (ONE,), (), sizes) for i in range(2)), (1.0,), (2.0,), ("card",)
+        )
+        for s in range(2)
+    )
+    played = simulate(
+        SimulatedPipeline(ScheduleName.GPIPE, stages, (0.0,), lambda a, b: Route(0.0, (((a, b), 0.0),)), keep=True)
+    )
+    ends = sorted(span.end_s for span in played.spans if "UNSHARD" in span.action)
+    assert ends == [1.0, 1.0, 2.0, 2.0]
+    assert (played.bytes_moved["gather"], played.bytes_moved["reduce"]) == (2 * 8.0, 2 * 4.0)
+
+
+def test_depths_are_tuned_by_so_many_plays_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one of what was found: a search over a hundred devices ends."""
+    chain, plays = make_chain(ScheduleName.COMPACT_ZB, [ONE] * 4, [1, 2, 1], 8), list[float]()
+
+    def count(*words: Any) -> Prediction:
+        played = simulate(*words)
+        plays.append(played.seconds)
+        return played
+
+    monkeypatch.setattr(simulating, "simulate", count)
+    _, prediction = tune_depths(chain, most_plays=5)
+    assert len(plays) == 5 + 1 and prediction.seconds == min(plays)
 
 
 def test_memory_is_counted_by_category() -> None:

@@ -15,14 +15,25 @@ import yaml
 
 from dips.errors import ConfigError
 from dips.inside.planning.group import (
+    PROBE_BYTES,
     cut_evenly,
     cut_greedily,
     cut_lightest,
     link_by_speed,
     link_on_average,
     list_groupings,
+    network_distances,
 )
-from dips.inside.planning.profile import GB, ClusterProfile, DeviceKind, ModelProfile, parse_model, parse_profile
+from dips.inside.planning.profile import (
+    GB,
+    GBIT_BYTES,
+    ClusterProfile,
+    DeviceKind,
+    LinkSpeed,
+    ModelProfile,
+    parse_model,
+    parse_profile,
+)
 from dips.inside.planning.schedules import ScheduleName
 from dips.inside.planning.search import (
     USABLE,
@@ -91,6 +102,24 @@ def test_linkage_merges_the_nearest_first() -> None:
             far[a, b] = distance
     levels = [sorted(map(sorted, level)) for level in link_on_average(far)]
     assert levels == [[[0], [1], [2], [3], [4]], [[0, 1], [2, 3], [4]], [[0, 1, 2, 3], [4]], [[0, 1, 2, 3, 4]]]
+
+
+def test_a_pair_is_as_far_apart_as_its_slower_way() -> None:
+    """Ten Gbit/s there and a tenth of one back: the same distance both ways, that of the way back."""
+    links = {"n0": {"n1": LinkSpeed(10.0)}, "n1": {"n0": LinkSpeed(0.1)}}
+    cluster = small_cluster((100, 50))
+    nodes = tuple(replace(node, card_gbit=10.0) for node in cluster.nodes)
+    far = network_distances(replace(cluster, nodes=nodes, links=links))
+    assert far[0, 1] == far[1, 0] == pytest.approx(PROBE_BYTES / (0.1 * GBIT_BYTES) + 50e-6)
+
+
+def test_up_to_four_kinds_are_split_each_for_itself() -> None:
+    """One kind in halves while the others stay whole; of five kinds all are split alike."""
+    for kinds, found_by in ((4, "by site and kind, some in pieces"), (5, None)):
+        found = {g.groups: g.found_by for g in list_groupings(small_cluster((100,) * kinds, devices=2), lambda _: 1.0)}
+        whole = tuple((f"n{i}.0", f"n{i}.1") for i in range(1, kinds))
+        by = found.get((("n0.0",), ("n0.1",), *whole))
+        assert by == found_by if found_by else by != "by site and kind, some in pieces"
 
 
 def test_spantrain_figure_5() -> None:
@@ -313,16 +342,52 @@ def test_a_stage_of_one_device_holds_all_its_ministages() -> None:
         played = simulate(planner.make_pipeline(choice), spans=False)
         layer = 10_000_000 * planner.model.parameter_bytes
         assert played.category_bytes["n0.0"][MemoryCategory.PARAMETERS] == (4 if offload else 8) * layer
-        enough = min(
-            gb for gb in range(1, 400) if _fits(replace(planner.profile.kinds["k0"], memory_gb=gb / 100), choice)
-        )
-        assert played.peak_bytes["n0.0"] <= enough / 100 * GB * USABLE
+        kinds = (replace(planner.profile.kinds["k0"], memory_gb=gb / 100) for gb in range(1, 400))
+        fitting = (k.memory_gb for k in kinds if _fits(_with_kind(planner.profile, "k0", k), planner.model, choice))
+        enough = min(fitting)
+        assert played.peak_bytes["n0.0"] <= enough * GB * USABLE
 
 
-def _fits(kind: DeviceKind, choice: PipelineChoice) -> bool:
-    profile = small_cluster((100, 50))
+@pytest.mark.parametrize(("schedule", "offload"), [(ScheduleName.BREADTH_FIRST, True), (ScheduleName.ZB_H1, False)])
+def test_activations_have_room_where_a_plan_is_accepted(schedule: ScheduleName, offload: bool) -> None:
+    """A model that is nearly all activations, on the middle one of three stages: offloaded, of which four are on the
+    way or in use; and with backwards that are split, whose second halves wait.
+    """
+    model = small_model(9, recompute=True)
+    layers = tuple(replace(layer, parameters=1.0, border_bytes=1e8) for layer in model.layers)
+    model, cluster = replace(model, layers=layers), small_cluster((100, 100, 100))
+    choice = PipelineChoice(schedule, (("n0.0",), ("n1.0",), ("n2.0",)), (0, 3, 6, 9), 1, 1, offload)
+    peak = simulate(Planner(cluster, model).make_pipeline(choice), spans=False).peak_bytes["n1.0"]
+    kinds = (replace(cluster.kinds["k1"], memory_gb=gb / 50) for gb in range(1, 400))
+    enough = next(k for k in kinds if _fits(_with_kind(cluster, "k1", k), model, choice))
+    assert peak <= enough.memory_gb * GB * USABLE <= 1.1 * peak
+
+
+def test_groups_with_fast_links_inside_come_first() -> None:
+    """Their first gather overlaps nothing; a device alone gathers nothing."""
+    cluster = small_cluster((100, 50, 25), devices=2)
+    kinds = {**cluster.kinds, "k0": replace(cluster.kinds["k0"], inside_gbit=1.0)}
+    planner = Planner(replace(cluster, kinds=kinds), small_model())
+    slow, fast, alone = ("n0.0", "n0.1"), ("n1.0", "n1.1"), ("n2.0",)
+    assert planner.order_groups((slow, fast, alone)) == (alone, fast, slow)
+
+
+def test_three_layers_of_fsdp_are_whole() -> None:
+    """The one at work, the one before it and the one that comes: of 8 GB a device of 1 GB lacks these and its share."""
+    cluster = small_cluster((100,), devices=2)
+    cluster = replace(cluster, kinds={"k0": replace(cluster.kinds["k0"], memory_gb=1 / USABLE)})
+    model = replace(small_model(8), parameter_bytes=2.0, gradient_bytes=2.0, state_bytes=12.0)
+    model = replace(model, layers=tuple(replace(layer, parameters=1e9, activation_bytes=0.0) for layer in model.layers))
+    assert Planner(cluster, model).shard_fully(("n0.0", "n0.1"), equal=True).missing == "n0.0: 75.0 GB missing"
+
+
+def _with_kind(profile: ClusterProfile, name: str, kind: DeviceKind) -> ClusterProfile:
+    return replace(profile, kinds={**profile.kinds, name: kind})
+
+
+def _fits(profile: ClusterProfile, model: ModelProfile, choice: PipelineChoice) -> bool:
     try:
-        Planner(replace(profile, kinds={**profile.kinds, "k0": kind}), small_model(16)).make_pipeline(choice)
+        Planner(profile, model).make_pipeline(choice)
     except ConfigError:
         return False
     return True
@@ -389,6 +454,7 @@ def test_what_shared_parameters_take_is_planned() -> None:
     assert after.bytes_moved["tied"] == sum(nbytes.values()) and "tied" not in before.bytes_moved
     states = [Planner(cluster, model).part_bytes(4, 8, 2, 1).states for model in (apart, tied)]
     assert states[0] - states[1] == shared.parameters * apart.state_bytes / 2
+    assert Planner(cluster, tied).part_bytes(7, 8, 2, 1).optimizer == 0.0, "a part that begins with the copy"
     assert Planner(cluster, tied).part_bytes(0, 4, 2, 1) == Planner(cluster, apart).part_bytes(0, 4, 2, 1)
     alone = PipelineChoice(ScheduleName.BREADTH_FIRST, groups[:1], (0, 4, 8), 1, 2)
     assert "tied" not in simulate(Planner(cluster, tied).make_pipeline(alone)).bytes_moved
