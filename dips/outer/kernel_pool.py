@@ -34,6 +34,7 @@ class LongWork:
     total: int  # bytes
     before: int  # of the meter when it began
     began_at: float  # by the meter's clock
+    is_wanted: Callable[[], bool]  # whether somebody waits for it still
 
 
 class WorkMeter:
@@ -46,18 +47,21 @@ class WorkMeter:
         self._lock = threading.Lock()
 
     @contextmanager
-    def long_work(self, doing: str, total: int) -> Iterator[None]:
-        """Show the bytes that are added within the context as the progress of this work of `total` bytes."""
-        self._long = LongWork(doing, total, self.nbytes, self._clock())
+    def long_work(self, doing: str, total: int, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Show the bytes that are added within the context as the progress of this work of `total` bytes, as long as
+        `is_wanted`, and no other work has begun.
+        """
+        work = self._long = LongWork(doing, total, self.nbytes, self._clock(), is_wanted)
         try:
             yield
         finally:
-            self._long = None
+            if self._long is work:
+                self._long = None
 
     def read_progress(self) -> tuple[str, int, int, float] | None:
         """Return what long work does, its bytes done, its bytes in all, and its bytes a second; None without any."""
         work = self._long
-        if work is None:
+        if work is None or not work.is_wanted():
             return None
         done, took_s = min(self.nbytes - work.before, work.total), self._clock() - work.began_at
         return work.doing, done, work.total, done / took_s if took_s else 0.0

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from random import Random
 
@@ -258,7 +259,8 @@ class SnapshotMirror:
                 self._log.info("restoring", version=str(version), done_mb=nbytes // 10**6, took_s=round(told - begun))
 
         _, manifest = read_copy(self._store, self._run, self._slave, version)
-        with self._meter.long_work(f"restores {version} from its mirror", manifest.parameter_bytes):
+        doing, is_wanted = f"restores {version} from its mirror", lambda: not waiting.given_up
+        with self._meter.long_work(doing, manifest.parameter_bytes, is_wanted):
             bring_back(self._store, self._directory, self._run, self._slave, version, on_moved)
         self._log.info("restored", version=str(version), mirror=self._store.url, took_s=self._clock() - begun)
 
@@ -270,11 +272,18 @@ class SnapshotMirror:
         return listing
 
     def _put_aside(self, damaged: Path) -> None:
-        """Rename a damaged snapshot that is in the place of a version, for a person to look at."""
-        if damaged.exists():
-            kept = damaged.with_name(f"damaged-{damaged.name}")
+        """Rename a damaged snapshot that is in the place of a version, for a person to look at and remove; a former one
+        of this version makes room, unless it cannot be removed.
+        """
+        if not damaged.exists():
+            return
+        for suffix in chain([""], (f"-{number}" for number in count(2))):
+            kept = damaged.with_name(f"damaged-{damaged.name}{suffix}")
             shutil.rmtree(kept, ignore_errors=True)
-            damaged.rename(kept)
+            if not kept.exists():
+                break
+        damaged.rename(kept)
+        self._log.error("damaged_snapshot_kept", path=str(kept), remedy="look at it, and remove it: it takes room")
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 

@@ -533,7 +533,8 @@ def bring_back(
     Raise CorruptSnapshot if the copy is not complete, FailedMirror if the mirror fails, OSError if this disk does.
     """
     text, manifest = read_copy(store, run, slave, version)
-    aside, queue = root / f"{ASIDE}{version}", SyncQueue()
+    # Its own name: what a mirror that hangs does late must not meet a write of this version by somebody else.
+    aside, queue = root / f"{ASIDE}restored-{version}", SyncQueue()
     one_at_a_time, left, failed = threading.Lock(), iter(manifest.layers), list[Exception]()
 
     def on_moved(nbytes: int) -> None:

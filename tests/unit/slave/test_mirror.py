@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, ExitStack, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -617,6 +617,26 @@ def test_what_is_damaged_twice_is_kept_once(url: str, tmp_path: Path) -> None:
     assert (tmp_path / "s" / f"damaged-{V1}" / "mark").read_text() == "second"
 
 
+def test_a_damaged_snapshot_that_cannot_be_removed_stops_no_restore(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one into which root has copied something: the next one stays beside it, and the log says where."""
+    written(tmp_path / "s", V1)
+    copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    fixed, remove = tmp_path / "s" / f"damaged-{V1}", shutil.rmtree
+    fixed.mkdir()
+    (fixed / "of root").touch()
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: None if path == fixed else remove(path, **how))
+    for mark in ("first", "second"):
+        (tmp_path / "s" / str(V1) / "mark").write_text(mark)
+        with capture_logs() as logs:
+            assert kept(tmp_path, url).restore(()).versions == (V1,)
+        aside = tmp_path / "s" / f"damaged-{V1}-2"
+        assert (aside / "mark").read_text() == mark
+        assert [line["path"] for line in logs if line["event"] == "damaged_snapshot_kept"] == [str(aside)]
+    assert [path.name for path in fixed.iterdir()] == ["of root"]
+
+
 def test_what_is_older_than_the_newest_on_the_disk_stays_in_the_mirror(url: str, tmp_path: Path) -> None:
     """Also where the disk holds something older still."""
     written(tmp_path / "s", V1, V2, V3)
@@ -763,16 +783,18 @@ def test_a_restore_that_hangs_is_given_up(
     monkeypatch.setattr(snapshot_mirror, hangs, hang)
     monkeypatch.setattr(snapshot_mirror, "LOOK_S", 0.01)
     store = marked(tmp_path, str(tmp_path / "mirror"))
-    mirror = SnapshotMirror(store, tmp_path / "s", "r", "s", LOG, lambda: now)
+    meter = WorkMeter()
+    mirror = SnapshotMirror(store, tmp_path / "s", "r", "s", LOG, lambda: now, meter)
     told = list[Restored | Exception]()
     mirror.begin_restore((), (), told.append)
     assert begun.wait(10)
     now = silent_s - 1.0
     threading.Event().wait(0.05)
-    assert told == []
+    assert told == [] and (meter.read_progress() is not None) is (hangs == "bring_back")
     now = silent_s
     until(lambda: bool(told))
     assert isinstance(told[0], FailedMirror) and f"nothing has moved for {silent_s:g} s" in str(told[0])
+    assert meter.read_progress() is None, "nobody waits for it any more"
     assert "nothing has moved" in mirror.report().reason
     mirror.begin_restore((), (), told.append)
 
@@ -863,6 +885,29 @@ def test_the_thread_ends_with_its_slave(url: str, tmp_path: Path) -> None:
     assert not mirror._thread.is_alive()
 
 
+def test_a_restore_that_nobody_waits_for_touches_no_snapshot_that_is_written(url: str, tmp_path: Path) -> None:
+    """It may go on, when the mirror does, in the middle of a write of the same version, as of one that a person has
+    brought from elsewhere.
+    """
+    written(tmp_path / "s", V1)
+    store, begun = MirrorStore(url, "r", "s"), list[int]()
+    copy_out(store, tmp_path / "s", V1, nothing)
+    shutil.rmtree(tmp_path / "s" / str(V1))
+    snapshots = opened(tmp_path / "s")
+
+    def write_meanwhile(nbytes: int) -> None:
+        if not begun:
+            begun.append(nbytes)
+            snapshots.write_snapshot(V1, arrays(LAYERS, 8), arrays(LAYERS, 9))
+
+    with pytest.raises(OSError, match="not empty"):
+        bring_back(store, tmp_path / "s", "r", "s", V1, write_meanwhile)
+    theta, momentum = read(snapshots, V1)
+    assert same(theta, arrays(LAYERS, 8)) and same(momentum, arrays(LAYERS, 9))
+    assert not list((tmp_path / "s").glob(ASIDE + "*"))
+    snapshots.close()
+
+
 def test_a_restore_finds_a_full_disk_before_it_fetches(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -912,6 +957,16 @@ def test_a_restore_says_how_far_it_is(url: str, tmp_path: Path, monkeypatch: pyt
     assert doing == f"restores {V1} from its mirror"
     assert done == total == read_copy(store, "r", "s", V1)[1].parameter_bytes > 0
     assert rate == done / len(seen)
+    assert meter.read_progress() is None
+
+
+def test_work_that_ends_late_hides_no_other() -> None:
+    """A restore that nobody waits for ends when its mirror is back, in the middle of what was begun since."""
+    meter, late = WorkMeter(), ExitStack()
+    late.enter_context(meter.long_work("restores", 9))
+    with meter.long_work("reads", 5):
+        late.close()
+        assert meter.read_progress() is not None
     assert meter.read_progress() is None
 
 
