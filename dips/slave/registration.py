@@ -54,7 +54,6 @@ class LastProcess:
 
     def __init__(self, directory: Path, lock: Path, log: Log) -> None:
         self._path, self._lock, self._log = directory / FILE, lock, log
-        self._kept = ""
 
     def read_nonce(self) -> str:
         """Return the nonce of the last process here that the master gave an incarnation; empty if unknown."""
@@ -70,10 +69,9 @@ class LastProcess:
             return ""
 
     def keep_nonce(self, nonce: str) -> None:
-        """Keep this process's nonce, once it has an incarnation; on a full disk its successor waits two heartbeats."""
-        if nonce == self._kept:
-            return
-        self._kept = nonce
+        """Keep this process's nonce, at each registration, since the directory may have been made anew; on a full disk
+        its successor waits two heartbeats.
+        """
         aside = self._path.with_suffix(".new")
         try:
             aside.write_text(json.dumps({"nonce": nonce, "lock_inode": self._lock.stat().st_ino}))

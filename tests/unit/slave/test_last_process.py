@@ -55,3 +55,13 @@ def test_a_disk_that_cannot_be_written_costs_no_start(tmp_path: Path) -> None:
     (tmp_path / "process.new").mkdir()
     last.keep_nonce("first")
     assert last.read_nonce() == ""
+
+
+def test_a_directory_that_is_made_anew_names_its_process_again(tmp_path: Path) -> None:
+    """Its lock is another file; and a disk that was full may have room by the next registration."""
+    last = last_process(tmp_path / "s")
+    last.keep_nonce("first")
+    shutil.rmtree(tmp_path / "s")
+    last_process(tmp_path / "s")
+    last.keep_nonce("first")
+    assert last_process(tmp_path / "s").read_nonce() == "first"
