@@ -282,7 +282,9 @@ def test_what_answers_in_the_masters_place_is_not_taken_for_silence(watched: Wat
 
     answer("Something else answers", status=200, content_type="text/html", body="<form>Sign in</form>")
     answer("is of another release than this page: load it again", status=200, json={"format": document.FORMAT + 1})
-    answer("cannot show what the master says", status=200, json={"format": document.FORMAT})
+    whole = page.request.get(page.url + "api/state").json()
+    for unshown in ({"format": document.FORMAT}, {**whole, "slaves": None}):  # at once, and in the middle
+        answer("cannot show what the master says", status=200, json=unshown)
     answer("does not answer", status=502, body="")
     del watched.problems[:]  # the browser's own words for the last
     page.context.close()
