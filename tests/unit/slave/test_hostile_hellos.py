@@ -131,6 +131,17 @@ def test_of_two_pushes_that_fit_alone_the_older_comes_to_its_end() -> None:
         assert door.receiver._ranges == 10
 
 
+def test_a_push_whose_ranks_have_not_come_makes_room_for_nobody() -> None:
+    """It has no ranges to give back, and its cluster did nothing wrong."""
+    door = OpenDoor()
+    door.receiver.open_push(PushId("z", 1, 1), (0,), {0: np.zeros(N + 7, np.float32)}, 1e9, 0.0)
+    with mock.patch.object(receiver, "MOST_RANGES", 10):
+        door.hello(PUSH, SMALL)
+        assert refusal(door.hello(YOUNGER, SMALL[:5])) == "unknown"
+        welcome = door.hello(replace(PUSH, cluster="z"), SMALL[:4])
+        assert [m.kind for m in welcome if isinstance(m, Say)] == [Kind.WELCOME]
+
+
 def test_what_just_fits_takes_no_room_from_a_younger_push() -> None:
     """The budget is used to its last range, and nobody gives any back for that."""
     door = OpenDoor()

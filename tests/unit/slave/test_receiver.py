@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import xxhash
 
+from dips.codecs import Codec
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.ports import Move, PushOver, RankMoved, Say, Staged, Wake
 from dips.slave.receiver import Receiver
 from dips.transport.intake import CONCURRENT_STREAMS, FLOOR_BYTES, MOST_EACH, Transit, Turns
 from dips.wire.chunks import LayerLayout
-from dips.wire.frame import BadFrame, Header, Kind, Range, StreamName, decode_error, decode_want
+from dips.wire.frame import BadFrame, Header, Kind, Range, StreamName, decode_error, decode_want, encode_ranges
 
 PUSH = PushId("fast", 1, 1)
 N = 4096
@@ -371,3 +372,63 @@ def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty(room
     header = Header(Kind.CHUNK, 0, names[0].stream_id, 8, xxhash.xxh3_64_intdigest(body), 0, 0, 0)
     assert (Wake(1) in receiver.stage_chunk(receiver.claim_chunk(0, b"p", header, body, 0.0))) is wakes
     assert kinds(receiver.plan_wants(1, 0.0)) == (["WANT"] if wakes else [])
+
+
+def test_a_pushs_deadline_counts_from_the_last_rank_that_came():
+    """A rank that is slow to compile comes long after the push was opened: the others have as long from then on."""
+    story = ReceiverStory()
+    story.receiver.on_hello(0, b"0", name(0), (HALVES[0],), 50.0)
+    assert story.receiver.tick(109.9) == []
+    assert kinds(story.receiver.tick(110.0)) == ["ERROR", "PushOver"]
+
+
+def test_what_is_ready_stays_ready():
+    """An older READY, which comes late, takes nothing back, also before all ranks are here."""
+    story, stream = ReceiverStory(), name(1).stream_id
+    pieces = (Range(0, 0, N // 2, 1024), Range(0, 0, N // 2 + 1024, 1024))
+    story.receiver.on_hello(0, b"1", name(1), pieces, 0.0, ready=0)
+    for ready in (2, 1):
+        story.receiver.on_ready(0, b"1", stream, ready)
+    story.hello(0)
+    while wants := story.wants():
+        for peer, chunk in wants:
+            story.bring(int(peer), chunk)
+    assert np.array_equal(story.buffer, VALUES)
+
+
+def test_a_refused_push_gives_its_ranges_back_once():
+    """When it is refused; when it is dropped it has none: others would find room that is not there."""
+    story = ReceiverStory()
+    story.hello(0)
+    assert kinds(story.hello(1, ()))[-1] == "PushOver"
+    story.receiver.drop_push(PUSH)
+    assert story.receiver._ranges == 0
+
+
+def test_a_push_is_as_large_as_its_ranks_cut_it():
+    """Two ranks that cut a block in two bring two steps for it."""
+    story, codec = ReceiverStory(), Codec.INT8
+    story.receiver.drop_push(PUSH)
+    push = PushId("fast", 1, 2)
+    story.receiver.open_push(push, (0, 1), {0: story.buffer}, 60.0, 0.0, codec)
+    pieces = [(Range(0, 0, 0, 1000),), (Range(0, 0, 1000, N - 1000),)]
+    for rank in range(2):
+        story.receiver.on_hello(0, b"%d" % rank, replace(name(rank), seq=2), pieces[rank], 0.0)
+    (moving,) = story.receiver.list_transfers()
+    cuts = [Range(0, 0, 0, N)], [*pieces[0], *pieces[1]]
+    sums = [sum(piece.nbytes for piece in encode_ranges(codec.dtype, cut)) for cut in cuts]
+    assert moving.total == sums[1] > sums[0]
+
+
+def test_a_push_that_is_over_is_not_given_up_again():
+    """Two chunks of it could not be placed, by lack of memory: its master hears of it once."""
+    story, claims = ReceiverStory(), []
+    story.hello(0), story.hello(1)
+    for peer, chunk in story.wants()[:2]:
+        body = memoryview(VALUES[chunk.offset : chunk.offset + chunk.length].tobytes())
+        header = Header(Kind.CHUNK, 0, name(int(peer)).stream_id, len(body), 0, *chunk[:3])
+        claims.append(story.receiver.claim_chunk(0, peer, header, body, 0.0))
+    assert len(claims) == 2
+    assert kinds(story.receiver.give_up(claims[0], MemoryError())) == ["ERROR", "ERROR", "PushOver"]
+    assert story.receiver.give_up(claims[1], MemoryError()) == []
+    assert story.pool.used_bytes == 0

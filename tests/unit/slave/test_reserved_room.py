@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,12 @@ import numpy as np
 import pytest
 
 from dips.errors import CorruptSnapshot
+from dips.ids import VersionId
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.store import tensorfile
+from dips.store.files import make_manifest, reserve_version
 from dips.store.tensorfile import Reader, make_header, map_behind, map_new, reserve_file, write_behind
+from dips.store.version import MANIFEST_FILE, LayerRecord
 from tests.unit.slave.test_snapshots import open_files
 
 SIZE = 1 << 22  # bytes
@@ -70,3 +77,28 @@ def test_a_file_that_is_refused_is_closed(tmp_path: Path) -> None:
         Reader(tmp_path / "f")
     assert refused.value.__traceback__ is not None
     assert str(tmp_path / "f") not in open_files()
+
+
+def test_a_reservation_that_is_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal, as of a profiler, is no full disk."""
+    real, calls = tensorfile._LIBC.fallocate, list[int]()
+
+    def interrupted(fd: int, mode: int, offset: int, nbytes: int) -> int:
+        calls.append(nbytes)
+        if len(calls) > 1:
+            return int(real(fd, mode, offset, nbytes))
+        ctypes.set_errno(errno.EINTR)
+        return -1
+
+    monkeypatch.setattr(tensorfile._LIBC, "fallocate", interrupted)
+    reserve_file(tmp_path / "f", SIZE)
+    assert calls == [SIZE, SIZE] and (tmp_path / "f").stat().st_size == SIZE
+
+
+def test_room_for_a_manifest_grows_with_its_parameters(tmp_path: Path) -> None:
+    """A disk that is full but for the layers is found before they are written."""
+    model = Manifest((Layer("l", tuple(Parameter(f"l.{i}" + "x" * 200, (1,)) for i in range(50))),))
+    reserve_version(tmp_path / "v", "r", VersionId(1, 1), model, (0,))
+    records = (LayerRecord(0, model.layers[0], "0" * 32, "0" * 32, 1 << 40),)
+    manifest = make_manifest(("r", "s", 1), VersionId(1, 1), model, records)
+    assert (tmp_path / "v" / MANIFEST_FILE).stat().st_size >= len(manifest.to_json())

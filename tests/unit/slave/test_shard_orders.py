@@ -195,6 +195,22 @@ def test_an_order_that_is_busy_for_long_is_not_taken_for_an_old_one(monkeypatch:
     assert list(fences._begun) == [27, 28, 29], "a master that never asks again fills no memory"
 
 
+def test_a_late_answer_makes_no_other_order_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The highest number that was forgotten counts, in whatever order answers came; with a term numbers begin anew."""
+    monkeypatch.setattr(shard_module, "REMEMBERED", 2)
+    fences = OrderFences("s")
+    fences.see_term(1, "Registered")
+    ping = lambda term, number: Order("s", 0, term, number, Ping(), 10.0)  # noqa: E731
+    for number in (5, 3, 6, 7):
+        assert fences.admit_order(ping(1, number)) is None
+        fences.remember_answer(ping(1, number), Done())
+    for number in (3, 4, 5):
+        with pytest.raises(Stale, match="older than the last"):
+            fences.admit_order(ping(1, number))
+    fences.see_term(2, "Registered")
+    assert fences.admit_order(ping(2, 1)) is None
+
+
 def test_a_term_that_is_far_ahead_is_not_believed() -> None:
     """Whoever names it would lock out the true master for ever; after a restart terms may have gone on."""
     fences = OrderFences("s")

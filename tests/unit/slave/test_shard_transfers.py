@@ -273,6 +273,21 @@ def test_heal_drops_what_the_master_does_not_list() -> None:
         slave.order(OpenPush(P1, 1, 1.0))
 
 
+def test_heal_counts_from_the_last_order_that_opened() -> None:
+    """What is opened again is known to lists from that order on, and to the list of just that order."""
+    slave = ShardRig(slots=2).ready()
+    slave.order(OpenPush(P1, 1, 1.0))
+    slave.order(OpenPull(PULL, GENESIS))
+    before = slave.number
+    slave.order(OpenPull(PULL, GENESIS))
+    slave.order(OpenPush(P1, 1, 1.0))
+    drop = lambda as_of: slave.shard.drop_unlisted(  # noqa: E731
+        SlaveHeartbeatAnswer(1, 10.0, False, as_of, LiveTransfers(1, (), ()))
+    )
+    assert drop(before) == []
+    assert drop(slave.number) == ["x/1#1", "x/1^1"]
+
+
 def test_heal_by_a_new_master_drops_what_the_old_one_opened() -> None:
     """A new term knows none of the old term's transfers unless it lists them; an old term's answer is ignored."""
     slave = ShardRig().ready()

@@ -917,3 +917,18 @@ def test_a_hundred_archived_versions_cost_nothing_at_a_start(tmp_path: Path, mon
         assert len(complete) == READ_AT_START and len(unread) == count - READ_AT_START
         read_at_start[count] = len(manifests), meter.nbytes
     assert read_at_start[2] == read_at_start[100] and read_at_start[2][1] > 0
+
+
+def test_of_deletions_that_fail_the_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are tried; the others say the same again when they are tried again."""
+    snapshots = opened(tmp_path / "s")
+    for version in (V1, V2):
+        snapshots.write_snapshot(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+
+    def fail(path: Path) -> None:
+        raise OSError(f"{path.name} stays")
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    with pytest.raises(OSError, match=f"old-{V1} stays"):
+        snapshots.delete_snapshots((V1, V2))
+    snapshots.close()

@@ -71,6 +71,12 @@ def test_a_gap_and_an_overlap_are_named():
     ]
 
 
+def test_what_lies_within_a_range_of_another_is_named_as_it_is():
+    """Not up to where the longer range ends."""
+    claims = {"rank 0": [Range(0, 0, 0, 30), WHOLE[1], WHOLE[2]], "rank 1": [Range(0, 0, 15, 5)]}
+    assert describe_uncovered(LAYOUT, claims) == ["a.w: elements 15 to 20 come from rank 0 and from rank 1"]
+
+
 def test_a_long_list_of_problems_is_cut():
     """A person reads at most a few lines."""
     manifest = Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (2,)),)) for i in range(20)))

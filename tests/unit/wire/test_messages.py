@@ -178,6 +178,8 @@ def test_text_is_bounded_and_reasons_are_cut() -> None:
         )
     raw = cluster_pb2.Pending(reason="x" * 9999)
     assert len(messages.from_proto(raw, effects.Pending).reason) == messages.MAX_REASON
+    raw = cluster_pb2.Pending(reason="\0" * 9999)  # grows when it is escaped
+    assert len(messages.from_proto(raw, effects.Pending).reason) == messages.MAX_REASON
 
 
 def test_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

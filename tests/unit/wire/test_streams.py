@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import msgspec
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from dips.errors import ConfigError, DipsError
 from dips.wire.frame import (
     CODES,
+    MESSAGE_LIMIT,
+    TEXT_LIMIT,
     BadFrame,
     ErrorMessage,
     Range,
@@ -134,3 +137,17 @@ def test_every_error_code_is_an_error_of_ours_or_a_retry():
 def test_an_unknown_error_code_is_a_refusal():
     """A later release may add codes."""
     assert decode_error(msgspec.msgpack.encode(["later", "x"])).code == "refused"
+
+
+def test_an_error_that_is_too_long_arrives_cut():
+    """A reason that names hundreds of ranks would be refused by the rank that it is for."""
+    assert decode_error(encode_error("refused", "x" * (TEXT_LIMIT + 1))) == ErrorMessage("refused", "x" * TEXT_LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "taken"), [(3, False), (4, True), (MESSAGE_LIMIT, True), (MESSAGE_LIMIT + 1, False)]
+)
+def test_chunks_of_a_welcome_hold_an_element_and_fit_into_a_frame(nbytes: int, taken: bool):
+    """Of fewer bytes a rank would cut no chunk at all."""
+    with nullcontext() if taken else pytest.raises(BadFrame, match="expected chunks of 4 to"):
+        assert decode_welcome(encode_welcome(Welcome(5, nbytes))) == Welcome(5, nbytes)
