@@ -102,3 +102,8 @@ def test_room_for_a_manifest_grows_with_its_parameters(tmp_path: Path) -> None:
     records = (LayerRecord(0, model.layers[0], "0" * 32, "0" * 32, 1 << 40),)
     manifest = make_manifest(("r", "s", 1), VersionId(1, 1), model, records)
     assert (tmp_path / "v" / MANIFEST_FILE).stat().st_size >= len(manifest.to_json())
+
+
+def test_tensors_begin_at_a_multiple_of_8_bytes() -> None:
+    """Of any header: other readers of safetensors files map them, and refuse what is not aligned."""
+    assert {len(make_header({}, [("w" * length, (3,))])) % 8 for length in range(1, 17)} == {0}
