@@ -193,6 +193,8 @@ class SnapshotMirror:
             try:
                 results.append(self._bring_back(set(on_disk), set(look_for), waiting))
             except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+                if isinstance(error, FailedMirror):  # told before the next job begins, whose failure it is not
+                    self._tell(partial(self._plan.on_failed, str(error), self._clock()))
                 results.append(error)
             finally:
                 self._job.release()
@@ -202,8 +204,6 @@ class SnapshotMirror:
         threading.Thread(target=restore, name="restores", daemon=True).start()
         while not over.wait(LOOK_S):
             self._give_up_if_silent(waiting, begun)
-        if isinstance(results[0], FailedMirror):
-            self._tell(partial(self._plan.on_failed, str(results[0]), self._clock()))
         if isinstance(results[0], Exception):
             raise results[0]
         return results[0]

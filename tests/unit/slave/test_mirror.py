@@ -410,6 +410,17 @@ def test_a_file_as_long_as_is_allowed_is_read(url: str) -> None:
     assert store.read_file("b", 8) is None
 
 
+def test_what_is_being_written_is_listed_apart(tmp_path: Path) -> None:
+    """Who restores is told neither that it is there, nor that what is whole is not."""
+    (tmp_path / "mirror").mkdir()
+    store = MirrorStore(str(tmp_path / "mirror"), "r", "s")
+    store.write_file("whole", b"abc")
+    with store.create_file("begun", 3):
+        assert store.list_names() == ["whole"]
+        assert store.list_names(unfinished=True) == [f"{ASIDE}begun"]
+    assert store.list_names() == ["begun", "whole"] and store.list_names(unfinished=True) == []
+
+
 def test_of_files_of_one_name_the_first_stays(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It appears whole, also as the first in its folder, and durably on a disk; of a refused one nothing is left."""
     store, disk = MirrorStore(url, "r", "s"), DiskCalls(tmp_path, monkeypatch)
@@ -810,6 +821,38 @@ def test_a_restore_that_hangs_is_given_up(
     with mirror._job:
         assert not list((tmp_path / "s").glob("*@*"))
     assert mirror.restore(()) == Restored((V1,))
+
+
+def test_a_restore_that_fails_is_known_before_the_next_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread waits for the restore's end with a copy that is due: it pauses first, and the failure is not taken
+    for the copy's.
+    """
+    (tmp_path / "mirror").mkdir()
+    written(tmp_path / "s", V1, V2)
+    copy_out(MirrorStore(str(tmp_path / "mirror"), "r", "s"), tmp_path / "s", V1, nothing)
+    shutil.rmtree(tmp_path / "s" / str(V1))
+    failed, copies = threading.Event(), threading.Event()
+
+    def clock() -> float:
+        if failed.is_set() and threading.current_thread() is threading.main_thread():
+            copies.wait(1.0)  # the other thread is faster
+        return 0.0
+
+    def fail(*_: Any) -> None:
+        mirror.start()
+        failed.set()
+        raise FailedMirror("gone")
+
+    monkeypatch.setattr(snapshot_mirror, "bring_back", fail)
+    monkeypatch.setattr(snapshot_mirror, "copy_out", lambda *_: copies.set())
+    mirror = SnapshotMirror(marked(tmp_path, str(tmp_path / "mirror")), tmp_path / "s", "r", "s", LOG, clock)
+    mirror.want((V2,))
+    with pytest.raises(FailedMirror, match="gone"):
+        mirror.restore((V2,), (V1,))
+    assert mirror.report().reason == "gone" and not copies.is_set()
+    mirror.close()
 
 
 def test_what_is_brought_back_ends_with_its_slave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
