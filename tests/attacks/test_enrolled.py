@@ -172,16 +172,12 @@ def test_a_stolen_slave_offers_what_is_old(leasing: AttackedRun) -> None:
     """s03: while the true one restarts. The run went back 28 versions, and the healthy slave deleted them."""
     run = leasing.run
 
-    def head() -> VersionId:
-        with run.ledger() as ledger:
-            return ledger.read_state().versions[-1].version
-
     def held() -> list[VersionId]:
         return sorted(VersionId.parse(path.name) for path in (leasing.directory / "ps0").glob("v*@r*"))
 
-    run.until(lambda: head().version >= 23 and held()[0].version <= 15, 60.0, "old snapshots are kept")
+    run.until(lambda: run.head().version >= 23 and held()[0].version <= 15, 60.0, "old snapshots are kept")
     leasing.daemons["ps1"].kill()
-    before, oldest = head(), held()[0]
+    before, oldest = run.head(), held()[0]
     files = leasing.forge("stolen", [f"ps1.slave.{RUN}.dips"])
     claim = events.SlaveRegistered(
         0, "ps1", "thief", RUN, "127.0.0.1:9", ("127.0.0.1:9",), 0, None, None, (oldest,), 2, ""
@@ -198,9 +194,9 @@ def test_a_stolen_slave_offers_what_is_old(leasing: AttackedRun) -> None:
                 return bool(status["rollback"]["steps"])
 
             run.until(waits, 30.0, "it waits for an operator's word")
-    assert head() >= before and before in held(), "nothing is undone, nothing deleted"
+    assert run.head() >= before and before in held(), "nothing is undone, nothing deleted"
     leasing.daemons["ps1"] = run.start_slave("ps1")
-    run.until(lambda: head().version >= before.version + 2, 90.0, "the true ps1 is back, and the run goes on")
+    run.until(lambda: run.head().version >= before.version + 2, 90.0, "the true ps1 is back, and the run goes on")
     assert all(leasing.daemons[name].code is None for name in ("west", "east"))
     leasing.note_attack(f"{before.version - oldest.version} versions to go back", "ps1, stolen", "most_rollback", "",
                         "", 0, why="not: it waits in red for an operator")  # fmt: skip

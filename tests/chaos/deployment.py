@@ -21,8 +21,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,14 +41,13 @@ from dips.protocol.events import TuningAsked
 from dips.protocol.options import TunedOption
 from dips.slave.export import export_snapshot
 from dips.telemetry import timeline
-from dips.view.points import RoundHistory
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
 from tests.chaos.certificates import OPERATOR, LineEnds, RunCertificates, is_secured
 from tests.chaos.train_chaos import CHUNK_BYTES, SHAPES, START, H
 from tests.chaos.wires import CutLine, Loop, Wire
 from tests.forkserver.process import descendants
-from tests.integration.cluster_harness import Process, Run, free_port
+from tests.integration.cluster_harness import EVER, Process, Run, free_port
 
 RUN, SLAVES = "test", ("ps0", "ps1")  # the harness's
 SCRIPT = str(Path(__file__).with_name("train_chaos.py"))
@@ -67,7 +66,6 @@ OUR_BUGS = ("Traceback (most recent call last)", "LocalProtocolError", "the coor
 AFTER_END = re.compile(r'(?<="event": "stopped")([^\n]*\n)(?:(?!\{)[^\n]*\n)+')
 AGENT_BUGS = ("LocalProtocolError", "a task of the agent failed")
 PARTS = ("accepted", "gated", "carried", "lost", "undone")
-EVER = 1_000_000  # rounds
 FIRST_GROUP = 43_000
 STEADY_S = 90.0  # for two more versions, restarts included: a trainer has taken 35 s to start where eight things ran
 SEEN_S = 60.0  # for what takes a second on idle cores
@@ -181,8 +179,7 @@ class Deployment(Run):
 
     def start_all(self) -> None:
         """Start master, slaves and clusters, and return at once."""
-        self.start_master()
-        self.start_slaves()
+        self.start_servers()
         for name in self.clusters:
             self.cluster(name)
 
@@ -295,26 +292,9 @@ class Deployment(Run):
         self.until(holds, within_s, f"{kind} {fields or ''} in {path}")
         return found[count - 1]
 
-    @contextmanager
-    def ledger(self) -> Iterator[Ledger]:
-        """The ledger, for reading; a living master keeps it."""
-        ledger = Ledger.open(self.master_directory / genesis.LEDGER, readonly=True)
-        try:
-            yield ledger
-        finally:
-            ledger.close()
-
-    def history(self) -> list[RoundHistory]:
-        with self.ledger() as ledger:
-            return ledger.read_history(EVER)
-
-    def head(self) -> VersionId:
-        with self.ledger() as ledger:
-            return ledger.read_state().versions[-1].version
-
-    def lineage(self) -> list[VersionId]:
-        with self.ledger() as ledger:
-            return [row.version for row in ledger.read_state().versions]
+    def ledger(self) -> closing[Ledger]:
+        """The ledger of whichever master serves."""
+        return closing(Ledger.open(self.master_directory / genesis.LEDGER, readonly=True))
 
     def progress(self, versions: int = 2, by: Sequence[str] = (), within_s: float = STEADY_S) -> VersionId:
         """Wait until so many more rounds made a version, and each of `by` is in one of them; return the head."""
@@ -367,10 +347,6 @@ class Deployment(Run):
 
         self.until(look, within_s, what)
         return found
-
-    def skipped(self) -> list[str]:
-        """Why each round that was skipped was."""
-        return [r.reason for r in self.history() if r.kind == "skipped"]
 
     # ---- the truth ---------------------------------------------------------------------------------------------------
 

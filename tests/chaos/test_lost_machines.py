@@ -238,8 +238,7 @@ def test_without_mirrors_a_saved_model_goes_on(tmp_path: Path) -> None:
         master.terminate()
         told = _dips(*lost)
         assert "no ledger at" in told and "ps1: " in told and "momentum of v" in told
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         run.go()
         run.made(4)
         assert run.loss(tmp_path / "end.safetensors") < middle

@@ -22,8 +22,7 @@ def test_a_rank_killed_at_twenty_points_of_a_push_and_of_a_pull(tmp_path: Path, 
     anew.
     """
     with Deployment(tmp_path, loop, clusters=("east", "west", "north")) as deployment:
-        deployment.start_master()
-        deployment.start_slaves()
+        deployment.start_servers()
         deployment.cluster("north")
         deployment.cluster("east", words=("--die", "push"))
         deployment.cluster("west", words=("--die", "pull"))

@@ -26,8 +26,7 @@ def test_each_of_two_ranks_dies_at_every_point(tmp_path: Path, loop: Loop) -> No
     reference's number, also on the rank that was not killed; there is one incarnation of each cluster.
     """
     with Deployment(tmp_path, loop, clusters=("east", "west", "north")) as deployment:
-        deployment.start_master()
-        deployment.start_slaves()
+        deployment.start_servers()
         deployment.cluster("north")
         deployment.progress(2, by=("north",), within_s=90)
         for name, kind in (("east", "push"), ("west", "pull")):

@@ -144,7 +144,7 @@ def test_row_6_slave_after_persisted(deployment: Deployment) -> None:
     trap.release(forward=False)
     deployment.start_slave("ps1")
     deployment.progress(2, by=deployment.clusters)
-    assert len(deployment.skipped()) == skipped and head in _lineage(deployment)
+    assert len(deployment.skipped()) == skipped and head in deployment.lineage()
 
 
 def test_row_6_slave_in_doubt(deployment: Deployment) -> None:
@@ -162,7 +162,7 @@ def test_row_6_slave_in_doubt(deployment: Deployment) -> None:
     trap.release(forward=False)
     deployment.progress(2, by=deployment.clusters)
     assert (
-        len(deployment.skipped()) == skipped and head in _lineage(deployment) and deployment.process("ps1").pid == pid
+        len(deployment.skipped()) == skipped and head in deployment.lineage() and deployment.process("ps1").pid == pid
     )
 
 
@@ -179,7 +179,7 @@ def test_row_9_master_before_the_row(deployment: Deployment, order: str) -> None
     trap.release(forward=False)
     deployment.start_master()
     deployment.progress(2, by=deployment.clusters)
-    assert head in _lineage(deployment)
+    assert head in deployment.lineage()
 
 
 def test_row_9_master_after_the_row(deployment: Deployment) -> None:
@@ -194,7 +194,7 @@ def test_row_9_master_after_the_row(deployment: Deployment) -> None:
         trap.release(forward=False)
     deployment.start_master()
     deployment.progress(2, by=deployment.clusters)
-    assert head in _lineage(deployment) and len(deployment.skipped()) == skipped
+    assert head in deployment.lineage() and len(deployment.skipped()) == skipped
 
 
 # ---- 10: master not looking ------------------------------------------------------------------------------------------
@@ -233,11 +233,6 @@ def test_row_12_partition(deployment: Deployment) -> None:
 
 def _folded(deployment: Deployment) -> set[str]:
     return {str(f.push) for r in deployment.history() for f in r.folds}
-
-
-def _lineage(deployment: Deployment) -> list[object]:
-    with deployment.ledger() as ledger:
-        return [row.version for row in ledger.read_state().versions]
 
 
 def _say(port: str, words: bytes) -> None:

@@ -40,7 +40,7 @@ def test_row_7_a_slave_cannot_offer_the_head(deployment: Deployment, tmp_path: P
     note = deployment.seen_after(deployment.master_timeline, "rolled_back", since=since)
     assert note["head"] == str(common) and str(head) in note["undone"]
     deployment.progress(2, by=deployment.clusters)
-    assert head not in _lineage(deployment) and common in _lineage(deployment)
+    assert head not in deployment.lineage() and common in deployment.lineage()
 
 
 def test_row_7_old_snapshots_that_nobody_shares(deployment: Deployment, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_row_7_old_snapshots_that_nobody_shares(deployment: Deployment, tmp_path
     disks.put_back(tmp_path / "right", directory)
     deployment.start_slave("ps1")
     deployment.progress(2, by=deployment.clusters)
-    assert head in _lineage(deployment)
+    assert head in deployment.lineage()
 
 
 # ---- 8: snapshot corrupt or half written -----------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_an_old_ledger_put_back_refuses_to_serve(tmp_path: Path, loop: Loop) -> 
         deployment.start_master()
         deployment.progress(2, by=deployment.clusters)
         deployment.check()
-        assert head in _lineage(deployment)
+        assert head in deployment.lineage()
 
 
 def _persisting(deployment: Deployment):  # type: ignore[no-untyped-def]
@@ -168,8 +168,3 @@ def _persisting(deployment: Deployment):  # type: ignore[no-untyped-def]
     trap = deployment.orders["ps1"].calls.trap("persist")
     trap.caught()
     return trap
-
-
-def _lineage(deployment: Deployment) -> list[VersionId]:
-    with deployment.ledger() as ledger:
-        return [row.version for row in ledger.read_state().versions]

@@ -34,8 +34,7 @@ def test_failure_1_fresh_weights_become_the_truth(deployment: Deployment, tmp_pa
     head, since = deployment.head(), time.time()
     disks.copy(directory, tmp_path / "right")
     disks.put_back(_empty(tmp_path), directory)
-    deployment.start_master()
-    deployment.start_slaves()
+    deployment.start_servers()
     for name in deployment.clusters:
         deployment.cluster(name)
     deployment.wait_for_status(lambda s: "ps1" in s["round"]["reason"], SEEN_S, "the master says who is missing")
@@ -93,8 +92,7 @@ def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
     with Deployment(
         tmp_path, loop, clusters=("east", "west", "north"), shared={"penalty": {"gates": ["dips"]}}
     ) as deployment:
-        deployment.start_master()
-        deployment.start_slaves()
+        deployment.start_servers()
         deployment.cluster("north", words=("--wild", ",".join(WILD)))
         assert "hard cap" in deployment.seen_after(deployment.master_timeline, "push_gated")["reason"]
         kept_back = [deployment.seen_after(deployment.master_timeline, "cluster_diverged", n) for n in (1, 2)]

@@ -1,7 +1,7 @@
 """A whole run as real processes on loopback: init, master, slaves, clusters; each ended by its own pid.
 
     with Run(tmp_path, tensors, shared={"stop": {"versions": 3}}) as run:
-        run.start_master(); run.start_slaves(); west = run.start_cluster("west", [sys.executable, "train.py"])
+        run.start_servers(); west = run.start_cluster("west", [sys.executable, "train.py"])
         run.wait(west, 60)
 
 Daemons, torchrun and scripts are forks of a server (tests/forkserver), but in tests marked `real_commands`.
@@ -19,8 +19,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,11 +30,14 @@ import numpy.typing as npt
 import yaml
 
 from dips.config import load_run
+from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
+from dips.view.points import RoundHistory
 
 ROOT = Path(__file__).parents[2]
 END_S = 30.0  # for a process to end after SIGTERM
+EVER = 1_000_000  # rounds
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4  # of those that test side by side
 _ports = list(range(15_000 + 4_000 * WORKER, 19_000 + 4_000 * WORKER))  # below those that connections are given
 random.SystemRandom().shuffle(_ports)
@@ -164,6 +167,10 @@ class Run:
     def start_slaves(self) -> list[Process]:
         return [self.start_slave(name) for name in self.slaves]
 
+    def start_servers(self) -> None:
+        self.start_master()
+        self.start_slaves()
+
     def start_cluster(self, name: str, command: Sequence[str], *, steps: int = 1, **options: Any) -> Process:
         """Start an agent with `command` as its trainer, empty: others start it; `options`: keys of the cluster file."""
         file = self.directory / f"{name}.yaml"
@@ -191,14 +198,36 @@ class Run:
             assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
             time.sleep(0.05)
 
-    @contextmanager
-    def ledger(self) -> Iterator[Ledger]:
+    def ledger(self) -> closing[Ledger]:
         """The ledger, for reading; a living master keeps it."""
-        ledger = Ledger.open(self.directory / "master" / genesis.LEDGER, readonly=True)
-        try:
-            yield ledger
-        finally:
-            ledger.close()
+        return closing(Ledger.open(self.directory / "master" / genesis.LEDGER, readonly=True))
+
+    def history(self) -> list[RoundHistory]:
+        """All rounds, the oldest first."""
+        with self.ledger() as ledger:
+            return ledger.read_history(EVER)
+
+    def versions(self) -> list[RoundHistory]:
+        """The rounds that made a version."""
+        return [row for row in self.history() if row.version is not None]
+
+    def skipped(self) -> list[str]:
+        """Why each round that was skipped was."""
+        return [row.reason for row in self.history() if row.kind == "skipped"]
+
+    def lineage(self) -> list[VersionId]:
+        with self.ledger() as ledger:
+            return [row.version for row in ledger.read_state().versions]
+
+    def head(self) -> VersionId:
+        return self.lineage()[-1]
+
+    def export(self, output: Path) -> None:
+        """Export the newest version, as `dips export` does."""
+        subprocess.run(
+            [sys.executable, "-m", "dips.cli", "export", "--config", str(self.file), "--output", str(output)],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60,
+        )  # fmt: skip
 
     def timeline(self, cluster: str) -> Path:
         return self.directory / cluster / "timeline.jsonl"

@@ -17,22 +17,20 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from tests.integration import cluster_harness as harness
+
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "configs" / "examples"
 LAYOUTS = ["plain", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp"]
 pytestmark = pytest.mark.torchrun
 
 
-def load(name: str, directory: Path = HERE) -> ModuleType:
-    """A file as a module, whatever the test runner's import mode."""
-    spec = importlib.util.spec_from_file_location(name, directory / f"{name}.py")
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-harness = load("cluster_harness")
 
 
 def under_torchrun(ranks: int, out: Path, script: str, *words: str, within_s: float) -> list[dict[str, Any]]:
@@ -95,14 +93,13 @@ def test_the_manifest_is_of_the_model_not_of_its_layout(four: list[dict[str, Any
 def test_three_clusters_with_three_layouts_train_one_model(tmp_path: Path) -> None:
     """1 rank plain, 2 ranks FSDP2, 4 ranks TP2 × FSDP2: after the last round all seven hold θ; the loss has fallen."""
     script, rounds = str(HERE / "run_example.py"), 4
-    example, fsdp2 = load("fsdp2", EXAMPLES), str(EXAMPLES / "fsdp2.py")
+    example, fsdp2 = load_example("fsdp2"), str(EXAMPLES / "fsdp2.py")
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
     shared = {"stop": {"versions": rounds}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     layouts = {"plain": 1, "fsdp": 2, "tp_fsdp": 4}
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 5.0}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         clusters = []
         for seed, (layout, ranks) in enumerate(layouts.items()):
             words = [script, str(tmp_path / f"{layout}.out"), "3", fsdp2, "--layout", layout, "--seed", str(seed)]
@@ -111,13 +108,9 @@ def test_three_clusters_with_three_layouts_train_one_model(tmp_path: Path) -> No
             clusters.append(run.start_cluster(name, [*start, *words], steps=5))
         for cluster in clusters:
             run.wait(cluster, 200)
-        with run.ledger() as ledger:
-            history = [r for r in ledger.read_history(1000) if r.version is not None]
+        history = run.versions()
         exported = tmp_path / "model.safetensors"
-        subprocess.run(
-            [sys.executable, "-m", "dips.cli", "export", "--config", str(run.file), "--output", str(exported)],
-            cwd=harness.ROOT, env={**os.environ, "PYTHONPATH": str(harness.ROOT)}, check=True, timeout=60,
-        )  # fmt: skip
+        run.export(exported)
     theta = {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in load_file(exported).items()}
     for layout, ranks in layouts.items():
         for rank, of in enumerate(found(tmp_path / f"{layout}.out", ranks)):
@@ -175,8 +168,7 @@ def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) 
     shared = {"stop": {"versions": 6}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     script = str(HERE / "run_example.py")
     with harness.Run(tmp_path, dict(np.load(tmp_path / "start.npz")), shared=shared, timing={"window_s": 5.0}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         one = [*harness.TORCHRUN, "1", script, str(tmp_path / "one.out"), "2", megatron]
         four = [
             *harness.TORCHRUN,
@@ -193,8 +185,7 @@ def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) 
         clusters = [run.start_cluster("one", one, steps=6), run.start_cluster("four", [*four, "--seed", "2"], steps=6)]
         for cluster in clusters:
             run.wait(cluster, 240)
-        with run.ledger() as ledger:
-            history = [r for r in ledger.read_history(1000) if r.version is not None]
+        history = run.versions()
     whole, *parts = found(tmp_path / "one.out", 1) + found(tmp_path / "four.out", 4)
     folds = [fold for r in history for fold in r.folds]
     assert {fold.push.cluster for fold in folds} == {"one", "four"}
@@ -212,17 +203,15 @@ def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) 
 def test_the_trainer_of_transformers_takes_part_by_three_lines(tmp_path: Path) -> None:
     """A tiny Llama on two ranks: the loss falls, the ledger has the tokens that the Trainer counted, both hold θ."""
     pytest.importorskip("transformers", reason="transformers is not installed: its callback is NOT tested here")
-    example = load("hf_trainer", EXAMPLES)
+    example = load_example("hf_trainer")
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
     shared = {"stop": {"versions": 5}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     words = [str(HERE / "run_example.py"), str(tmp_path / "hf.out"), "1", str(EXAMPLES / "hf_trainer.py")]
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         run.wait(run.start_cluster("hf", [*harness.TORCHRUN, "2", *words], steps=6), 200)
-        with run.ledger() as ledger:
-            history = [r for r in ledger.read_history(1000) if r.version is not None]
+        history = run.versions()
     of = found(tmp_path / "hf.out", 2)
     assert of[0]["theta"] == of[1]["theta"] and of[0]["steps"] == 5 * 6
     assert sum(r.tokens for r in history) == of[0]["tokens"] == 5 * 6 * 2 * 4 * example.LENGTH
@@ -234,7 +223,7 @@ def test_the_trainer_of_transformers_takes_part_by_three_lines(tmp_path: Path) -
 @pytest.mark.parametrize("stem", ["own_gpt", "muon_gpt"])
 def test_a_gpt_of_ones_own_on_two_sharded_ranks_and_a_plain_one(stem: str, tmp_path: Path) -> None:
     """The example as it stands: tied embeddings, a text file, the rate by progress; all three ranks end with θ."""
-    example, script = load("own_gpt", EXAMPLES), str(EXAMPLES / f"{stem}.py")
+    example, script = load_example("own_gpt"), str(EXAMPLES / f"{stem}.py")
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
     text = tmp_path / "text"
@@ -242,16 +231,14 @@ def test_a_gpt_of_ones_own_on_two_sharded_ranks_and_a_plain_one(stem: str, tmp_p
     each = 3 * 4 * example.LENGTH  # tokens of an inner step of all three ranks
     shared = {"stop": {"tokens": 4 * 10 * each}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 30.0}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         for name, ranks in (("west", 2), ("east", 0)):
             start = [*harness.TORCHRUN, str(ranks)] if ranks else [sys.executable]
             words = [str(HERE / "run_example.py"), str(tmp_path / f"{name}.out"), "2", script, str(text)]
             run.start_cluster(name, [*start, *words, "--seed", str(ranks)], steps=10)
         for cluster in run.processes[-2:]:
             run.wait(cluster, 200)
-        with run.ledger() as ledger:
-            history = [r for r in ledger.read_history(1000) if r.version is not None]
+        history = run.versions()
     west, east = found(tmp_path / "west.out", 2), found(tmp_path / "east.out", 1)
     assert west[0]["theta"] == west[1]["theta"] == east[0]["theta"]
     assert [r.tokens for r in history] == [10 * each] * 4

@@ -43,13 +43,11 @@ def test_the_emulator_has_the_bits_of_processes(tmp_path: Path, rules: str) -> N
     tensors = {name: p.detach().numpy() for name, p in make_model(task, script.SEED).named_parameters()}
     master, slots = {"keep_every": 1}, {"slots": len(PACES) + 1, "pinned": len(PACES)}
     with harness.Run(tmp_path, tensors, shared=shared, slave=slots, master=master) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         clusters = [run.start_cluster(name, _command(i, tmp_path), pace=PACES[i]) for i, name in enumerate("abc")]
         for cluster in clusters:
             run.wait(cluster, 200)
-        with run.ledger() as ledger:
-            history = ledger.read_history(10 * VERSIONS)  # with rounds whose pushes were all gated
+        history = run.history()  # with rounds whose pushes were all gated
         rounds = [each for each in history if each.version is not None]
         snapshots = [_read_snapshots(run, str(each.version)) for each in rounds]
         file = load_run(run.file)

@@ -53,10 +53,6 @@ class Changing(harness.Run):  # type: ignore[misc, name-defined]
         path = self.timeline("west")
         return [m for m in timeline.read_marks(path) if m["kind"] in kinds] if path.exists() else []
 
-    def accepted(self) -> list[Any]:
-        with self.ledger() as ledger:
-            return [r for r in ledger.read_history(1000) if r.version is not None]
-
     def until_pushed_by(self, devices: list[str], after: int) -> None:
         """Wait for a step of these devices on a version that came of a push of theirs."""
 
@@ -70,8 +66,7 @@ class Changing(harness.Run):  # type: ignore[misc, name-defined]
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Changing]:
     with Changing(tmp_path) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         yield run
 
 
@@ -119,4 +114,4 @@ def test_a_device_that_goes_and_one_that_comes_make_a_new_plan(run: Changing) ->
     steps = run.steps()
     assert [step["devices"] for step in steps if step["steps"] == 1] == [["a.0", "b.0"]], "the optimizer began once"
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
-    assert {fold.push.inc for r in run.accepted() for fold in r.folds} == {1}
+    assert {fold.push.inc for r in run.versions() for fold in r.folds} == {1}

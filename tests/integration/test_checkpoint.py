@@ -25,8 +25,7 @@ def ran(directory: Path, save_at: int, crash_at: int, codec: str = "fp32") -> tu
     out = directory / "out"
     command = [sys.executable, str(HERE / "train_checkpoint.py"), str(out), str(save_at), str(crash_at)]
     with harness.Run(directory, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         run.wait(run.start_cluster("a", command, steps=H, max_restarts=1), 90)
         with run.ledger() as ledger:
             rounds = [r for r in ledger.read_history(1000) if r.version is not None]

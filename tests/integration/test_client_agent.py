@@ -43,24 +43,18 @@ def marks(run: Any, cluster: str, kind: str) -> list[dict[str, Any]]:
     return [line for line in timeline.read_marks(path) if line["kind"] == kind] if path.exists() else []
 
 
-def versions(run: Any) -> list[Any]:
-    with run.ledger() as ledger:
-        return [r for r in ledger.read_history(1000) if r.version is not None]
-
-
 @pytest.mark.timeout(120)
 def test_a_killed_trainer_comes_back_in_the_same_incarnation(run: Any, tmp_path: Path) -> None:
     """SIGKILL of the trainer: the agent keeps the lease and starts it anew; it pulls the head, and tokens add up."""
-    run.start_master()
-    run.start_slaves()
+    run.start_servers()
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")], max_restarts=1)
-    run.until(lambda: len(versions(run)) >= 3, 60, "three versions")
+    run.until(lambda: len(run.versions()) >= 3, 60, "three versions")
     os.kill(marks(run, "west", "trainer_start")[0]["pid"], signal.SIGKILL)
-    before = len(versions(run))
+    before = len(run.versions())
     run.wait(west, 60)
     lives = [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith("incarnation")]
     assert lives[0] == "incarnation v0@r0" and len(lives) == 2 and lives[1] != "incarnation v0@r0"
-    rounds = versions(run)
+    rounds = run.versions()
     assert len(rounds) == VERSIONS > before
     assert {fold.push.inc for r in rounds for fold in r.folds} == {1}
     lost = marks(run, "west", "trainer_gone")[-1]["tokens_lost"]
@@ -70,12 +64,11 @@ def test_a_killed_trainer_comes_back_in_the_same_incarnation(run: Any, tmp_path:
 @pytest.mark.timeout(120)
 def test_a_trace_shows_a_push_on_all_machines(run: Any, tmp_path: Path) -> None:
     """`dips trace` of real timelines: both formats keep their rules, and one push passes through every process."""
-    run.start_master()
-    run.start_slaves()
+    run.start_servers()
     run.wait(run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")]), 60)
     for process in run.processes:
         process.terminate()
-    push = str(versions(run)[2].folds[0].push)
+    push = str(run.versions()[2].folds[0].push)
     directories = [str(tmp_path / name) for name in ("master", "ps0", "ps1", "west")]
     command = [sys.executable, "-m", "dips.cli", "trace", *directories]
     subprocess.run([*command, "--out", str(tmp_path / "all.json")], check=True, cwd=harness.ROOT)
@@ -113,7 +106,7 @@ def test_a_master_that_is_late_is_waited_for(run: Any, tmp_path: Path) -> None:
     run.until(lambda: "asks the master again" in west.log.read_text(), 60, "the agent says that it waits")
     run.start_master()
     run.wait(west, 60)
-    assert len(versions(run)) == VERSIONS
+    assert len(run.versions()) == VERSIONS
 
 
 @pytest.mark.timeout(120)
@@ -122,11 +115,11 @@ def test_a_restarted_master_finds_its_cluster(run: Any, tmp_path: Path) -> None:
     master = run.start_master()
     run.start_slaves()
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
-    run.until(lambda: len(versions(run)) >= 3, 60, "three versions")
+    run.until(lambda: len(run.versions()) >= 3, 60, "three versions")
     master.kill()
     run.start_master()
     run.wait(west, 90)
-    assert len(versions(run)) == VERSIONS
+    assert len(run.versions()) == VERSIONS
     assert (tmp_path / "out").read_text().count("incarnation") == 1
 
 
@@ -135,8 +128,7 @@ def test_every_data_range_is_trained_once(tmp_path: Path) -> None:
     """Two clusters walk 12 ranges: together they get each one exactly once, and the ledger knows those trained."""
     shared = {"penalty": {"gates": []}, "data": {"ranges": 12}}
     with harness.Run(tmp_path, tensors(), shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         names = ["east", "west"]
         clusters = [
             run.start_cluster(n, [sys.executable, TINY, "ranges", str(tmp_path / f"{n}.out")], steps=1) for n in names
@@ -145,7 +137,7 @@ def test_every_data_range_is_trained_once(tmp_path: Path) -> None:
             run.wait(cluster, 90)
         given = [line for n in names for line in (tmp_path / f"{n}.out").read_text().splitlines() if "range" in line]
         assert sorted(given) == sorted(f"range {i}" for i in range(12))
-        trained = [r for round_ in versions(run) for fold in round_.folds for r in fold.ranges]
+        trained = [r for round_ in run.versions() for fold in round_.folds for r in fold.ranges]
         assert len(trained) == len(set(trained)) >= 8
 
 
@@ -158,8 +150,7 @@ def test_ranks_whose_agent_and_torchrun_were_killed_end_by_themselves(run: Any, 
     """Agent and torchrun die at once, nobody is left to tell the ranks, and they are unresponsive to SIGTERM: they
     end.
     """
-    run.start_master()
-    run.start_slaves()
+    run.start_servers()
     west = run.start_cluster("west", [*harness.TORCHRUN, "2", ORPHAN, str(tmp_path / "out")])
     run.until(lambda: (tmp_path / "out").exists() and len(pids(tmp_path)) == 2, 90, "both ranks have joined")
     torchrun = marks(run, "west", "trainer_start")[0]["pid"]
@@ -182,8 +173,7 @@ def alive(pid: int) -> bool:
 def long_run(tmp_path: Path) -> Iterator[Any]:
     """One that does not end while a test looks at it."""
     with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         yield run
 
 
@@ -191,8 +181,7 @@ def long_run(tmp_path: Path) -> Iterator[Any]:
 def quick_run(tmp_path: Path) -> Iterator[Any]:
     """One whose trainers hang after 15 s: 60 heartbeats."""
     with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}, "heartbeat_s": 0.25}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         yield run
 
 
@@ -201,7 +190,7 @@ def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Pat
     """Two directories, --take-over: the first agent is fenced, ends its trainer and exits 75; the second goes on."""
     run = long_run
     first = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], max_restarts=5)
-    run.until(lambda: len(versions(run)) >= 2, 60, "two versions")
+    run.until(lambda: len(run.versions()) >= 2, 60, "two versions")
     trainer = marks(run, "west", "trainer_start")[0]["pid"]
     file = tmp_path / "again.yaml"
     file.write_text((tmp_path / "west.yaml").read_text().replace("directory: west", "directory: again"))
@@ -211,10 +200,10 @@ def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Pat
     assert first.code == 75, first.tail()
     assert not psutil.pid_exists(trainer)
     assert "fenced by a newer incarnation" in first.log.read_text()
-    at = len(versions(run))
-    run.until(lambda: len(versions(run)) >= at + 3, 60, "versions of the second")
+    at = len(run.versions())
+    run.until(lambda: len(run.versions()) >= at + 3, 60, "versions of the second")
     assert second.code is None
-    incs = [fold.push.inc for r in versions(run) for fold in r.folds]
+    incs = [fold.push.inc for r in run.versions() for fold in r.folds]
     assert incs == sorted(incs) and set(incs) == {1, 2}
 
 
@@ -223,8 +212,8 @@ def test_a_cluster_that_leaves_says_what_it_had_not_settled(long_run: Any, tmp_p
     """SIGTERM to the agent: tokens that no version holds are reported as lost at once, not when a lease runs out."""
     run = long_run
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], steps=60)
-    run.until(lambda: len(versions(run)) >= 1, 60, "a version")
-    folded = sum(fold.tokens for row in versions(run) for fold in row.folds)
+    run.until(lambda: len(run.versions()) >= 1, 60, "a version")
+    folded = sum(fold.tokens for row in run.versions() for fold in row.folds)
     run.until(lambda: marks(run, "west", "inner")[-1]["tokens"] > folded, 60, "steps of the next push")
     west.terminate()
     consumed = marks(run, "west", "inner")[-1]["tokens"]

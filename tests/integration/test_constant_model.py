@@ -72,15 +72,13 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(
     }
     path = str(HERE / "train_constant.py")
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         two_ranks = [*harness.TORCHRUN, "2", path, "fast", "64", "2", str(tmp_path / "fast.out")]
         one_rank = [sys.executable, path, "slow", "24", "2", str(tmp_path / "slow.out")]
         fast, slow = run.start_cluster("fast", two_ranks, steps=2), run.start_cluster("slow", one_rank, steps=1)
         for cluster in (fast, slow):
             run.wait(cluster, 200)
-        with run.ledger() as ledger:
-            rounds = [(r.version, r.folds) for r in ledger.read_history(1000) if r.version is not None]
+        rounds = [(r.version, r.folds) for r in run.versions()]
 
     expected = reference(rounds, numel)
     assert len(rounds) == ROUNDS

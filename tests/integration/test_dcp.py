@@ -36,11 +36,9 @@ def test_a_save_and_a_push_tear_nothing_and_wait_for_nothing_of_each_other(
     }
     command = [*harness.TORCHRUN, "2", str(HERE / "train_dcp.py"), str(tmp_path / "found"), str(SAVES)]
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         run.wait(run.start_cluster("a", command, steps=10_000, overlap=overlap, install=install), 150)
-        with run.ledger() as ledger:
-            rounds = [r for r in ledger.read_history(1000) if r.version is not None]
+        rounds = run.versions()
     found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2)]
     pushed = sum(fold.inner_steps for r in rounds for fold in r.folds)
     assert len(rounds) == SAVES and pushed <= found[0]["steps"]

@@ -52,8 +52,7 @@ def train(tmp_path: Path, mode: str, stage: int, code: int) -> str:
     shared = {"stop": {"versions": VERSIONS}, "outer": {"lr": 0.5, "clip": {}}, "penalty": {"gates": []}}
     command = [sys.executable, str(HERE / "train_deepspeed.py"), mode, str(stage)]
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         cluster = run.start_cluster("a", command, steps=5)
         run.wait(cluster, 150, code)
         return cluster.log.read_text()

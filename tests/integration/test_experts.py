@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+from tests.integration.test_adapters import under_torchrun
+
 pytestmark = pytest.mark.torchrun
 WAYS = ["dp2", "ep2", "pp2", "ep2, bf16, distributed optimizer", "tp2 ep2", "tp2 etp2"]
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness = load("cluster_harness")
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +19,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if importlib.util.find_spec("megatron") is None:  # not imported: the ranks are other processes
         pytest.skip("megatron-core is not installed: its experts are NOT tested here")
     out = tmp_path_factory.mktemp("experts") / "found"
-    done = subprocess.run(
-        [*harness.TORCHRUN, "2", str(HERE / "check_megatron.py"), str(out), "experts"],
-        cwd=harness.ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(harness.ROOT)},
-        capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(out.with_name(f"{out.name}.{rank}").read_text()) for rank in range(2)]
+    return under_torchrun(2, out, "check_megatron.py", "experts", within_s=150)
 
 
 @pytest.mark.timeout(200)

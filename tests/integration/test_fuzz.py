@@ -135,16 +135,15 @@ def fuzz_beside_a_run(directory: Path, messages: int, seed: int) -> None:
         daemons = [run.start_master(), *run.start_slaves()]
         for name in ("fast", "slow"):
             run.start_cluster(name, [sys.executable, path, name, "64", "2", str(directory / f"{name}.out")], steps=2)
-        with run.ledger() as ledger:
-            run.until(lambda: len(ledger.read_history(1_000_000)) >= 2, 90, "the run moves")
-            before = len(ledger.read_history(1_000_000))
-            fuzzer = Fuzzer(run, seed)
-            asyncio.run(fuzzer.fuzz(messages))
-            fuzzer.fuzz_lanes(messages // 20)
-            print(fuzzer.said)
-            after = len(ledger.read_history(1_000_000))
-            run.until(lambda: len(ledger.read_history(1_000_000)) >= after + 2, 60, "the run moves on")
-            rounds = ledger.read_history(1_000_000)
+        run.until(lambda: len(run.history()) >= 2, 90, "the run moves")
+        before = len(run.history())
+        fuzzer = Fuzzer(run, seed)
+        asyncio.run(fuzzer.fuzz(messages))
+        fuzzer.fuzz_lanes(messages // 20)
+        print(fuzzer.said)
+        after = len(run.history())
+        run.until(lambda: len(run.history()) >= after + 2, 60, "the run moves on")
+        rounds = run.history()
     assert [daemon.code for daemon in daemons] == [0, 0, 0], "they ended when they were told to, not before"
     kinds = Counter(r.kind for r in rounds)
     assert set(kinds) <= {"applied", "unfinished"} and kinds["unfinished"] <= 1, kinds  # the one that is open

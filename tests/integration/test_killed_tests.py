@@ -30,8 +30,7 @@ from tests.integration.cluster_harness import Run
 
 def test_that_hangs(tmp_path):
     with Run(tmp_path, {{"w": np.zeros(4, np.float32)}}, slaves=1) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         run.start_cluster("west", [sys.executable, {stubborn!r}, {pids!r}, "parent"])
         subprocess.Popen(["bash", "-c", "trap '' TERM; sleep 600 & wait"], start_new_session=True)
         time.sleep(600)

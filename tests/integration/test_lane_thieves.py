@@ -111,14 +111,13 @@ def test_nothing_of_another_is_to_be_had_on_the_lanes(tmp_path: Path) -> None:
     security = enroll_all(tmp_path / "certs", RUN, PEERS)
     shared = {"penalty": {"gates": []}, "stop": {"versions": 10_000}}
     with harness.Run(tmp_path, tensors(), shared=shared, slaves=2, security=security) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         west = run.start_cluster("west", tiny(tmp_path, "until_told"), max_restarts=0)
-        run.until(lambda: versions(run) >= 1, 60, "west's first version")
+        run.until(lambda: len(run.versions()) >= 1, 60, "west's first version")
         asyncio.run(reach_for_all(run))
-        before = versions(run)
-        run.until(lambda: versions(run) >= before + 2, 60, "two more versions of west")
-        assert west.code is None and not skipped(run)
+        before = len(run.versions())
+        run.until(lambda: len(run.versions()) >= before + 2, 60, "two more versions of west")
+        assert west.code is None and not run.skipped()
 
 
 async def reach_for_all(run: harness.Run) -> None:
@@ -171,13 +170,3 @@ def standing_of(run: harness.Run, cluster: str) -> bool:
     """Whether the ledger has the cluster as one that lives."""
     with run.ledger() as ledger:
         return not next(c.ended for c in ledger.read_state().clusters if c.name == cluster)
-
-
-def versions(run: harness.Run) -> int:
-    with run.ledger() as ledger:
-        return sum(r.version is not None for r in ledger.read_history(1000))
-
-
-def skipped(run: harness.Run) -> list[Any]:
-    with run.ledger() as ledger:
-        return [r for r in ledger.read_history(1000) if r.kind == "skipped"]

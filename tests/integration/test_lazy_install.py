@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.test_adapters import EXAMPLES, HERE, LAYOUTS, found, harness, load, under_torchrun
+from tests.integration.test_adapters import EXAMPLES, HERE, LAYOUTS, found, harness, load_example, under_torchrun
 
 pytestmark = pytest.mark.torchrun
 
@@ -43,14 +43,13 @@ def ran(
     """Play a run of one cluster with torch's own example, FSDP2 on two ranks; return what its ranks ended with."""
     directory.mkdir()
     torch.manual_seed(1)
-    tensors = {name: p.detach().numpy() for name, p in load("fsdp2", EXAMPLES).build().named_parameters()}
+    tensors = {name: p.detach().numpy() for name, p in load_example("fsdp2").build().named_parameters()}
     outer = {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}
     shared = {"stop": {"versions": 4}, "outer": outer, "layers": "module"}
     words = [str(HERE / script), str(directory / "out"), *(["1"] if script == "run_example.py" else [])]
     words += [str(EXAMPLES / "fsdp2.py"), "--layout", "fsdp" if ranks > 1 else "plain"]
     with harness.Run(directory, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         command = [*harness.TORCHRUN, str(ranks), *words] if ranks > 1 else [sys.executable, *words]
         options = {"install": install, "overlap": overlap, "max_restarts": 1}
         run.wait(run.start_cluster("a", command, steps=3, **options), 150)

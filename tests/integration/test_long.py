@@ -99,15 +99,13 @@ def test_a_disk_that_is_silent_loses_no_round(tmp_path: Path, monkeypatch: pytes
     with harness.Run(tmp_path, tensors(), shared=shared) as run:
         run.commands["slave"] = [sys.executable, str(HERE / "slow_disk_slave.py")]
         run.commands["master"] = [*run.commands["master"], "--log-level", "debug"]
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         command = [sys.executable, str(HERE / "train_tiny.py"), "steps", str(tmp_path / "out")]
         clusters = [run.start_cluster(name, command, steps=steps) for name, steps in (("a", 7), ("b", 100))]
         with Puller(load_run(run.file), run.address):
             for cluster in clusters:
                 run.wait(cluster, 60 + 6 * fsync_s)
-        with run.ledger() as ledger:
-            rounds = ledger.read_history(1000)
+        rounds = run.history()
         log = (run.directory / "master.log").read_text()
     assert "slave_lost" not in log
     assert [r.kind for r in rounds] == ["applied"] * VERSIONS
@@ -141,8 +139,7 @@ def test_with_overlap_and_steps_of_five_stalls_every_push_lands(tmp_path: Path) 
         "penalty": {"gates": []},
     }
     with harness.Run(tmp_path, tensors(), shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         path, out = str(HERE / "train_overlap.py"), tmp_path / "found"
         command = [sys.executable, path, str(out), str(5 * stall_s), str(2.0**-10)]
         cluster = run.start_cluster("a", command, steps=1, overlap="full")

@@ -181,15 +181,13 @@ def test_a_mesh_is_a_cluster_like_any_other(tmp_path: Path) -> None:
     shared = {"stop": {"versions": 8}, "outer": outer, "penalty": {"gates": []}}
     (tmp_path / "fast.out.die").touch()
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         mesh = [*harness.TORCHRUN, "4", str(HERE / "train_mesh.py"), "fast", "64", "2", str(tmp_path / "fast.out")]
         plain = [sys.executable, str(HERE / "train_constant.py"), "slow", "24", "3", str(tmp_path / "slow.out")]
         clusters = [run.start_cluster("fast", mesh, steps=3, max_restarts=2), run.start_cluster("slow", plain, steps=1)]
         for cluster in clusters:
             run.wait(cluster, 250)
-        with run.ledger() as ledger:
-            rounds = [each for each in ledger.read_history(100) if each.version is not None]
+        rounds = run.versions()
         syncs = [mark for mark in timeline.read_marks(run.timeline("fast")) if mark["kind"] == "mesh_sync"]
     pushes = sum(fold.push.cluster == "fast" for each in rounds for fold in each.folds)
     assert len(syncs) >= pushes and all("inner steps and" in mark["text"] for mark in syncs), "each push follows a sync"

@@ -145,8 +145,7 @@ def test_a_command_that_is_not_there(run: Any) -> None:
 @pytest.mark.timeout(120)
 def test_a_script_that_always_crashes(run: Any, tmp_path: Path) -> None:
     """Before its first step: three times the same, with the last line in the log; status says why it is gone."""
-    run.start_master()
-    run.start_slaves()
+    run.start_servers()
     script = tmp_path / "train.py"
     script.write_text(CRASHES)
     west = run.start_cluster("west", [sys.executable, str(script)], max_restarts=10)
@@ -170,8 +169,7 @@ raise ValueError("no data")
 @pytest.mark.timeout(120)
 def test_a_model_that_does_not_move(run: Any, tmp_path: Path) -> None:
     """Norm 0 after inner steps is refused, and told in log and status; so is an end without one accepted push."""
-    run.start_master()
-    run.start_slaves()
+    run.start_servers()
     still = run.start_cluster("still", tiny(tmp_path, "still"))
     run.wait(still, 60)
     log, left = still.log.read_text(), seen(run, "still")

@@ -54,10 +54,6 @@ class Nodes(harness.Run):  # type: ignore[misc, name-defined]
     def training(self) -> list[str]:
         return [str(HERE / "train_constant.py"), "fast", "64", "1", str(self.directory / "fast.out")]
 
-    def versions(self) -> list[Any]:
-        with self.ledger() as ledger:
-            return [r for r in ledger.read_history(1000) if r.version is not None]
-
     def check(self) -> None:
         """Both ranks end with the number that the ledger's folds predict, and installed the same versions."""
         rounds = [(r.version, r.folds) for r in self.versions()]
@@ -102,8 +98,7 @@ def test_an_agent_on_a_host_of_its_own(
     with Nodes(tmp_path, security=enroll_all(tmp_path / "certs", "test", peers)) as run:
         run.inside = {"node0": hosts["a"].command(), "node1": hosts["b"].command()}
         run.elsewhere = head.command()
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         agent = run.start_cluster("fast", [], relay=head.ip)
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts['a'].ip}:29500", "--rdzv-id", "job"]
         nodes = [
@@ -141,8 +136,7 @@ def test_an_agent_that_dies_ends_the_ranks_of_other_hosts(tmp_path: Path, monkey
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "fast.yaml"))
     with Nodes(tmp_path) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         line = f"$MASTER_ADDR:{harness.free_port()}"  # the same in both incarnations: it stands in the cluster file
 
         def start() -> tuple[Any, Any]:

@@ -48,8 +48,7 @@ def say(program: str, *words: str, code: int = 0) -> str:
 
 def trained(run: Any, tmp_path: Path, within_s: float = 60) -> Any:
     """Start everything and let a cluster bring the run to its end."""
-    run.start_master()
-    run.start_slaves()
+    run.start_servers()
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
     run.wait(west, within_s)
     return west
@@ -231,8 +230,7 @@ def test_a_restored_ledger_is_recovered(tmp_path: Path) -> None:
         newest = max((p.name for p in (tmp_path / "ps0").glob("v*")), key=lambda n: int(n[1:].partition("@")[0]))
         told = say("dips-master", *words, "--adopt", newest)
         assert f"the run goes on from {newest}, adopted" in told
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "again")])
         with run.ledger() as ledger:
             at = len(made(ledger))

@@ -40,13 +40,11 @@ def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(
     path, out = str(HERE / "train_overlap.py"), tmp_path / "found"
     command = [sys.executable, path] if ranks == 1 else [*harness.TORCHRUN, str(ranks), path]
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         words = [*command, str(out), "0.02", str(DELTA)]
         cluster = run.start_cluster("a", words, steps=STEPS, overlap="full", fragments=fragments)
         run.wait(cluster, 150)
-        with run.ledger() as ledger:
-            rounds = [r for r in ledger.read_history(1000) if r.version is not None]
+        rounds = run.versions()
 
     found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(ranks)]
     assert len(rounds) == VERSIONS
@@ -68,12 +66,10 @@ def test_a_crash_between_two_fragments_costs_the_push_and_no_more(tmp_path: Path
     command = [sys.executable, str(HERE / "train_overlap.py"), str(out), "0.01", str(DELTA), "2"]
     shared = {"stop": {"versions": 3}, "outer": outer, "penalty": {"gates": []}}
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         cluster = run.start_cluster("a", command, steps=STEPS, overlap="full", fragments=3, max_restarts=1)
         run.wait(cluster, 60)
-        with run.ledger() as ledger:
-            folds = [fold for r in ledger.read_history(1000) if r.version is not None for fold in r.folds]
+        folds = [fold for r in run.versions() for fold in r.folds]
         timeline = run.timeline("a").read_text()
     told = [json.loads(line)["kind"] for line in timeline.splitlines()]
     course = [kind for kind in told if kind in ("trainer_start", "push_begin", "push_end")]

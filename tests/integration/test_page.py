@@ -81,8 +81,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         content = yaml.safe_load(run.file.read_text())
         content["master"]["http"] = f"127.0.0.1:{port}"
         run.file.write_text(yaml.safe_dump(content))
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         made = Watched(run, f"http://127.0.0.1:{port}/", browser, shots)
         made.start_cluster("west-h100", "0.2", "4096")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import dips
+from tests.integration import cluster_harness as harness
 
 pytest.importorskip("peft", reason="peft is not installed: LoRA is NOT tested here")
 
@@ -35,9 +34,6 @@ def load(name: str) -> ModuleType:
     return module
 
 
-harness = load("cluster_harness")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT 0.21 calls transformers so
 @pytest.mark.timeout(120)
@@ -50,20 +46,15 @@ def test_clusters_share_adapters_and_nothing_else(tmp_path: Path) -> None:
     assert tensors and all(".lora_" in name for name in tensors)
     shared = {"stop": {"versions": VERSIONS}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 20.0}, slaves=1) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         command = [sys.executable, str(HERE / "train_lora.py")]
         for seed, kind in enumerate(("loop", "trainer")):
             run.start_cluster(kind, [*command, str(tmp_path / f"{kind}.out"), kind, str(seed)], steps=H)
         for cluster in run.processes[-2:]:
             run.wait(cluster, 100)
-        with run.ledger() as ledger:
-            history = [r for r in ledger.read_history(1000) if r.version is not None]
+        history = run.versions()
         exported = tmp_path / "adapters.safetensors"
-        subprocess.run(
-            [sys.executable, "-m", "dips.cli", "export", "--config", str(run.file), "--output", str(exported)],
-            cwd=harness.ROOT, env={**os.environ, "PYTHONPATH": str(harness.ROOT)}, check=True, timeout=60,
-        )  # fmt: skip
+        run.export(exported)
     dips.load(model, exported)
     theta = {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in load_file(exported).items()}
     assert theta == {name: train_lora.digest(p) for name, p in model.named_parameters() if p.requires_grad}

@@ -50,11 +50,6 @@ def ready(run: Any, slave: str) -> bool:
     return log.exists() and '"event": "ready"' in log.read_text()
 
 
-def versions(run: Any) -> int:
-    with run.ledger() as ledger:
-        return len([r for r in ledger.read_history(1000) if r.version])
-
-
 def until_gone(pid: int) -> None:
     end = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -67,12 +62,12 @@ def test_a_killed_slave_comes_back_by_itself(run: Any, tmp_path: Path) -> None:
     """The master starts both; one is killed in the middle of the training; versions go on; SIGTERM ends all."""
     master = run.start_master()
     run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
-    run.until(lambda: versions(run) >= 2, 60, "two versions")
+    run.until(lambda: len(run.versions()) >= 2, 60, "two versions")
     first = pid_of(run, "ps0")
     os.kill(first, signal.SIGKILL)
     run.until(lambda: pid_of(run, "ps0") not in (0, first), 30, "a new process holds the directory")
-    at = versions(run)
-    run.until(lambda: versions(run) >= at + 2, 60, "two more versions")
+    at = len(run.versions())
+    run.until(lambda: len(run.versions()) >= at + 2, 60, "two more versions")
     pids = [pid_of(run, name) for name in run.slaves]
     assert master.terminate() == 0
     for pid in (first, *pids):

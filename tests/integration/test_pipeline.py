@@ -353,8 +353,7 @@ def test_a_pipeline_is_a_cluster_like_any_other(tmp_path: Path) -> None:
     for point in points:
         point.touch()
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         planned = [
             *harness.TORCHRUN,
             "4",
@@ -370,8 +369,7 @@ def test_a_pipeline_is_a_cluster_like_any_other(tmp_path: Path) -> None:
         ]  # fmt: skip
         for cluster in clusters:
             run.wait(cluster, 450)
-        with run.ledger() as ledger:
-            rounds = [each for each in ledger.read_history(100) if each.version is not None]
+        rounds = run.versions()
     assert not any(point.exists() for point in points), "a rank died twice"
     numel = sum(t.size for t in tensors.values())
     expected = reference([(each.version, each.folds) for each in rounds if each.version is not None], numel)
@@ -396,8 +394,7 @@ def test_a_pipeline_learns_under_di_ps(tmp_path: Path) -> None:
     tensors = {name: p.detach().numpy() for p, name in named.items()}
     shared = {"outer": {"lr": 1.0, "momentum": 0.0, "step": "sgd"}, "penalty": {"gates": []}, "stop": {"versions": 8}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         words = ["learner", "60", "1", str(tmp_path / "learner.out")]
         command = [*harness.TORCHRUN, "3", str(HERE / "train_pipeline.py"), *words]
         run.wait(run.start_cluster("learner", command, steps=4), 200)
@@ -448,8 +445,7 @@ def test_a_link_that_lacks_is_left_by_a_new_plan(tmp_path: Path) -> None:
         return [json.loads(line) for line in (made / "out").read_text().splitlines()] if (made / "out").exists() else []
 
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         command = [*harness.TORCHRUN, "3", str(HERE / "train_replanned.py"), str(made)]
         west = run.start_cluster("west", command, steps=2)
         status = ["status", "--config", str(run.file), "--json"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -38,17 +37,12 @@ def test_megatrons_own_loop_trains_breaks_off_and_goes_on(tmp_path: Path, words:
     shared = {"stop": {"versions": 5}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {}}}
     saves = ["--save", str(tmp_path / "saves"), "--load", str(tmp_path / "saves"), "--save-interval", "4"]
     with harness.Run(tmp_path, dict(np.load(start)), shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         command = [*ranks, "2", script, "train", str(tmp_path / "found"), *saves, *words]
         run.wait(run.start_cluster("megatron", command, steps=6, max_restarts=1), 240)
-        with run.ledger() as ledger:
-            history = [r for r in ledger.read_history(1000) if r.version is not None]
+        history = run.versions()
         exported = tmp_path / "model.safetensors"
-        subprocess.run(
-            [sys.executable, "-m", "dips.cli", "export", "--config", str(run.file), "--output", str(exported)],
-            cwd=ROOT, env=environment, check=True, timeout=60,
-        )  # fmt: skip
+        run.export(exported)
     theta = load_file(exported)
     for rank in range(2):
         found = json.loads((tmp_path / f"found.{rank}").read_text())

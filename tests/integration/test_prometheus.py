@@ -130,8 +130,7 @@ def incidents(directory: Path) -> Iterator[Incidents]:
         it = Incidents(directory, run, enrolled, stack.enter_context(watch))
         it.ports = ports
         run.commands["master"] = [sys.executable, "-c", SMALL_SEGMENTS]
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         for cluster in ("west", "east"):
             it.start_cluster(cluster)
         yield it

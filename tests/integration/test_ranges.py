@@ -37,8 +37,7 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
     outer = {"clip": {"norm": 1.0}}  # numbers of tokens, as they are, make it diverge without
     shared = {"data": {"ranges": RANGES, "digest": digest}, "penalty": {"gates": []}, "outer": outer}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         command = [sys.executable, str(HERE / "train_ranges.py"), str(tmp_path / "set"), str(tmp_path / "seen.json")]
         run.wait(run.start_cluster("west", command, steps=steps), 200)
         with run.ledger() as ledger:
@@ -69,8 +68,7 @@ def test_every_range_is_settled_once(tmp_path: Path, ranges: int, steps: int, pa
     """However ranges and H fit together: each once, the run is finished, and its tokens are those of the data."""
     shared = {"data": {"ranges": ranges}, "penalty": {"gates": []}}
     with harness.Run(tmp_path, tensors(), shared=shared, slaves=1) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         started = []
         for i in range(clusters):
             command = [sys.executable, TINY, f"ranges:{steps}", str(tmp_path / f"{i}.out")]

@@ -19,8 +19,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
     out = tmp_path / "told"
     with harness.Run(tmp_path, tensors) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         command = [*harness.TORCHRUN, "3", str(HERE / "train_unequal.py"), str(out)]
         run.start_cluster("a", command, steps=1, collective_s=DEADLINE_S)
         run.until(lambda: len(list(tmp_path.glob("told.*"))) == 2, 60, "ranks 0 and 2 have the error")

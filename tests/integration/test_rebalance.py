@@ -69,13 +69,7 @@ def rebalance(run: harness.Run, slaves: list[str]) -> None:
     before = parameters(version, [run.directory / name for name in former])
     assert parameters(version, [run.directory / name for name in slaves], staged=True) == before
     assert any(np.frombuffer(flat, np.float32).any() for name, flat in before.items() if name.startswith("momentum."))
-    run.start_master()
-    run.start_slaves()
-
-
-def versions(run: harness.Run) -> int:
-    with run.ledger() as ledger:
-        return ledger.read_state().versions[-1].version.version
+    run.start_servers()
 
 
 @pytest.mark.slow
@@ -97,26 +91,25 @@ def test_two_three_two_in_the_middle_of_a_run(tmp_path: Path) -> None:
     }
     path = str(HERE / "train_constant.py")
     with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         two_ranks = [*harness.TORCHRUN, "2", path, "fast", "64", "2", str(tmp_path / "fast.out")]
         one_rank = [sys.executable, path, "slow", "24", "2", str(tmp_path / "slow.out")]
         clusters = [run.start_cluster("fast", two_ranks, steps=2), run.start_cluster("slow", one_rank, steps=1)]
-        run.until(lambda: versions(run) >= 2, 120, "two versions on two slaves")
+        run.until(lambda: run.head().version >= 2, 120, "two versions on two slaves")
         rebalance(run, THREE)
-        began, old = versions(run), ["--config", str(run.file), "--name", "ps2"]
-        run.until(lambda: versions(run) > began + 2, 60, "versions on three slaves")
+        began, old = run.head().version, ["--config", str(run.file), "--name", "ps2"]
+        run.until(lambda: run.head().version > began + 2, 60, "versions on three slaves")
         rebalance(run, TWO)
         gone = harness.Process("ps2", [*run.commands["slave"], *old], tmp_path / "gone.log")
         run.until(lambda: gone.code is not None, 30, "ps2 ends")
-        began = versions(run)
-        run.until(lambda: versions(run) > began + 2, 60, "versions on two slaves again")
+        began = run.head().version
+        run.until(lambda: run.head().version > began + 2, 60, "versions on two slaves again")
         dips("stop", "--config", str(run.file))
         for cluster in clusters:
             run.wait(cluster, 120)
         with run.ledger() as ledger:
             state, rebalances = ledger.read_state(), ledger.read_rebalances()
-            rounds = [(r.version, r.folds) for r in ledger.read_history(1000) if r.version is not None]
+        rounds = [(r.version, r.folds) for r in run.versions()]
 
     assert gone.code == 78
     assert f"got 'ps2', which is not in this run since the rebalance of {rebalances[1].version}" in gone.log.read_text()
@@ -182,10 +175,6 @@ class Apart(harness.Run):
     def roots(self, slaves: list[str]) -> list[Path]:
         return [self.directory / HOSTS[name] / name for name in slaves]
 
-    def head(self) -> VersionId:
-        with self.ledger() as ledger:
-            return ledger.read_state().versions[-1].version
-
 
 @pytest.fixture(name="hosts")
 def made_hosts() -> Iterator[dict[str, namespaces.End]]:
@@ -214,11 +203,10 @@ def test_slaves_that_share_no_disk(hosts: dict[str, namespaces.End], tmp_path: P
         for host in "abc":
             shutil.copytree(tmp_path / "master" / "initial", tmp_path / host / "initial")
         (tmp_path / "c" / "ps2").mkdir()
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         path = str(HERE / "train_constant.py")
         cluster = run.start_cluster("slow", [sys.executable, path, "slow", "24", "1", str(tmp_path / "slow.out")])
-        run.until(lambda: versions(run) >= 2, 240, "two versions on two slaves")
+        run.until(lambda: run.head().version >= 2, 240, "two versions on two slaves")
 
         old = tmp_path / "old.yaml"
         old.write_text(run.file.read_text())
@@ -229,8 +217,8 @@ def test_slaves_that_share_no_disk(hosts: dict[str, namespaces.End], tmp_path: P
         first = staged_versions(tmp_path / "c" / "ps2")
         given_up.kill()
         given_up.communicate(timeout=10)
-        began = versions(run)
-        run.until(lambda: versions(run) > began, 120, "the run goes on with its former slaves")
+        began = run.head().version
+        run.until(lambda: run.head().version > began, 120, "the run goes on with its former slaves")
 
         copies = [run.begin_copy("ps2")]
         run.until(lambda: staged_versions(tmp_path / "c" / "ps2") not in (first, []), 120, "a later version is staged")
@@ -244,18 +232,17 @@ def test_slaves_that_share_no_disk(hosts: dict[str, namespaces.End], tmp_path: P
         assert parameters(head, run.roots(THREE), staged=True) == before
         for process in [p for p in run.processes if p.name in TWO]:
             process.terminate()
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         said = [copy.communicate(timeout=120)[0] for copy in copies]
         assert [copy.returncode for copy in copies] == [0, 0, 0], said
-        run.until(lambda: versions(run) > head.version + 2, 240, "versions on three slaves")
+        run.until(lambda: run.head().version > head.version + 2, 240, "versions on three slaves")
         words = [sys.executable, "-m", "dips.cli", "stop", "--config", str(run.file)]
         subprocess.run([*hosts["head"].command(), *words], check=True, timeout=120)
         run.wait(cluster, 240)
         with run.ledger() as ledger:
             rebalances = ledger.read_rebalances()
-            rounds = [(r.version, r.folds) for r in ledger.read_history(1000) if r.version is not None]
             state = ledger.read_state()
+        rounds = [(r.version, r.folds) for r in run.versions()]
 
     assert [[name for name, _ in r.placement] for r in rebalances] == [THREE]
     assert rebalances[0].version == head and any(np.frombuffer(m, np.float32).any() for m in before.values())

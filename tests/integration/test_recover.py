@@ -17,7 +17,7 @@ from benchmarks import namespaces
 from dips.protocol.manifest import Manifest
 from tests.chaos import train_falling
 from tests.damage import load_parameters
-from tests.integration.test_rebalance import HOSTS, Apart, dips, made_hosts, versions
+from tests.integration.test_rebalance import HOSTS, Apart, dips, made_hosts
 
 __all__ = ["made_hosts"]
 
@@ -51,11 +51,11 @@ def test_a_lost_disk_is_made_up_for_from_another_host(
         run.start_master()
         ps0, ps1 = run.start_slaves()
         cluster = run.start_cluster("west", [sys.executable, train_falling.__file__], steps=3)
-        run.until(lambda: versions(run) >= 2, 240, "versions")
+        run.until(lambda: run.head().version >= 2, 240, "versions")
         saved = tmp_path / "saved.safetensors"
         dips("export", "--config", str(run.file), "--output", str(saved))
-        exported = versions(run)
-        run.until(lambda: versions(run) > exported + 5, 240, "versions after the export")
+        exported = run.head().version
+        run.until(lambda: run.head().version > exported + 5, 240, "versions after the export")
 
         ps1.kill()
         shutil.rmtree(tmp_path / "b" / "ps1")
@@ -74,7 +74,7 @@ def test_a_lost_disk_is_made_up_for_from_another_host(
         run.start_master()
         said, _ = recovering.communicate(timeout=240)
         assert recovering.returncode == 0, said
-        run.until(lambda: versions(run) > before.version + 3, 240, "versions after it")
+        run.until(lambda: run.head().version > before.version + 3, 240, "versions after it")
         stopping = sent(run, "head", "stop", "--config", str(run.file))
         said, _ = stopping.communicate(timeout=120)
         assert stopping.returncode == 0, said

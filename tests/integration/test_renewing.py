@@ -41,7 +41,6 @@ from dips.wire.generated.authority_pb2_grpc import AuthorityServiceStub, add_Aut
 from tests.enrolled import Enrolled
 from tests.integration import cluster_harness as harness
 from tests.integration.test_client_agent import tensors
-from tests.integration.test_lane_thieves import skipped, versions
 from tests.integration.test_mistakes import CLI, tiny
 
 RUN = "july"
@@ -559,7 +558,7 @@ def test_a_run_whose_certificates_live_for_seconds(tmp_path: Path, names: tuple[
         over = "the certificate of cluster 'west' of run 'test' expired at"
         assert west.code == 77 and f"may take part no more: {over}" in west.log.read_text(), west.tail()
         assert f'"cluster": "west", "reason": "{over}' in master.log.read_text()
-        made = versions(run)
-        run.until(lambda: versions(run) > made, 30, "east makes a version")
-        assert not skipped(run)
+        made = run.head().version
+        run.until(lambda: run.head().version > made, 30, "east makes a version")
+        assert not run.skipped()
         assert all(process.code is None for process in (master, slave, east))

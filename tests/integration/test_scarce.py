@@ -43,14 +43,9 @@ def start_trainer(run: Run) -> Process:
     return run.start_cluster("fast", command)
 
 
-def head_of(run: Run) -> int:
-    with run.ledger() as ledger:
-        return ledger.read_state().versions[-1].version.version
-
-
 def wait_for_versions(run: Run, more: int, what: str) -> None:
-    begun = head_of(run)
-    run.until(lambda: head_of(run) >= begun + more, 60, f"{more} versions {what}")
+    begun = run.head().version
+    run.until(lambda: run.head().version >= begun + more, 60, f"{more} versions {what}")
 
 
 @pytest.mark.slow
@@ -62,7 +57,7 @@ def test_no_room_for_logs_costs_lines_and_nothing_else(tmp_path: Path) -> None:
         run.commands = {role: [*NO_ROOM, *daemon(role)] for role in run.commands}
         daemons = [run.start_master(), *run.start_slaves()]
         run.wait(start_trainer(run), 120)
-        assert head_of(run) == 5 and all(process.code is None for process in daemons)
+        assert run.head().version == 5 and all(process.code is None for process in daemons)
         assert [process.terminate() for process in daemons] == [0, 0, 0]
 
 

@@ -54,8 +54,7 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
         for section in (content["master"], *content["slaves"]):
             section["http"] = f"127.0.0.1:{ports[section.get('name', 'master')]}"
         run.file.write_text(yaml.safe_dump(content))
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         command = [sys.executable, str(HERE / "train_constant.py"), "slow", "24", "1", str(tmp_path / "slow.out")]
         run.start_cluster("slow", command, steps=1, relay="127.0.0.1", http=f"127.0.0.1:{ports['slow']}")
 

@@ -85,8 +85,7 @@ def test_what_daemons_write_is_theirs_alone(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_secured_run_trains_and_strangers_are_told(run: harness.Run, tmp_path: Path) -> None:
-    run.start_master()
-    run.start_slaves()
+    run.start_servers()
 
     # without a certificate, as another cluster, as a viewer who would drain, in plain text
     lost = run.start_cluster("lost", tiny(tmp_path))

@@ -79,8 +79,7 @@ def test_a_run_begins_without_a_shared_disk(run: harness.Run, tmp_path: Path) ->
 
     for process in (*slaves, master):
         process.terminate()
-    with run.ledger() as ledger:
-        assert ledger.read_state().versions[-1].version.version == VERSIONS
+    assert run.head().version == VERSIONS
     brought = {k: t for s in run.slaves for k, t in read_parameters(tmp_path / s / "v0@r0").items()}
     assert brought.keys() == model_of(1).keys()
     assert all(np.array_equal(brought[name], tensor) for name, tensor in model_of(1).items())
@@ -123,8 +122,7 @@ def test_a_secured_run_is_seeded_and_a_slave_drains_itself(tmp_path: Path) -> No
     options = {"shared": shared, "slave": {"initial_model": None}, "security": certs}
     with harness.Run(tmp_path, model_of(1), **options) as run:
         shutil.rmtree(tmp_path / "master")
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         run.until(lambda: "no_ledger" in (tmp_path / "master.log").read_text(), 30, "the master waits")
 
         def word(*words: str, who: str = "alice.operator") -> str:

@@ -49,11 +49,9 @@ def test_a_nan_heals(tmp_path: Path, overlap: str, steps: int, spoilt: int, frag
     out = tmp_path / "found"
     command = [*harness.TORCHRUN, "2", str(HERE / "train_diverging.py"), str(out), str(spoilt)]
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.05}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         run.wait(run.start_cluster("a", command, steps=steps, overlap=overlap, fragments=fragments), 90)
-        with run.ledger() as ledger:
-            rounds = ledger.read_history(1000)
+        rounds = run.history()
     assert len([r for r in rounds if r.version]) == 8
     assert all(isfinite(fold.norm) for r in rounds for fold in r.folds)
     assert not any(o.kind == "gated" for r in rounds for o in r.outcomes), "what is not finite reached a slave"
@@ -87,8 +85,7 @@ def test_a_model_that_diverges_in_a_row_is_quarantined(tmp_path: Path) -> None:
         quarantined = lambda: asyncio.run(ask_status(master))["clusters"].get("a", {}).get("quarantined")  # noqa: E731
         run.until(lambda: list(marks(run.timeline("a"), "diverged"))[2:], 40, "the model has diverged three times")
         run.until(quarantined, 10, "it is quarantined")
-        with run.ledger() as ledger:
-            assert not [r for r in ledger.read_history(1000) if r.outcomes], "nothing of it was ever pushed"
+        assert not [r for r in run.history() if r.outcomes], "nothing of it was ever pushed"
 
 
 @contextmanager
@@ -99,8 +96,7 @@ def diverging_run(
     tensors = {name: p.detach().numpy() for name, p in diverging.build().named_parameters()}
     command = [sys.executable, str(HERE / "train_diverging.py"), str(tmp_path / "found"), spoilt]
     with harness.Run(tmp_path, tensors, shared={"stop": {"versions": versions}}, timing={"window_s": 0.02}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         yield run, run.start_cluster("a", command, steps=H, max_restarts=1, on_divergence=on_divergence)
 
 
@@ -113,12 +109,10 @@ def run_alone(
     start = [*harness.TORCHRUN, str(ranks)] if ranks else [sys.executable]
     command = [*start, str(HERE / "train_coarse.py"), mode, str(tmp_path / "out")]
     with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         cluster = run.start_cluster("a", command, steps=steps, **options)
         run.wait(cluster, 60, code)
-        with run.ledger() as ledger:
-            assert not code or len([r for r in ledger.read_history(1000) if r.version]) < versions
+        assert not code or len(run.versions()) < versions
         return cluster.log.read_text()
 
 

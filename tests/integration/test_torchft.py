@@ -59,8 +59,7 @@ def train_ours(directory: Path) -> dict[str, np.ndarray]:
     shared["penalty"] = {"gates": []}
     timing, master = {"window_s": WINDOW_S}, {"keep_every": 1}
     with harness.Run(directory, tensors, shared=shared, timing=timing, master=master) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         path, count = str(HERE / "train_study.py"), str(len(CLUSTERS))
         clusters = [
             run.start_cluster(
@@ -70,8 +69,7 @@ def train_ours(directory: Path) -> dict[str, np.ndarray]:
         ]
         for cluster in clusters:
             run.wait(cluster, 200)
-        with run.ledger() as ledger:
-            rounds = [each for each in ledger.read_history(10 * VERSIONS) if each.version is not None]
+        rounds = run.versions()
         assert all(len(each.folds) == len(CLUSTERS) for each in rounds), "not synchronous"
         found: dict[str, np.ndarray] = {}
         for slave in run.slaves:

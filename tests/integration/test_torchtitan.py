@@ -7,18 +7,17 @@ environment of its own: `make frameworks` makes .venv-frameworks.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+
+from tests.integration import cluster_harness as harness
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,17 +31,6 @@ pytestmark = [
 ]
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness = load("cluster_harness")
-
-
 def run_titan(directory: Path, kind: str, versions: int, **options: Any) -> tuple[list[Any], list[Any], Path]:
     """A run of one torchtitan cluster; what its ranks found, the history, the exported model."""
     script, start = str(HERE / "train_torchtitan.py"), directory / "start.npz"
@@ -51,17 +39,12 @@ def run_titan(directory: Path, kind: str, versions: int, **options: Any) -> tupl
     shared = {"stop": {"versions": versions}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {}}, **options}
     ranks = [str(PYTHON), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with harness.Run(directory, dict(np.load(start)), shared=shared) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         command = [*ranks, script, "train", str(directory / "found"), kind]
         run.wait(run.start_cluster("titan", command, steps=6, max_restarts=1), 240)
-        with run.ledger() as ledger:
-            history = [r for r in ledger.read_history(1000) if r.version is not None]
+        history = run.versions()
         exported = directory / "model.safetensors"
-        subprocess.run(
-            [sys.executable, "-m", "dips.cli", "export", "--config", str(run.file), "--output", str(exported)],
-            cwd=ROOT, env=environment, check=True, timeout=60,
-        )  # fmt: skip
+        run.export(exported)
     return [json.loads((directory / f"found.{rank}").read_text()) for rank in range(2)], history, exported
 
 

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from tests.integration import cluster_harness as harness
+from tests.integration.test_adapters import EXAMPLES, HERE, load_example
+
 pytest.importorskip("transformers", reason="transformers is not installed: its callback is NOT tested here")
 
-HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "configs" / "examples"
 RANGES, ROWS, STEPS = 5, 4, 3  # of the data, of an inner step, of a range
-
-
-def load(name: str, directory: Path = HERE) -> ModuleType:
-    """A file as a module, whatever the test runner's import mode."""
-    spec = importlib.util.spec_from_file_location(name, directory / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness = load("cluster_harness")
 
 
 @pytest.mark.timeout(120)
 def test_a_trainer_that_crashes_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Crashed in the middle of a range: rows between checkpoint and crash are read again, all others once; the run has
     the tokens of the data, and the learning rate is that of half the run when the data are at their end."""
-    example = load("hf_trainer", EXAMPLES)
+    example = load_example("hf_trainer")
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
     rows, out, text = RANGES * ROWS * STEPS, tmp_path / "seen", tmp_path / "text"
@@ -44,11 +31,9 @@ def test_a_trainer_that_crashes_goes_on_from_its_checkpoint(tmp_path: Path) -> N
     words = ["--text", str(text), "--out", str(tmp_path / "checkpoints"), "--save-steps", "4"]
     command = [sys.executable, str(HERE / "train_trainer.py"), str(out), str(EXAMPLES / "hf_trainer.py"), "6", *words]
     with harness.Run(tmp_path, tensors, shared=shared, slaves=1) as run:
-        run.start_master()
-        run.start_slaves()
+        run.start_servers()
         run.wait(run.start_cluster("hf", command, steps=10, max_restarts=1), 100)
-        with run.ledger() as ledger:
-            history = [r for r in ledger.read_history(1000) if r.version is not None]
+        history = run.versions()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     (told,) = (line["told"] for line in lines if "told" in line)
     assert told.startswith("resumed on v0@r0 with 4 inner steps")

@@ -18,7 +18,7 @@ import yaml
 
 from dips.inside.planning.plan import Framework, make_plan, plan_data
 from dips.inside.planning.profile import parse_model, parse_profile
-from tests.integration.test_adapters import EXAMPLES, load, under_torchrun
+from tests.integration.test_adapters import load_example, under_torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun]
 CASES = {"planned": None, "equal": [(4, 2), (4, 2)], "one each": [(6, 1), (2, 1)], "uneven cuts": [(5, 3), (3, 1)]}
@@ -58,7 +58,7 @@ def check_gradients(shares: list[tuple[int, int]], example: Any) -> dict[str, An
 
 def run_rank(out: Path, plan: Path) -> None:
     """All cases on this rank."""
-    example = load("unequal_gpus", EXAMPLES)
+    example = load_example("unequal_gpus")
     dist.init_process_group("gloo")
     torch.set_default_dtype(torch.float64)
     found = {case: check_gradients(shares or example.read_shares(plan), example) for case, shares in CASES.items()}

@@ -7,7 +7,6 @@ CRASH_AT counts optimizer steps. OUT gets each row's number as it is read, and a
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run_example import load
 
 from dips.client import OuterLoop
 from dips.client.transformers import OuterCallback
@@ -22,10 +22,7 @@ from dips.client.transformers import OuterCallback
 
 def main(out: Path, path: Path, crash_at: int, words: list[str]) -> None:
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load(path)
     crashed = out.with_suffix(".crashed")
     with out.open("a", buffering=1) as log:
         read, step, resume = example.Text.__getitem__, OuterCallback.on_step_end, OuterLoop.load_state_dict
