@@ -254,10 +254,7 @@ def together(bench: Bench) -> None:
 
 def measure(bench: Bench) -> None:
     """Every part, then all."""
-    lacks = missing()
-    if lacks is not None:
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(missing())
     for part in (pipeline, several_lanes, order, second_cluster, together):
         part(bench)
 

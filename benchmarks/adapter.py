@@ -94,9 +94,7 @@ def make_chain_of(forward_s: float, transfer: float, fixed: float = FIXED) -> tu
 
 def measure_cut(bench: Bench) -> None:
     """Tokens a second after the cut, with the adapter over without; first over the best constant number of pieces."""
-    if reason := missing():
-        bench.note(f"nothing was measured: {reason}")
-        return
+    bench.skip_if(missing())
     gears, rows = make_chain_of(FORWARD_S, TRANSFER)
     with open_ranks() as (hosts, ranks):
         for cut in CUTS[:1] if bench.quick else CUTS:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -133,9 +134,8 @@ def _measure(example: ModuleType, exported: Path, directory: Path) -> RunOutcome
     sample = torch.from_numpy(load_corpus(1).validation_sample(VALIDATION_ROWS, example.LENGTH).astype("int64"))
     with torch.no_grad():
         loss = float(torch.stack([example.loss_of(model, rows) for rows in sample.split(64)]).mean())
-    ledger = Ledger.open(directory / "master" / genesis.LEDGER, readonly=True)
-    rounds = [r for r in ledger.read_history(100_000) if r.version is not None]
-    ledger.close()
+    with closing(Ledger.open(directory / "master" / genesis.LEDGER, readonly=True)) as ledger:
+        rounds = [r for r in ledger.read_history(100_000) if r.version is not None]
     folds = [fold for r in rounds for fold in r.folds]
     names = sorted({fold.push.cluster for fold in folds})
     steps = {name: sum(fold.inner_steps for fold in folds if fold.push.cluster == name) for name in names}

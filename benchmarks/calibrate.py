@@ -17,12 +17,10 @@ from pathlib import Path
 from statistics import fmean, linear_regression, median
 
 from benchmarks import endtoend
-from benchmarks.endtoend import LAYERS, PARAMETERS, SLAVES, Cell, CellSeen, counted
+from benchmarks.endtoend import PARAMETERS, SLAVES, Cell, CellSeen, counted
 from benchmarks.harness import Bench, main
-from benchmarks.lone_slave import equal_layers
 from benchmarks.namespaces import missing, network
 from benchmarks.timed_rank import Stretch
-from benchmarks.timed_run import TimedRun
 from dips.config import Shared
 from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.study.sized_run import HOUR_S, SimulatedClusters, SimulatedRun, SizedReport, simulate_sizes
@@ -82,12 +80,10 @@ class Fit:
 
 def live(cell: Cell) -> CellTimes:
     """Run a cell once."""
-    keys = endtoend.make_keys(cell)
-    plans = {name: cell.plan(name) for name in cell.clusters}
     with (
         tempfile.TemporaryDirectory(prefix="dips-bench-") as made,
         network(cell.links) as hosts,
-        TimedRun(Path(made) / "run", equal_layers(PARAMETERS, LAYERS), plans, keys, slaves=SLAVES, hosts=hosts) as run,
+        endtoend.make_run(Path(made) / "run", cell, hosts) as run,
     ):
         run.finish(cell.train_s + endtoend.WITHIN_S)
         stretches = {name: counted(cell, run.stretches(name)) for name in cell.clusters}
@@ -197,10 +193,7 @@ def predict(cell: Cell, report: SizedReport) -> dict[str, float]:
 
 def measure(bench: Bench) -> None:
     """Fit, and show what remains; with --check also what was predicted of other cells."""
-    lacks = missing()
-    if lacks:
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(missing())
     fitted = _name_cells(FITTED[1:] if bench.quick else FITTED)
     times = {cell: measure_cell(bench, what, cell) for what, cell in fitted.items()}
     fit = fit_cells(times)

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from benchmarks.harness import Bench, commit, main
 from benchmarks.lone_slave import equal_layers
@@ -36,6 +36,7 @@ from benchmarks.timed_rank import Stretch, TimedPlan
 from benchmarks.timed_run import TimedRun
 from benchmarks.whole_run import SITE, Processes, free_port
 from dips.protocol.manifest import BYTES_PER_PARAMETER
+from dips.telemetry import timeline
 
 SPEEDS = {"emulated": (1.0, 1 / 1.16, 1 / 1.33, 1 / 1.5), "real": (5.23, 3.8, 2.4, 1.0)}
 SCALING_SPEEDS = (5.23, 4.5, 3.8, 3.1, 2.4, 1.7, 1.0)  # fastest first
@@ -168,26 +169,21 @@ def _run_serverless(directory: Path, cell: Cell, hosts: Mapping[str, End], withi
             processes.wait(name, process, within_s)
     finally:
         processes.end()
-    return {name: _read(meeting / f"{name}.jsonl") for name in cell.clusters}
-
-
-def _read(file: Path) -> list[Stretch]:
-    return [Stretch(**json.loads(line)) for line in file.read_text().splitlines()]
+    files = {name: meeting / f"{name}.jsonl" for name in cell.clusters}
+    return {name: [Stretch(**line) for line in timeline.read_marks(file)] for name, file in files.items()}
 
 
 def _run_dips(directory: Path, cell: Cell, hosts: Mapping[str, End], within_s: float) -> dict[str, list[Stretch]]:
-    plans = {name: cell.plan(name) for name in cell.clusters}
-    with TimedRun(
-        directory, equal_layers(PARAMETERS, LAYERS), plans, make_keys(cell), slaves=SLAVES, hosts=hosts
-    ) as run:
+    with make_run(directory, cell, hosts) as run:
         run.finish(within_s)
         return {name: run.stretches(name) for name in cell.clusters}
 
 
-def make_keys(cell: Cell) -> dict[str, Any]:
-    """What stands in each cluster's file."""
-    way = DIPS[cell.method]
-    return {"pace": {way["pace"]: cell.inner_steps}, "overlap": way["overlap"]}
+def make_run(directory: Path, cell: Cell, hosts: Mapping[str, End]) -> TimedRun:
+    """The run of a cell by Di-PS."""
+    way, plans = DIPS[cell.method], {name: cell.plan(name) for name in cell.clusters}
+    keys = {"pace": {way["pace"]: cell.inner_steps}, "overlap": way["overlap"]}
+    return TimedRun(directory, equal_layers(PARAMETERS, LAYERS), plans, keys, slaves=SLAVES, hosts=hosts)
 
 
 def live(cell: Cell) -> CellSeen:
@@ -326,10 +322,7 @@ PARTS = {"methods": measure_methods, "transfers": measure_transfers, "scaling": 
 
 def measure(bench: Bench) -> None:
     """Each part that was asked for."""
-    lacks = missing()
-    if lacks:
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(missing())
     cells = Cells(bench, bench.args.cells)
     for part in bench.args.part or ["methods"]:
         PARTS[part](bench, cells)

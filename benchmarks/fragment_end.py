@@ -16,23 +16,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 from torch import nn
 
 from benchmarks.line_program import print_answer, read_requests
-from benchmarks.link_end import CLUSTER, RUN, SINC, SLAVE, WAIT_S, LinkEvents
+from benchmarks.link_end import CLUSTER, RUN, SINC, SLAVE, STALL_S, WAIT_S, slave
 from dips.client.parallel import HostMemory, lay_out
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer import TransferIdentity
-from dips.ids import GENESIS, PullId, PushId
+from dips.ids import GENESIS
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Manifest
-from dips.slave.flow import ZmqFlow
 
 LAYERS, WIDTH = 16, 512  # 1 MiB each
 STEP_S, SAMPLE_S = 0.02, 0.02
-STALL_S = 30.0
 COUNTERS = {"push": "tx_bytes", "pull": "rx_bytes"}
 
 
@@ -42,34 +39,6 @@ def build() -> nn.Module:
 
 def manifest() -> Manifest:
     return Manifest.from_shapes((name, tuple(p.shape)) for name, p in build().named_parameters())
-
-
-def slave(ip: str) -> None:
-    """Serve one push or pull after the other."""
-    model, events = manifest(), LinkEvents()
-    layers = tuple(range(len(model.layers)))
-    flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",), 1 << 20, 256 << 20, 4, STALL_S)
-    flow.set_layers(model, layers)
-    flow.start(SINC, events.on_event)
-    source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}
-    slot = {i: np.ones_like(array) for i, array in source.items()}
-    print_answer(flow.lane_addresses()[0])
-    last = ""
-    for word, number in read_requests():
-        push, pull = PushId(CLUSTER, 1, number), PullId(CLUSTER, 1, number)
-        if word == "push":
-            flow.open_push(push, (0,), slot, WAIT_S)
-        elif word == "pull":
-            flow.open_pull(pull, GENESIS, source)
-        elif last == "push":
-            events.wait()
-            flow.drop_push(push)
-        else:
-            flow.close_pull(pull)
-            events.wait()
-        last = word
-        print_answer("ok")
-    flow.close()
 
 
 class FragmentRank:
@@ -136,4 +105,4 @@ def rank(address: str) -> None:
 
 
 if __name__ == "__main__":
-    slave(sys.argv[2]) if sys.argv[1] == "slave" else rank(sys.argv[2])
+    slave(manifest(), sys.argv[2]) if sys.argv[1] == "slave" else rank(sys.argv[2])

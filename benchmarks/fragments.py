@@ -63,10 +63,7 @@ def busy_s(samples: Samples) -> float:
 
 def measure(bench: Bench) -> None:
     """Both directions, in turn."""
-    lacks = missing()
-    if lacks is not None:
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(missing())
     with ends() as move:
         move("push", 1, 0)  # what is kept for merges is there from now on
         found = {kind: measure_kind(bench, move, kind) for kind in ("push", "pull")}

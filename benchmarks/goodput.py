@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import combinations
@@ -221,13 +221,8 @@ class GoodputRun(WholeRun):
     def _words(self, name: str) -> list[str]:
         return ["tests.chaos.train_chaos", name, str(self.meeting / f"{name}.out"), str(TOKENS), str(STEP_S)]
 
-    @contextmanager
-    def _ledger(self) -> Iterator[Ledger]:
-        ledger = Ledger.open(self.directory / "master" / genesis.LEDGER, readonly=True)
-        try:
-            yield ledger
-        finally:
-            ledger.close()
+    def _ledger(self) -> closing[Ledger]:
+        return closing(Ledger.open(self.directory / "master" / genesis.LEDGER, readonly=True))
 
     def _history(self) -> list[RoundHistory]:
         with self._ledger() as ledger:
@@ -393,10 +388,7 @@ def find_systems(bench: Bench) -> dict[str, Callable[[Path, Mapping[str, End]], 
 
 def measure(bench: Bench) -> None:
     """Each system undisturbed, then with the trace."""
-    lacks = namespaces.missing()
-    if lacks:
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(namespaces.missing())
     minutes = bench.args.minutes or (QUICK_MINUTES if bench.quick else MINUTES)
     trace = read_trace().first(minutes)
     undisturbed = FaultTrace(trace.clusters, trace.servers, max(1.0, minutes / 5), ())

@@ -44,6 +44,10 @@ RANK_END_S = 10.0  # for a rank that has told its result, or whose step did not 
 PACKAGES = ("numpy", "numba", "torch", "pyzmq", "grpcio", "xxhash")
 
 
+class NothingMeasured(Exception):
+    """What this machine lacks for a benchmark, which ends with a note."""
+
+
 class Seconds(float):
     """What a work says it took; any other result is the work's own business."""
 
@@ -86,6 +90,11 @@ class Bench:
         """Keep a sentence for the table's foot and the log: how bytes are counted, what the limit is."""
         self.notes.append(text)
 
+    def skip_if(self, lacks: str | None) -> None:
+        """End the benchmark here if the machine lacks something."""
+        if lacks:
+            raise NothingMeasured(lacks)
+
     def say(self, text: str) -> None:
         """Show progress."""
         self.console.print(f"[dim]{self.name}: {text}[/dim]", highlight=False)
@@ -127,7 +136,10 @@ def main(
     end_in_order()
     bench = Bench(name, args.quick, args, Console(stderr=True))
     begun = time.monotonic()
-    measure(bench)
+    try:
+        measure(bench)
+    except NothingMeasured as lacks:
+        bench.note(f"nothing was measured: {lacks}")
     took_s = time.monotonic() - begun
     Console().print(table(bench.name, bench.rows, bench.notes))
     result = report(bench, took_s) if args.json is not None or args.log else {}

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -32,6 +31,7 @@ import yaml
 
 from benchmarks.harness import Bench, main
 from benchmarks.record import ROOT
+from benchmarks.whole_run import free_port
 from dips.commands.planning import MASTER_BYTES
 from dips.config import RunFile, load_run
 from dips.ids import GENESIS, PushId, VersionId
@@ -153,16 +153,13 @@ def measure(bench: Bench) -> None:
 
 
 def _write_run(directory: Path) -> RunFile:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     file = directory / "dips.yaml"
     slaves = [
         {"name": name, "master": "127.0.0.1:1", "directory": name, "initial_model": "m/initial"} for name in SLAVES
     ]
     run = {
         "shared": {"run": "long"}, "tls": False, "slaves": slaves,
-        "master": {"directory": "m", "listen": f"127.0.0.1:{port}"},
+        "master": {"directory": "m", "listen": f"127.0.0.1:{free_port()}"},
     }  # fmt: skip
     file.write_text(yaml.safe_dump(run))
     return load_run(file)
@@ -209,9 +206,8 @@ def _start_master(config: RunFile, place: Path) -> tuple[float, float]:
 def _run_copied(source: Path, place: Path) -> Iterator[Path]:
     """A copy of a run, its ledger with what is in the WAL; gone when the block ends."""
     shutil.copytree(source, place, ignore=shutil.ignore_patterns("ledger.sqlite*"))
-    ledger = Ledger.open(source / "m" / genesis.LEDGER, readonly=True)
-    ledger.copy_to(place / "m" / genesis.LEDGER)
-    ledger.close()
+    with closing(Ledger.open(source / "m" / genesis.LEDGER, readonly=True)) as ledger:
+        ledger.copy_to(place / "m" / genesis.LEDGER)
     os.sync()
     try:
         yield place / "dips.yaml"

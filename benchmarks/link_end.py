@@ -26,7 +26,7 @@ from dips.slave.ports import FlowEvent, PushOver, Released, Staged
 from dips.transport import seal
 
 RUN, SLAVE, CLUSTER, SINC = "links", "s0", "west", 1
-LAYERS, WAIT_S = 4, 120.0
+LAYERS, WAIT_S, STALL_S = 4, 120.0, 30.0
 
 
 def manifest(mib: int) -> Manifest:
@@ -53,11 +53,12 @@ class LinkEvents:
         self._over.clear()
 
 
-def slave(ip: str, lanes: int, mib: int, *keys: str) -> None:
+def slave(model: Manifest, ip: str, lanes: int = 1, *keys: str) -> None:
     """Serve one push or pull after the other."""
-    model, events = manifest(mib), LinkEvents()
-    flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0, key=seal.new_keys() if keys else None)
-    flow.set_layers(model, tuple(range(LAYERS)))
+    layers, events = tuple(range(len(model.layers))), LinkEvents()
+    key = seal.new_keys() if keys else None
+    flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, STALL_S, key=key)
+    flow.set_layers(model, layers)
     flow.start(SINC, events.on_event)
     source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}
     slot = {i: np.ones_like(array) for i, array in source.items()}
@@ -97,6 +98,6 @@ def rank(addresses: str, mib: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "slave":
-        slave(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
+        slave(manifest(int(sys.argv[4])), sys.argv[2], int(sys.argv[3]), *sys.argv[5:])
     else:
         rank(sys.argv[2], int(sys.argv[3]))

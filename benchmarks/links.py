@@ -56,10 +56,7 @@ def ends(line: LinkRow) -> Iterator[Callable[[str], Seconds]]:
 
 def measure(bench: Bench) -> None:
     """Every line, both directions."""
-    lacks = missing()
-    if lacks is not None:
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(missing())
     for line in LINES:
         bench.say(f"{line.mib} MiB over {line}, {bench.runs} runs")
         with ends(line) as move:

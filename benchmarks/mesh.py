@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from benchmarks.harness import Bench, main
 from benchmarks.namespaces import End, missing, wire
 from benchmarks.peer_environments import CACHE, make_environment
 from benchmarks.record import ROOT
+from benchmarks.whole_run import free_port
 
 WITHIN_S = 300.0
 
@@ -164,11 +164,8 @@ def run_ranks(
     program: Sequence[str] = (sys.executable, "-m", "benchmarks.mesh_rank"),
 ) -> list[Any]:
     """Start the ranks of a program, each by the command that `place` makes; return what each found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     device = {"GLOO_SOCKET_IFNAME": "w0" if at.namespace else "lo"}
-    common = {**os.environ, **device, "MASTER_ADDR": at.ip, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    common = {**os.environ, **device, "MASTER_ADDR": at.ip, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", "RUST_LOG": "warn"}
     with tempfile.TemporaryDirectory(prefix="dips-bench-") as made, ExitStack() as stack:
         words = [*program, made, json.dumps(plan)]

@@ -92,10 +92,7 @@ class Seen:
 def measure(bench: Bench) -> None:
     """Without overlap, then with it."""
     device = bench.args.device
-    lacks = missing() or missing_device(device)
-    if lacks:
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(missing() or missing_device(device))
     for overlap, setting in (QUICK_RUN if bench.quick else FULL_RUN).items():
         bench.say(f"overlap {overlap}: {setting}")
         bench.note(f"{overlap}: {len(CLUSTERS)} clusters of {setting.parameters:,} parameters; {setting}")

@@ -145,10 +145,7 @@ def _last_words(processes: Processes) -> str:
 
 def measure(bench: Bench) -> None:
     """Each system in turn."""
-    lacks = namespaces.missing()
-    if lacks:
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(namespaces.missing())
     numel = bench.args.parameters or (QUICK_PARAMETERS if bench.quick else PARAMETERS)
     work = PeerWork(CLUSTERS, numel, INNER_STEPS, STEP_S)
     ours: PeerSeen | None = None

@@ -63,9 +63,7 @@ def fitting_parameters() -> int:
 def measure(bench: Bench) -> None:
     """One run."""
     device = bench.args.device
-    if lacks := missing_device(device):
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(missing_device(device))
     parameters = bench.args.parameters or (QUICK_PARAMETERS if bench.quick else fitting_parameters())
     parameters -= parameters % (LAYERS * RANKS)
     bench.say(f"{parameters:,} parameters over {RANKS} ranks on {device}, {ROUNDS} rounds")

@@ -84,10 +84,6 @@ class RecoveryRun(WholeRun):
                     return datetime.fromisoformat(said["timestamp"]).timestamp()
         raise ValueError(f"{name} has not logged {event}")
 
-    def calls(self, name: str) -> list[Mark]:
-        """Every call of `step` of a cluster."""
-        return list(timeline.read_marks(self.meeting / f"{name}.jsonl"))
-
     def until(self, holds: Callable[[], Any], what: str) -> Any:
         """Wait; return what held; raise RuntimeError if it does not in time."""
         end = time.monotonic() + WITHIN_S
@@ -182,7 +178,7 @@ def cluster_killed(run: RecoveryRun, number: int) -> tuple[float, list[float]]:
     at = run.kill(name)
     run.start(name)
     pulled = run.until(lambda: run.marks(name, "pull_end", at, installed=True), f"{name} pulls")[0]["at"]
-    call = run.until(lambda: [c for c in run.calls(name) if c["begun"] > pulled], f"{name} takes an inner step")[0]
+    call = run.until(lambda: [c for c in run.lines(name) if c["begun"] > pulled], f"{name} takes an inner step")[0]
     first = [run.marks(name, kind, at)[0]["at"] for kind in ("trainer_start", "trainer_attached", "joined")]
     return at, [*first, pulled, call["begun"]]
 
@@ -197,7 +193,7 @@ ROLES: dict[str, Callable[[RecoveryRun, int], tuple[float, list[float]]]] = {
 def _lost(run: RecoveryRun, name: str, begin: float, end: float) -> float:
     """Seconds that a cluster stood still in calls of `step` without a push."""
     pushes = [m["at"] for m in run.marks(name, "push_begin", begin - WITHIN_S)]
-    return lost_s([c for c in run.calls(name) if begin < c["ended"] and c["begun"] < end], pushes)
+    return lost_s([c for c in run.lines(name) if begin < c["ended"] and c["begun"] < end], pushes)
 
 
 def lost_s(calls: Iterable[Mark], pushes: Sequence[float]) -> float:

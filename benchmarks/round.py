@@ -107,7 +107,7 @@ def dips(numel: int, clusters: int, runs: int, parent: Path | None, secure: bool
             directory / "run", manifest, clusters=clusters, slaves=SLAVES, versions=runs + 1, secure=secure
         ) as run:
             run.finish(250)
-            steps = {name: _lines(run.meeting / f"{name}.jsonl") for name in run.clusters}
+            steps = {name: run.lines(name) for name in run.clusters}
             marks = {name: list(timeline.read_marks(run.timeline(name))) for name in run.clusters}
             master = list(timeline.read_marks(run.timeline("master")))
     versions = [f"v{v}@r{v}" for v in range(2, runs + 2)]
@@ -136,10 +136,6 @@ def phases(
     }  # fmt: skip
     cuts = [begun, *(ends[phase] for phase in PHASES)]
     return {"round": ended - begun, **{p: b - a for p, a, b in zip(PHASES, cuts, cuts[1:], strict=False)}}
-
-
-def _lines(path: Path) -> list[Mark]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,8 @@ Source: docs/architecture.md#speed, docs/rationale.md#19, #24, #31.
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +30,7 @@ SLOW = "c2"
 MOST_ATTEMPTS, MOST_TRANSFERS, LEAST = 2, 3.0, 1 / 1.1
 WARM = 2  # steps of a cluster that do not count: links are unmeasured, kernels compile
 WITHIN_S = 300.0
-Mark = Mapping[str, Any]
+Mark = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,7 @@ class SlowClusterRun:
 
 def measure(bench: Bench) -> None:
     """Without the slow cluster, then with it."""
-    lacks = missing()
-    if lacks is not None:
-        bench.note(f"nothing was measured: {lacks}")
-        return
+    bench.skip_if(missing())
     others = [f"c{i}" for i in range(2)]
     cut = 2 if bench.quick else 1
     bench.say(f"two clusters of {FAST_MBIT:g} Mbit/s")
@@ -91,7 +87,7 @@ def lived(clusters: Sequence[str], versions: int) -> SlowClusterRun:
         ) as run,
     ):  # fmt: skip
         run.finish(WITHIN_S)
-        steps: dict[str, list[Mark]] = {name: _lines(run.meeting / f"{name}.jsonl") for name in clusters}
+        steps: dict[str, list[Mark]] = {name: run.lines(name) for name in clusters}
         marks: dict[str, list[Mark]] = {name: list(timeline.read_marks(run.timeline(name))) for name in clusters}
     return SlowClusterRun(steps, marks)
 
@@ -117,10 +113,6 @@ def transfers(marks: Sequence[Mark]) -> list[float]:
         elif mark["kind"] in ("push_end", "pull_end") and mark.get("ok", mark.get("installed")):
             took.append(mark["at"] - began)
     return took
-
-
-def _lines(path: Path) -> list[Mark]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 if __name__ == "__main__":

@@ -45,16 +45,13 @@ class TimedRun(WholeRun):
 
     def stretches(self, name: str) -> list[Stretch]:
         """Of a cluster, oldest first."""
-        return [Stretch(**line) for line in self._lines(name) if "version" in line]
+        return [Stretch(**line) for line in self.lines(name) if "version" in line]
 
     def beyond(self, name: str) -> dict[str, int | None]:
         """Bytes of host and device beyond the model, at the peak."""
-        return next(line for line in self._lines(name) if "host" in line)
+        return next(line for line in self.lines(name) if "host" in line)
 
     def contributions(self) -> list[int]:
         """To each version that was made, in order."""
         marks = timeline.read_marks(self.timeline("master"))
         return [int(mark["contributions"]) for mark in marks if mark["kind"] == "version_committed"]
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        return list(timeline.read_marks(self.meeting / f"{name}.jsonl"))

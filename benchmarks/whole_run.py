@@ -33,6 +33,7 @@ from dips.config import load_run
 from dips.identity.names import PeerRole
 from dips.master import genesis
 from dips.protocol.manifest import Manifest
+from dips.telemetry import timeline
 from tests.enrolled import enroll_all
 
 END_S = 30.0
@@ -174,6 +175,10 @@ class WholeRun:
     def timeline(self, who: str) -> Path:
         """Of `master` or a cluster."""
         return self.directory / who / "timeline.jsonl"
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """What a cluster's rank wrote."""
+        return list(timeline.read_marks(self.meeting / f"{name}.jsonl"))
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Start the master, a slave or a cluster, once more if it was killed."""

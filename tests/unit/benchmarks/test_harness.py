@@ -148,3 +148,16 @@ def test_sigterm_unwinds_what_is_under_way() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "taken down\n"), done.stderr
+
+
+def test_a_benchmark_ends_well_where_the_machine_lacks_something(tmp_path: Path) -> None:
+    """Its note says what; nothing after that was measured."""
+
+    def measure(bench: Bench) -> None:
+        bench.skip_if(None)
+        bench.skip_if("no such device")
+        bench.row("rate", 1.0, "B/s")
+
+    assert run(measure, "--json", str(tmp_path / "toy.json")) == 0
+    made = json.loads((tmp_path / "toy.json").read_text())
+    assert made["rows"] == [] and made["notes"] == ["nothing was measured: no such device"]
