@@ -45,7 +45,6 @@ def write_hf_directory(file: Path, directory: Path, source: ModelSource) -> None
 
     Raises ConfigError if `directory` is not empty, or the file does not fit the model.
     """
-    source.check()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--output: {directory} is there and not empty: name a new directory")
     model, like = _read_model(file, source), source.like

@@ -166,12 +166,8 @@ def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
 
 
 def _round_row(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> ListingRow:
-    if r["kind"] == "rebalanced":
-        return _rebalanced_row(r)
-    if r["kind"] == "extended":
-        return _extended_row(r)
-    if r["kind"] == "tuned":
-        return _tuned_row(r)
+    if r["kind"] in ("rebalanced", "extended", "tuned"):
+        return _change_row(r)
     undone = r["undone"]
     recovered = r.get("recovered")
     ended = "undone" if undone else "recovered" if recovered else r["kind"]
@@ -205,21 +201,18 @@ def _describe_result(result: Mapping[str, Any] | None) -> str:
     return f"on_version: {(told or 'done') if result['ok'] else result['reason']}"
 
 
-def _rebalanced_row(r: Mapping[str, Any]) -> ListingRow:
-    none = NONE
-    told = ", ".join(f"{name} ({len(layers)} layers)" for name, layers in r["placement"].items())
-    return ListingRow((none, r["kind"], r["version"], *[none] * 5), (f"from {', '.join(r['before'])} to {told}",))
-
-
-def _extended_row(r: Mapping[str, Any]) -> ListingRow:
-    none = NONE
-    again = f"; it was finished at {r['version']} and goes on" if r["version"] else ""
-    return ListingRow((none, r["kind"], *[none] * 6), (f"until {r['said']}{again}",))
-
-
-def _tuned_row(r: Mapping[str, Any]) -> ListingRow:
-    none, value = NONE, r["value"]
-    return ListingRow((none, r["kind"], *[none] * 6), (f"{r['key']} = {'off' if value is None else f'{value:.15g}'}",))
+def _change_row(r: Mapping[str, Any]) -> ListingRow:
+    """Draw what happened between two rounds."""
+    version = NONE
+    if r["kind"] == "rebalanced":
+        version = r["version"]
+        told = ", ".join(f"{name} ({len(layers)} layers)" for name, layers in r["placement"].items())
+        said = f"from {', '.join(r['before'])} to {told}"
+    elif r["kind"] == "extended":
+        said = f"until {r['said']}" + (f"; it was finished at {r['version']} and goes on" if r["version"] else "")
+    else:
+        said = f"{r['key']} = " + ("off" if r["value"] is None else f"{r['value']:.15g}")
+    return ListingRow((NONE, r["kind"], version, *[NONE] * 5), (said,))
 
 
 def _has_another_parent(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:

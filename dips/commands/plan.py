@@ -5,6 +5,7 @@ need, and what they cost.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from dips.commands.options import AS_JSON
 from dips.commands.plan_cluster import cluster_command
 from dips.commands.plan_site import site_command
 from dips.commands.planning import (
+    KEEP_SNAPSHOTS,
     SNAPSHOT_BYTES,
     MemoryPlan,
     default_section,
@@ -32,11 +34,9 @@ from dips.config import ClusterFile, RunFile, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.protocol.grouping import PLAIN_GROUPING, Grouping
 from dips.protocol.manifest import Manifest
-from dips.protocol.options import Options
 from dips.protocol.placement import place_layers
 
 SLAVES, RANKS, ROUNDS, CPUS = 2, 8, 10_000, 4
-KEEP_SNAPSHOTS = Options().keep_snapshots
 GB, MB, GBIT_BYTES = 1e9, 1e6, 1.25e8
 DISK_MB, LINK_GBIT = 500.0, 1.0  # rates by default: an SSD of a cloud, and a slow link between two places
 
@@ -104,7 +104,7 @@ def memory_command(
             json.dumps(proposed) if as_json else yaml.safe_dump(proposed, sort_keys=False), end="\n" if as_json else ""
         )
     elif as_json:
-        print(json.dumps(plan.as_data()))
+        print(json.dumps(asdict(plan)))
     else:
         Console().print(draw_plan(plan))
         print(describe_cluster(plan))

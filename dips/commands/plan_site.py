@@ -15,15 +15,20 @@ from rich.table import Table
 
 from dips.codecs import Codec
 from dips.commands.options import AS_JSON
-from dips.commands.planning import PlannedSlave, default_section, plan_cluster, plan_slave, share_equally
+from dips.commands.planning import (
+    KEEP_SNAPSHOTS,
+    PlannedSlave,
+    default_section,
+    plan_cluster,
+    plan_slave,
+    share_equally,
+)
 from dips.config.reading import load_file
 from dips.config.section import PullCodec, Section
 from dips.errors import ConfigError
-from dips.protocol.options import Options
 
 MOST_WAIT = 0.05  # of a cluster's time, in transfers: what `inner_s` is proposed for
 GB, MBIT_BYTES = 1e9, 1.25e5
-KEPT = Options().keep_snapshots
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TEMPLATE = """\
 # What `dips plan site` reads. Rates are in Mbit/s between servers at the first site and accelerators at the second.
@@ -189,7 +194,7 @@ def plan_sites(inventory: Inventory) -> SitePlan:
     """
     shares = share_equally(inventory.parameters, inventory.slaves)
     slaves = tuple(
-        plan_slave(default_section(f"slave-{i}"), 0, numel, inventory.pull_codec, KEPT)
+        plan_slave(default_section(f"slave-{i}"), 0, numel, inventory.pull_codec, KEEP_SNAPSHOTS)
         for i, numel in enumerate(shares)
     )
     needed = sum(slave.memory_bytes for slave in slaves)

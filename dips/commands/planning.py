@@ -7,7 +7,7 @@ A slave's sum is the one it prints when it starts (dips/outer/pool.py), a rank's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 from dips.codecs import OWED_BYTES, Codec
 from dips.config import ClusterFile, SlaveSection
 from dips.protocol.manifest import BYTES_PER_PARAMETER
+from dips.protocol.options import Options
 from dips.slave.machine import memory_of
 
+KEEP_SNAPSHOTS = Options().keep_snapshots
 WRITTEN, LAGGING = 1, 2  # snapshots on a slave's disk besides those that are kept; the latter with a mirror
 SNAPSHOT_BYTES = 2 * BYTES_PER_PARAMETER  # θ and m
 RANK_PROCESS_BYTES = 60_000_000  # as in dips/client/parallel/shard_buffer.py, which needs torch
@@ -77,10 +79,6 @@ class MemoryPlan:
     round: PlannedRound
     master_memory_bytes: int
     master_disk_bytes: int
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the plan as plain data, for --json."""
-        return asdict(self)
 
 
 def share_equally(parameters: int, slaves: int) -> list[int]:

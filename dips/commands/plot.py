@@ -42,13 +42,17 @@ def plot(
 
 def read_numbers(config: Path) -> dict[str, Any]:
     """Return the rows of the two tables, by the names of their columns."""
+    points, results = _read_points(config)
+    pushes = [push for point in points for push in point.pushes]
+    return {"pushes": [_spell_point(point) for point in pushes], "results": [_spell_point(r) for r in results]}
+
+
+def _read_points(config: Path) -> tuple[list[RoundPoint], list[ResultPoint]]:
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 
     with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
-        points, results = list_points(ledger.read_history(EVERY_ROUND))
-    pushes = [push for point in points for push in point.pushes]
-    return {"pushes": [_spell_point(point) for point in pushes], "results": [_spell_point(r) for r in results]}
+        return list_points(ledger.read_history(EVERY_ROUND))
 
 
 def _spell_point(point: Any) -> dict[str, Any]:
@@ -59,11 +63,7 @@ def _spell_point(point: Any) -> dict[str, Any]:
 
 def plot_run(config: Path, output: Path) -> list[Path]:
     """Write the files of `dips plot`; return their paths. Raise ConfigError if `output` cannot be written."""
-    from dips.master.genesis import ledger_path
-    from dips.master.ledger import Ledger
-
-    with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
-        points, results = list_points(ledger.read_history(EVERY_ROUND))
+    points, results = _read_points(config)
     try:
         output.mkdir(parents=True, exist_ok=True)
         written = [output / PUSHES]

@@ -268,7 +268,7 @@ def measure_layers(model: torch.nn.Module, device: torch.device, tokens: int) ->
 
     names = {id(module): name for name, module in find_layers(model)}
     rows: dict[str, dict[str, Any]] = {}
-    for samples in SAMPLES:
+    for number, samples in enumerate(SAMPLES, 1):
         calls: list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         hooks = [
             module.register_forward_pre_hook(
@@ -290,9 +290,7 @@ def measure_layers(model: torch.nn.Module, device: torch.device, tokens: int) ->
             row = rows.setdefault(
                 names[id(module)], {"seconds": [], "parameters": sum(p.numel() for p in module.parameters())}
             )
-            if len(row["seconds"]) < len(
-                SAMPLES[: SAMPLES.index(samples) + 1]
-            ):  # a layer that is called twice counts once
+            if len(row["seconds"]) < number:  # a layer that is called twice counts once
                 row["seconds"].append(_time_layer(module, args, kwargs, device))
             if samples == SAMPLES[0]:
                 with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -428,11 +426,9 @@ def count_memory(model: torch.nn.Module, device: torch.device, tokens: int) -> s
 
 def fit_line(samples: Sequence[int], seconds: Sequence[float]) -> list[float]:
     """Return slope and intercept of the least squares' line, neither below 0."""
-    x, y = statistics.fmean(samples), statistics.fmean(seconds)
-    slope = max(
-        0.0, sum((a - x) * (b - y) for a, b in zip(samples, seconds, strict=True)) / sum((a - x) ** 2 for a in samples)
-    )
-    return [float(f"{slope:.4g}"), float(f"{max(0.0, y - slope * x):.4g}")]
+    slope = max(0.0, statistics.linear_regression(samples, seconds).slope)
+    intercept = max(0.0, statistics.fmean(seconds) - slope * statistics.fmean(samples))
+    return [float(f"{slope:.4g}"), float(f"{intercept:.4g}")]
 
 
 def list_nodes(places: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -87,12 +87,13 @@ def _model_of_init(config: Path) -> Path:
 
 
 async def _bring_model(peer: Endpoint, load: Any, bar: SeedBar, wait_s: float) -> None:
+    from dips.client.preflight.peers import describe_run
     from dips.commands.seed_lanes import ModelLanes, SeedTransfer, SeedWatch, await_master
     from dips.master.waiting import propose_run
 
     watch = SeedWatch(bar.show_rate, bar.show_wait)
     found = await await_master(peer, watch, wait_s)
-    shared = found["shared"] if found["waiting"] else (await _describe(peer))["shared"]
+    shared = found["shared"] if found["waiting"] else (await describe_run(peer))["shared"]
     grouping = Grouping(LayerUnit(shared["layers"]), tuple(shared["share_buffers"]))
     tensors: Tensors = load(grouping.share_buffers)
     proposed: RunProposed = propose_run(tensors, grouping)
@@ -102,12 +103,6 @@ async def _bring_model(peer: Endpoint, load: Any, bar: SeedBar, wait_s: float) -
     manifest = Manifest.from_json(unpack_manifest(proposed.packed, proposed.digest))
     transfer = SeedTransfer(ModelLanes(peer, str(found["run"]), manifest, tensors), watch, wait_s)
     await transfer.bring_model(SeedAsked(0, "", proposed.genesis))
-
-
-async def _describe(peer: Endpoint) -> dict[str, Any]:
-    from dips.client.preflight.peers import describe_run
-
-    return await describe_run(peer)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rich.table import Table
 from dips.data import index
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.data.deal import TOLERANCE, Balance
-from dips.data.documents import make_tokenizer as make_tokenizer
+from dips.data.documents import make_tokenizer
 from dips.data.reader import DataSet
 
 words = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make the data set of a run, and look at one.")

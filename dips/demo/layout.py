@@ -77,9 +77,6 @@ class DemoLayout:
     def slave_mirror(self, name: str) -> Path:
         return self.directory / MIRROR / RUN / name
 
-    def cluster_directory(self, name: str) -> Path:
-        return self.directory / name
-
     def cluster_file(self, name: str) -> Path:
         return self.directory / f"{name}.yaml"
 

@@ -125,14 +125,7 @@ _CLUSTER_MOVES = {
 
 def master_spans(marks: Sequence[Mark]) -> Iterator[Span]:
     """Cut the master's timeline into rounds: the time in which commits are taken, and the update."""
-    state, since = "", 0.0
-    for mark in marks:
-        following = _MASTER_MOVES.get(mark["kind"])
-        if following is None or following == state:
-            continue
-        if state:
-            yield state, since, mark["at"]
-        state, since = following, mark["at"]
+    return _cut_spans(marks, _MASTER_MOVES)
 
 
 _MASTER_MOVES = {
@@ -152,16 +145,22 @@ def slaves_in(marks: Sequence[Mark]) -> list[str]:
 
 def slave_spans(marks: Sequence[Mark], slave: str) -> Iterator[Span]:
     """Yield the spans in which a slave was ready and lost, as seen by the master."""
+    own = [mark for mark in marks if mark.get("slave") == slave]
+    return _cut_spans(own, _SLAVE_MOVES, marks[-1]["at"])
+
+
+_SLAVE_MOVES = {"slave_ready": "ready", "slave_lost": "down"}
+
+
+def _cut_spans(marks: Sequence[Mark], moves: Mapping[str, str], end: float | None = None) -> Iterator[Span]:
+    """Yield each span of a state; of the last one only if `end` is given."""
     state, since = "", 0.0
     for mark in marks:
-        following = _SLAVE_MOVES.get(mark["kind"]) if mark.get("slave") == slave else None
+        following = moves.get(mark["kind"])
         if following is None or following == state:
             continue
         if state:
             yield state, since, mark["at"]
         state, since = following, mark["at"]
-    if state:
-        yield state, since, marks[-1]["at"]
-
-
-_SLAVE_MOVES = {"slave_ready": "ready", "slave_lost": "down"}
+    if state and end is not None:
+        yield state, since, end

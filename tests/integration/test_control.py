@@ -12,7 +12,7 @@ import threading
 import urllib.request
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +68,6 @@ from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 from tests.integration.cluster_harness import free_port
 from tests.push_digest import digest_push
 
-Body = Callable[[Order], Any]
 V1 = VersionId(1, 1)
 
 

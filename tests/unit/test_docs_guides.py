@@ -10,7 +10,6 @@ import pytest
 from benchmarks.record import RESULTS, read_runs
 
 ROOT = Path(__file__).parents[2]
-GATES_GUIDE = ROOT / "docs/guides/gates.md"
 GUIDE = ROOT / "docs/guides/what-to-expect.md"
 BYTES = {"fp32": 8.0, "int8 both ways": 2.032}  # per parameter and round, push and pull together
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}  # bits/s

@@ -30,7 +30,7 @@ def test_the_files_are_right(tmp_path: Path) -> None:
     for name in layout.CLUSTERS:
         cluster = load_cluster(files.cluster_file(name))
         assert cluster.shared.digest == run.shared.digest
-        assert (cluster.cluster, cluster.master, cluster.directory) == (name, address, files.cluster_directory(name))
+        assert (cluster.cluster, cluster.master, cluster.directory) == (name, address, files.directory / name)
 
 
 @pytest.mark.parametrize("name", ["default", "paper"])
