@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -19,7 +18,7 @@ from tests.integration import train_constant as script
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 JOB_S = 120.0
-TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()}
+TENSORS = script.tensors()
 PROGRAMS = {
     "dips": "-m dips.cli",
     "dips-client": "-c 'from dips.client.app import main; main()'",

@@ -19,6 +19,7 @@ from tests.integration import train_constant as script
 HERE = Path(__file__).parent
 ROUNDS = 20
 LR, MOMENTUM, CLIP = 0.7, 0.8, 1.0
+OUTER = {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}}
 
 
 def reference(rounds: Sequence[tuple[VersionId, Sequence[FoldRow]]], numel: int) -> dict[str, float]:
@@ -59,13 +60,11 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(
     tmp_path: Path, codec: str, element_bytes: int, within: float
 ) -> None:
     """Two FSDP2 ranks and a plain rank, two slaves, 20 outer steps: everywhere and always the reference's number."""
-    tensors = {
-        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
-    }
+    tensors = script.tensors()
     numel = sum(t.size for t in tensors.values())
     shared = {
         "stop": {"versions": ROUNDS},
-        "outer": {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}},
+        "outer": OUTER,
         "penalty": {"gates": []},
         "codec": codec,
         "pull_codec": "fp32" if codec == "fp32" else "int8",

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -22,7 +21,7 @@ RAY_OPTIONS = ("--node-ip-address=127.0.0.1", "--min-worker-port=20002", "--max-
 SLURM = HERE.parents[1] / "deploy" / "slurm"
 
 
-TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()}
+TENSORS = script.tensors()
 
 # What Slurm and the package put on the path; srun is its command, once for each node.
 SRUN = """

@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 import zmq
 
@@ -124,9 +123,7 @@ class Fuzzer:
 def fuzz_beside_a_run(directory: Path, messages: int, seed: int) -> None:
     """Two clusters of the constant model train while the fuzz goes on; each push of theirs is in a version."""
     print(f"seed {seed}")
-    tensors = {
-        n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()
-    }
+    tensors = script.tensors()
     shared = {"run": RUN, "stop": {"versions": 1_000_000}, "penalty": {"gates": []}}
     path = str(HERE / "train_constant.py")
     with harness.Run(directory, tensors, shared=shared) as run:

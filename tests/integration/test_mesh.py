@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.accelerator import DEVICE
@@ -15,7 +14,7 @@ from dips.ids import VersionId
 from dips.telemetry import timeline
 from tests.integration import train_constant as script
 from tests.integration.test_adapters import under_torchrun
-from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, harness, reference
+from tests.integration.test_constant_model import HERE, OUTER, harness, reference
 
 pytestmark = pytest.mark.torchrun
 WORDS = ("layer_by_layer", "synchronous", "not_finite", "timed", "idle", "carried_out", "saved")
@@ -174,11 +173,8 @@ def test_a_mesh_is_a_cluster_like_any_other(tmp_path: Path) -> None:
     """2 × 2 and a plain cluster through master and slaves, the reference's number on every rank after every round. No
     push between two syncs. A rank killed in a sync: the job is started again, pulls, and its pushes count.
     """
-    tensors = {
-        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
-    }
-    outer = {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}}
-    shared = {"stop": {"versions": 8}, "outer": outer, "penalty": {"gates": []}}
+    tensors = script.tensors()
+    shared = {"stop": {"versions": 8}, "outer": OUTER, "penalty": {"gates": []}}
     (tmp_path / "fast.out.die").touch()
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.start_servers()

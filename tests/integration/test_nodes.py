@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -27,7 +26,7 @@ TOKEN = "a token of this job, never on a command line"
 VERSIONS = 12
 
 
-TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()}
+TENSORS = script.tensors()
 SHARED = {
     "stop": {"versions": VERSIONS},
     "outer": {"lr": constant.LR, "momentum": constant.MOMENTUM, "step": "nesterov", "clip": {"norm": constant.CLIP}},

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -29,7 +28,7 @@ from dips.telemetry import timeline
 from tests.integration import train_constant as script
 from tests.integration import train_replanned as replanned
 from tests.integration.check_pipeline import LEARNED
-from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, harness, reference
+from tests.integration.test_constant_model import HERE, OUTER, harness, reference
 from tests.traces import check_chrome
 
 pytestmark = pytest.mark.torchrun
@@ -344,11 +343,8 @@ def test_a_pipeline_is_a_cluster_like_any_other(tmp_path: Path) -> None:
     every rank after every round. The last rank dies twice, in a forward and between two reductions: each time
     the job is started again, pulls, and its pushes count.
     """
-    tensors = {
-        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
-    }
-    outer = {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}}
-    shared = {"stop": {"versions": 8}, "outer": outer, "penalty": {"gates": []}}
+    tensors = script.tensors()
+    shared = {"stop": {"versions": 8}, "outer": OUTER, "penalty": {"gates": []}}
     points = [tmp_path / f"fast.out.die.{after}" for after in (3, 24)]
     for point in points:
         point.touch()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.integration import cluster_harness as harness
@@ -21,9 +20,7 @@ BIN = Path(sys.executable).parent  # where pip puts console scripts
 @pytest.mark.timeout(240)
 def test_a_run_by_its_console_scripts(tmp_path: Path) -> None:
     """dips-master, dips-slave, dips-client and torchrun: two ranks push and pull until the third version."""
-    tensors = {
-        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
-    }
+    tensors = script.tensors()
     shared = {"stop": {"versions": 3}, "penalty": {"gates": []}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.commands = {role: [str(BIN / f"dips-{role}")] for role in ("master", "slave", "client")}

@@ -22,7 +22,7 @@ from dips.store.files import staged_path, staged_versions
 from tests.damage import load_parameters
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
-from tests.integration.test_constant_model import CLIP, HERE, LR, MOMENTUM, reference
+from tests.integration.test_constant_model import HERE, OUTER, reference
 
 TWO, THREE = ["ps0", "ps1"], ["ps0", "ps1", "ps2"]
 # A push in bf16 is off by up to half a step, 2⁻⁹ of a difference below 1. Momentum adds to that for two versions, then
@@ -79,12 +79,10 @@ def test_two_three_two_in_the_middle_of_a_run(tmp_path: Path) -> None:
     """Two ranks and a plain one, two slaves, three, two again: θ and m are the same before and after each, every later
     version is the reference's number, no cluster was started twice, and a slave that was removed is told so.
     """
-    tensors = {
-        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
-    }
+    tensors = script.tensors()
     shared = {
         "stop": {"versions": 5000},
-        "outer": {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}},
+        "outer": OUTER,
         "penalty": {"gates": []},
         "codec": "bf16",  # so that error feedback lives through it
         "pull_codec": "int8",  # and so do versions that are made of updates
@@ -191,12 +189,10 @@ def test_slaves_that_share_no_disk(hosts: dict[str, namespaces.End], tmp_path: P
     slaves. In the second the master is killed, and restarted with the former run file. Then θ and m are the same to the
     bit, on three slaves, and every later version is the reference's.
     """
-    tensors = {
-        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
-    }
+    tensors = script.tensors()
     shared = {
         "stop": {"versions": 5000},
-        "outer": {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}},
+        "outer": OUTER,
         "penalty": {"gates": []},
     }
     with Apart(tmp_path, hosts, tensors, shared=shared) as run:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.integration import train_constant as script
@@ -32,9 +31,7 @@ LOST = ("slave_lost", "cluster_gone", "round_skipped", "the coordinator failed")
 @contextmanager
 def one_cluster(directory: Path, versions: int = 10_000) -> Iterator[Run]:
     """A run whose master starts when the test says so."""
-    model = script.ConstantModel()
-    tensors = {name: np.full(tuple(p.shape), script.START, np.float32) for name, p in model.named_parameters()}
-    with Run(directory, tensors, shared={"stop": {"versions": versions}, "penalty": {"gates": []}}) as run:
+    with Run(directory, script.tensors(), shared={"stop": {"versions": versions}, "penalty": {"gates": []}}) as run:
         yield run
 
 

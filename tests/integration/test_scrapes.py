@@ -10,7 +10,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -44,9 +43,7 @@ def held_by_promtool(text: str) -> None:
 def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     """One cluster behind a relay, two slaves: bytes, seconds and tokens of the three kinds of daemons agree, and each
     registers the names that docs/guides/metrics.md lists for it, no more and no fewer."""
-    tensors = {
-        n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()
-    }
+    tensors = script.tensors()
     nbytes = 4 * sum(t.size for t in tensors.values())
     ports = {name: harness.free_port() for name in ("master", "ps0", "ps1", "slow")}
     with harness.Run(tmp_path, tensors, shared={"penalty": {"gates": []}}) as run:
