@@ -31,8 +31,8 @@ from dips.identity.names import PeerIdentity, PeerRole, make_identity
 from dips.identity.paths import TlsFiles
 from tests.enrolled import Enrolled
 from tests.integration import cluster_harness as harness
-from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import tiny
+from tests.integration.train_constant import tensors
 
 RUN = "test"  # the harness's
 CLUSTERS = ("west", "east")

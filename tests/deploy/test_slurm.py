@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.deploy.slurm import Slurm, find_missing
 from tests.integration import cluster_harness as harness
@@ -54,16 +53,6 @@ def environment(tmp_path: Path, cluster: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def cluster_file(run: harness.Run, **changes: object) -> Path:
-    content = {
-        "shared": run.shared, "cluster": "slow", "master": run.address, "pace": {"steps": 1}, "directory": "slow",
-        "tls": False, **changes,
-    }  # fmt: skip
-    path = run.directory / "slow.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
 def submit(slurm: Slurm, tmp_path: Path, cluster: Path, *words: str) -> int:
     batch = str(ROOT / "deploy" / "slurm" / "cluster.sbatch")
     where = (f"--chdir={tmp_path}", f"--output={tmp_path}/job.log")
@@ -72,30 +61,20 @@ def submit(slurm: Slurm, tmp_path: Path, cluster: Path, *words: str) -> int:
 
 def test_a_job_trains(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
     """sbatch, the preflight, the agent, srun, torchrun: the job ends when the run has its versions."""
-    run.start_master()
-    for slave in run.start_slaves():
-        run.until(lambda s=slave: '"ready"' in s.log.read_text(), 60, f"{slave.name} is ready")
+    run.make_ready()
     train = str(ROOT / "tests" / "integration" / "train_constant.py")
-    job = submit(slurm, tmp_path, cluster_file(run), train, "slow", "24", "1", str(tmp_path / "slow.out"))
+    job = submit(slurm, tmp_path, run.write_cluster_file("slow"), train, "slow", "24", "1", str(tmp_path / "slow.out"))
     assert slurm.await_end(job, JOB_S) == 0, (tmp_path / "job.log").read_text()
-    with run.ledger() as ledger:
-        assert max(r.version.version for r in ledger.read_history(100) if r.version is not None) == 3
-
-
-def has_a_version(run: harness.Run) -> bool:
-    with run.ledger() as ledger:
-        return any(row.version is not None for row in ledger.read_history(1))
+    assert run.head().version == 3
 
 
 def test_a_job_whose_time_is_over_is_queued_again(slurm: Slurm, tmp_path: Path) -> None:
     """As Slurm signals it before the end: the cluster leaves the run, and the job waits for its next turn."""
     train, out = str(ROOT / "tests" / "integration" / "train_constant.py"), tmp_path / "slow.out"
     with harness.Run(tmp_path, TENSORS, shared={"penalty": {"gates": []}}) as run:
-        run.start_master()
-        for slave in run.start_slaves():
-            run.until(lambda s=slave: '"ready"' in s.log.read_text(), 60, f"{slave.name} is ready")
-        job = submit(slurm, tmp_path, cluster_file(run), train, "slow", "100000", "1", str(out))
-        run.until(lambda: has_a_version(run), JOB_S, "the job trains")
+        run.make_ready()
+        job = submit(slurm, tmp_path, run.write_cluster_file("slow"), train, "slow", "100000", "1", str(out))
+        run.until(run.versions, JOB_S, "the job trains")
         slurm.signal(job, "USR1")
         run.until(lambda: slurm.show(job)["Restarts"] == "1", 60, "the job is queued again")
         assert slurm.show(job)["JobState"] in ("PENDING", "COMPLETING", "REQUEUED"), slurm.show(job)
@@ -104,6 +83,6 @@ def test_a_job_whose_time_is_over_is_queued_again(slurm: Slurm, tmp_path: Path) 
 
 def test_a_job_that_cannot_begin_says_why(slurm: Slurm, run: harness.Run, tmp_path: Path) -> None:
     """A wrong cluster file ends the job at once, with the exit code of a wrong configuration."""
-    job = submit(slurm, tmp_path, cluster_file(run, heartbeats=1), "train.py")
+    job = submit(slurm, tmp_path, run.write_cluster_file("slow", heartbeats=1), "train.py")
     assert slurm.await_end(job, JOB_S) == 78
     assert "heartbeats: unknown key" in (tmp_path / "job.log").read_text()

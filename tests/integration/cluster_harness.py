@@ -171,17 +171,21 @@ class Run:
         self.start_master()
         self.start_slaves()
 
+    def make_ready(self) -> None:
+        """Start master and slaves; return when all slaves have layers and serve."""
+        self.start_master()
+        for slave in self.start_slaves():
+            self.until(lambda s=slave: '"ready"' in s.log.read_text(), 60, f"{slave.name} is ready")
+
+    def write_cluster_file(self, name: str, **options: Any) -> Path:
+        file = self.directory / f"{name}.yaml"
+        own = {"cluster": name, "master": self.address, "pace": {"steps": 1}, "directory": name}
+        self._write(file, {"shared": self.shared, **own, **self.security, **options})
+        return file
+
     def start_cluster(self, name: str, command: Sequence[str], *, steps: int = 1, **options: Any) -> Process:
         """Start an agent with `command` as its trainer, empty: others start it; `options`: keys of the cluster file."""
-        file = self.directory / f"{name}.yaml"
-        self._write(
-            file,
-            {
-                "shared": self.shared, "cluster": name, "master": self.address, "pace": {"steps": steps},
-                "directory": name, **self.security,
-                "max_restarts": 0, **options,
-            },
-        )  # fmt: skip
+        file = self.write_cluster_file(name, **{"pace": {"steps": steps}, "max_restarts": 0, **options})
         return self._start(
             name, [*self.commands["client"], "--config", str(file), *(["--", *command] if command else [])]
         )

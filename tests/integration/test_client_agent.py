@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -20,16 +19,12 @@ from dips.commands.status import ask_status
 from dips.telemetry import timeline
 from dips.transport.endpoints import master_peer
 from tests.integration import cluster_harness as harness
-from tests.integration import train_constant as script
+from tests.integration.train_constant import tensors
 from tests.traces import check_chrome, check_otlp
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
 VERSIONS = 15
-
-
-def tensors() -> dict[str, Any]:
-    return {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.ConstantModel().named_parameters()}
 
 
 @pytest.fixture

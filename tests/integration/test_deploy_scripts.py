@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
@@ -61,22 +60,6 @@ def made_run(tmp_path: Path) -> Iterator[Any]:
         yield run
 
 
-def cluster_file(run: Any, **changes: Any) -> Path:
-    content = {
-        "shared": run.shared, "cluster": "slow", "master": run.address, "pace": {"steps": 1}, "directory": "slow",
-        "tls": False, **changes,
-    }  # fmt: skip
-    path: Path = run.directory / "slow.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
-def ready(run: Any) -> None:
-    run.start_master()
-    for slave in run.start_slaves():
-        run.until(lambda s=slave: '"ready"' in s.log.read_text(), 60, f"{slave.name} is ready")
-
-
 def words(run: Any) -> list[str]:
     return [str(HERE / "train_constant.py"), "slow", "24", "1", str(run.directory / "slow.out")]
 
@@ -85,9 +68,9 @@ def words(run: Any) -> list[str]:
 @pytest.mark.timeout(240)
 def test_a_cluster_trains_to_the_end(run: Any, environment: dict[str, str]) -> None:
     """torchrun.sh: preflight, agent, torchrun, three versions, exit code 0."""
-    ready(run)
+    run.make_ready()
     done = subprocess.run(
-        ["bash", str(SLURM / "torchrun.sh"), str(cluster_file(run)), *words(run)],
+        ["bash", str(SLURM / "torchrun.sh"), str(run.write_cluster_file("slow")), *words(run)],
         env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -99,10 +82,10 @@ def test_a_cluster_trains_to_the_end(run: Any, environment: dict[str, str]) -> N
 @pytest.mark.timeout(240)
 def test_slurm_on_two_nodes(run: Any, environment: dict[str, str]) -> None:
     """The ranks of both nodes find the agent by what srun hands them, and train to the end."""
-    ready(run)
+    run.make_ready()
     done = subprocess.run(
         ["bash", str(SLURM / "cluster.sbatch"), *words(run)],
-        env={**environment, "SLURM_NNODES": "2", "DIPS_CLUSTER": str(cluster_file(run))},
+        env={**environment, "SLURM_NNODES": "2", "DIPS_CLUSTER": str(run.write_cluster_file("slow"))},
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -114,8 +97,8 @@ def test_slurm_on_two_nodes(run: Any, environment: dict[str, str]) -> None:
 @pytest.mark.timeout(240)
 def test_nodes_that_are_started_one_by_one(run: Any, environment: dict[str, str]) -> None:
     """nodes.sh on each of two: the second finds the agent of the first by its address and the token; both end well."""
-    ready(run)
-    path = cluster_file(run)
+    run.make_ready()
+    path = run.write_cluster_file("slow")
     same = {
         **environment, "NODES": "2", "MASTER_ADDR": "127.0.0.1", "DIPS_AGENT_TOKEN": "0123456789abcdef",
         "DIPS_AGENT": f"tcp://127.0.0.1:{harness.free_port()}",
@@ -166,8 +149,8 @@ def two_nodes_of_ray(tmp_path: Path, environment: dict[str, str]) -> Iterator[di
 @pytest.mark.timeout(400)
 def test_ray_on_two_nodes(run: Any, ray_nodes: dict[str, str]) -> None:
     """ray_job.py places a node on each, node 0 is the head, and the job ends with the run; a wrong file ends it."""
-    ready(run)
-    path = cluster_file(run)
+    run.make_ready()
+    path = run.write_cluster_file("slow")
     same = {**ray_nodes, "DIPS_AGENT": f"tcp://127.0.0.1:{harness.free_port()}"}
     job = [same["PYTHON"], str(SLURM.parent / "engines" / "ray_job.py"), "--nodes", "2", "--gpus", "0"]
 
@@ -188,8 +171,8 @@ def test_ray_on_two_nodes(run: Any, ray_nodes: dict[str, str]) -> None:
 @pytest.mark.timeout(240)
 def test_slurm_ends_the_job(run: Any, environment: dict[str, str]) -> None:
     """SIGTERM to the batch script, as --signal sends it: the ranks end, the cluster leaves, nothing stays behind."""
-    ready(run)
-    path = cluster_file(run)
+    run.make_ready()
+    path = run.write_cluster_file("slow")
     wait_for_two = [*words(run)[:3], "2", str(run.directory / "slow.out")]  # trains never: it waits for another cluster
     with (run.directory / "job.log").open("w") as log:
         job = subprocess.Popen(
@@ -212,7 +195,7 @@ def test_slurm_ends_the_job(run: Any, environment: dict[str, str]) -> None:
 
 def test_a_preflight_that_fails_starts_nothing(run: Any, environment: dict[str, str]) -> None:
     """No master: exit code 1, and no agent ever ran."""
-    path = cluster_file(run)
+    path = run.write_cluster_file("slow")
     done = subprocess.run(
         ["bash", str(SLURM / "cluster.sbatch"), *words(run)],
         env={**environment, "DIPS_CLUSTER": str(path)},

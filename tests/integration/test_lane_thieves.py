@@ -31,8 +31,8 @@ from dips.transport.endpoints import Endpoint, master_peer
 from dips.transport.tls import TlsSource
 from tests.enrolled import enroll_all
 from tests.integration import cluster_harness as harness
-from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import tiny
+from tests.integration.train_constant import tensors
 
 RUN = "test"
 CLUSTERS = ("west", "north", "eve")

@@ -17,7 +17,8 @@ from dips.commands.status import ask_status
 from dips.errors import UnavailableMaster
 from dips.transport.endpoints import master_peer
 from tests.integration import cluster_harness as harness
-from tests.integration.test_client_agent import TINY, tensors
+from tests.integration.test_client_agent import TINY
+from tests.integration.train_constant import tensors
 
 CLI = [sys.executable, "-m", "dips.cli"]
 

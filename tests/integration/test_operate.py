@@ -15,9 +15,9 @@ import yaml
 
 from dips.master.journal import replay_journal
 from tests.integration import cluster_harness as harness
-from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import CLI, type_words
 from tests.integration.test_secured_run import type_enrolment
+from tests.integration.train_constant import tensors
 
 TINY = str(Path(__file__).parent / "train_tiny.py")
 LOADED_S = 10.0  # 0.6 s on a machine that is not busy: two heartbeats of a run are 4 s

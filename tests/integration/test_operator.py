@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dips.master import journal
@@ -21,14 +20,10 @@ from dips.master.ledger import Ledger
 from dips.store.version import THETA
 from tests.damage import flip_bit
 from tests.integration import cluster_harness as harness
-from tests.integration import train_constant as script
+from tests.integration.train_constant import tensors
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
-
-
-def tensors() -> dict[str, Any]:
-    return {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.ConstantModel().named_parameters()}
 
 
 @pytest.fixture

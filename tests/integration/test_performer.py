@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import yaml
@@ -25,7 +24,7 @@ TINY = str(HERE / "train_tiny.py")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
-    tensors = {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.ConstantModel().named_parameters()}
+    tensors = script.tensors()
     shared = {"penalty": {"gates": []}, "stop": {"versions": 200}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         content = yaml.safe_load(run.file.read_text())

@@ -13,8 +13,8 @@ from dips.cli import cli
 from dips.identity.names import MASTER_NAME, PeerRole
 from tests.enrolled import Enrolled
 from tests.integration import cluster_harness as harness
-from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import tiny
+from tests.integration.train_constant import tensors
 
 NOBODY = 69
 NEEDS_TLS = "it expects certificates: give this process a certificate (`tls`)"

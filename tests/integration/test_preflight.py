@@ -55,16 +55,9 @@ def cluster(run: Any, **changes: Any) -> dict[str, Any]:
     return {**content, **changes}
 
 
-def ready(run: Any) -> None:
-    """Master and slaves serve."""
-    run.start_master()
-    for slave in run.start_slaves():
-        run.until(lambda s=slave: '"ready"' in s.log.read_text(), 60, f"{slave.name} is ready")
-
-
 def test_all_is_well_and_what_is_not_is_named(run: Any, tmp_path: Path) -> None:
     """A right cluster gets 0 and a rate for each slave; another model, other options and another run get 78."""
-    ready(run)
+    run.make_ready()
     save_file(TENSORS, tmp_path / "right.safetensors")
     save_file({**TENSORS, "b.weight": np.ones((17,), np.float32)}, tmp_path / "wrong.safetensors")
 
@@ -128,7 +121,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
 
 def test_where_ranks_of_other_hosts_find_the_agent(run: Any, tmp_path: Path) -> None:
     """An address of this host is well; one of another host, or a token that is none, is named: 78."""
-    ready(run)
+    run.make_ready()
     code, rows, _ = check(tmp_path, cluster(run, agent="127.0.0.1:0"))
     assert code == 0 and rows["agent's line"]["seen"].startswith("127.0.0.1:a free port (127.0.0.1), token: a new one")
     code, rows, _ = check(tmp_path, cluster(run, agent="192.0.2.1:29410"))

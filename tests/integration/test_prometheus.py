@@ -26,8 +26,8 @@ from tests.enrolled import Enrolled
 from tests.expressions import list_alerts, list_panels
 from tests.integration import cluster_harness as harness
 from tests.integration.prometheus import Prometheus, hurried_rules, scrape_config
-from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import CLI, type_words
+from tests.integration.train_constant import tensors
 
 HERE = Path(__file__).parent
 TOKEN = "0123456789abcdef" * 2

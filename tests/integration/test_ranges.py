@@ -13,7 +13,8 @@ from dips.data import DataSet
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from tests.integration import cluster_harness as harness
 from tests.integration import train_ranges as script
-from tests.integration.test_client_agent import TINY, tensors
+from tests.integration.test_client_agent import TINY
+from tests.integration.train_constant import tensors
 
 HERE = Path(__file__).parent
 RANGES = 8

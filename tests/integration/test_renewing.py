@@ -40,8 +40,8 @@ from dips.wire.generated import authority_pb2
 from dips.wire.generated.authority_pb2_grpc import AuthorityServiceStub, add_AuthorityServiceServicer_to_server
 from tests.enrolled import Enrolled
 from tests.integration import cluster_harness as harness
-from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import CLI, tiny
+from tests.integration.train_constant import tensors
 
 RUN = "july"
 DAY = timedelta(days=1)

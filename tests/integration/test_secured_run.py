@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.integration import cluster_harness as harness
-from tests.integration.test_client_agent import tensors
 from tests.integration.test_mistakes import CLI, tiny, type_words
 from tests.integration.test_preflight import check
+from tests.integration.train_constant import tensors
 
 RUN = "test"  # the harness's
 NAMES = (

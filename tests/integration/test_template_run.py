@@ -14,6 +14,7 @@ import dips
 from dips.cli import cli
 from tests.integration import train_constant as script
 from tests.integration.cluster_harness import Process, daemon, free_port
+from tests.integration.test_up import edit
 
 TINY = str(Path(__file__).parent / "train_tiny.py")
 ROUNDS = 5
@@ -23,15 +24,6 @@ FACTORY = "tests.integration.train_constant:ConstantModel"
 def say(*words: str) -> None:
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 0, done.output + repr(done.exception)
-
-
-def edit(path: Path, *changes: tuple[str, str]) -> None:
-    """Replace words that must be there."""
-    text = path.read_text()
-    for old, new in changes:
-        assert old in text, f"{path.name} has no {old!r}"
-        text = text.replace(old, new)
-    path.write_text(text)
 
 
 @pytest.mark.timeout(120)

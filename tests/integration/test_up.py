@@ -37,6 +37,7 @@ def say(directory: Path, *words: str, code: int = 0) -> str:
 
 
 def edit(path: Path, *changes: tuple[str, str]) -> None:
+    """Replace words that must be there."""
     text = path.read_text()
     for old, new in changes:
         assert old in text, f"{path.name} has no {old!r}"
