@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,45 +112,33 @@ def _rows(config: Path, last: int) -> list[dict[str, Any]]:
 
     with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
         rounds, rebalances = ledger.read_history(last), ledger.read_rebalances()
-        tunings = ledger.read_tunings()
-        extensions = [e for e in ledger.read_extensions() if e.before is not None]
+        tunings, extensions = ledger.read_tunings(), ledger.read_extensions()
     oldest = rounds[0].round if rounds else 0
-    changes = map(rebalance_as_data, rebalances), map(extension_as_data, extensions), map(tuning_as_data, tunings)
-    between = [row for row in chain(*changes) if row["last_round"] >= oldest]
+    changes = [
+        _change_as_data("rebalanced", row, str(row.version), before=dict(row.before), placement=dict(row.placement))
+        for row in rebalances
+    ]
+    changes += [
+        _change_as_data(
+            "extended", one, one.resumed or None,
+            before=asdict(one.before), targets=asdict(one.targets), said=one.targets.describe(),
+        )
+        for one in extensions
+        if one.before is not None
+    ]  # fmt: skip
+    changes += [
+        _change_as_data("tuned", one, None, key=one.change.key, value=None if one.change.off else one.change.value)
+        for one in tunings
+    ]
+    between = [row for row in changes if row["last_round"] >= oldest]
     rows = [(row.round, 0.0, round_as_data(row)) for row in rounds]
     rows += [(row["last_round"], row["wall"], row) for row in between]
     return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
 
 
-def rebalance_as_data(row: Any) -> dict[str, Any]:
-    """Return a rebalance as plain data, with the keys of a round."""
-    return {
-        "kind": "rebalanced",
-        "version": str(row.version),
-        "last_round": row.last_round,
-        "wall": row.wall,
-        "before": dict(row.before),
-        "placement": dict(row.placement),
-    }
-
-
-def extension_as_data(row: Any) -> dict[str, Any]:
-    """Return a change of targets by `dips set` as plain data, with the keys of a round."""
-    told = {"before": asdict(row.before), "targets": asdict(row.targets), "said": row.targets.describe()}
-    return {"kind": "extended", "version": row.resumed or None, "last_round": row.last_round, "wall": row.wall, **told}
-
-
-def tuning_as_data(row: Any) -> dict[str, Any]:
-    """Return a change of one key by `dips set` as plain data, with the keys of a round."""
-    value = None if row.change.off else row.change.value
-    return {
-        "kind": "tuned",
-        "version": None,
-        "last_round": row.last_round,
-        "wall": row.wall,
-        "key": row.change.key,
-        "value": value,
-    }
+def _change_as_data(kind: str, row: Any, version: str | None, **told: Any) -> dict[str, Any]:
+    """Return what happened between two rounds as plain data, with the keys of a round."""
+    return {"kind": kind, "version": version, "last_round": row.last_round, "wall": row.wall, **told}
 
 
 def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
