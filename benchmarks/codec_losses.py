@@ -9,6 +9,7 @@ errors as large as int4's, drawn evenly and fed back as a codec's: what an effec
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -85,7 +86,7 @@ def random_channels(case: LossCase) -> list[CodecChannel]:
 def measure(bench: Bench) -> None:
     seeds, starts, rounds = (SEEDS[:1], STARTS[:2], 5) if bench.quick else (SEEDS, STARTS, ROUNDS)
     cases = [LossCase(way, seed, start) for start in starts for seed in seeds for way in (FP32, *WAYS)]
-    workers = available_cores()
+    workers = bench.args.workers or available_cores()
     bench.say(f"{len(cases)} runs of {rounds} outer steps, {workers} at a time")
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         found = dict(zip(cases, pool.map(partial(take, rounds=rounds), cases), strict=True))
@@ -119,5 +120,9 @@ def describe(changes: Sequence[float]) -> str:
     return f"{statistics.mean(changes):+.2%} ± {error:.2%} ({', '.join(f'{c:+.2%}' for c in changes)})"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, help="runs at a time; by default, one for each core")
+
+
 if __name__ == "__main__":
-    main("codec_losses", __doc__, measure)
+    main("codec_losses", __doc__, measure, add_arguments)

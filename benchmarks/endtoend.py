@@ -23,11 +23,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from statistics import mean, median
 from typing import TypeVar
 
-from benchmarks.harness import Bench, main
+from benchmarks.harness import Bench, commit, main
 from benchmarks.lone_slave import equal_layers
 from benchmarks.namespaces import LINK, End, missing, network
 from benchmarks.serverless_rank import METHODS, ServerlessPlan
@@ -207,29 +208,46 @@ def counted(cell: Cell, stretches: list[Stretch]) -> list[Stretch]:
 
 
 def run_until_quiet(bench: Bench, what: str, run: Callable[[], T], late: Callable[[T], float]) -> T:
-    """Run a cell until the machine is quiet enough, some times at most; return its quietest run, and note if that is
-    late, too."""
+    """Run a cell until the machine is quiet enough, some times at most; return its quietest run."""
     tries: list[T] = []
     for number in range(1, MOST_TRIES + 1):
         bench.say(f"{what}, try {number} of at most {MOST_TRIES}")
         tries.append(run())
         if late(tries[-1]) <= MOST_LATE:
             break
-    best = min(tries, key=late)
-    if late(best) > MOST_LATE:
-        bench.note(f"the machine was busy in all {MOST_TRIES} tries: steps ended late, {what}: {late(best):.1%}")
-    return best
+    return min(tries, key=late)
 
 
-def measure_cell(bench: Bench, what: str, cell: Cell) -> CellSeen:
-    """Measure a cell; `what` names it for people."""
-    return run_until_quiet(bench, what, lambda: live(cell), lambda seen: seen.late)
+class Cells:
+    """Measures cells, or reads those that the same commit has measured."""
+
+    def __init__(self, bench: Bench, kept: Path | None) -> None:
+        self._bench, self._kept = bench, kept
+        self.late: list[str] = []
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True)
+
+    def measure(self, what: str, cell: Cell) -> CellSeen:
+        """Measure a cell until the machine is quiet enough; `what` names it for people."""
+        file = None if self._kept is None else self._kept / f"{self._name(cell)}.json"
+        if file is not None and file.exists():
+            rows = json.loads(file.read_text())
+            return CellSeen({name: [Stretch(**s) for s in each] for name, each in rows.items()})
+        best = run_until_quiet(self._bench, what, lambda: live(cell), lambda seen: seen.late)
+        if best.late > MOST_LATE:
+            self.late.append(f"{what}: {best.late:.1%}")
+        elif file is not None:
+            file.write_text(json.dumps({name: [asdict(s) for s in each] for name, each in best.stretches.items()}))
+        return best
+
+    def _name(self, cell: Cell) -> str:
+        return sha256(json.dumps([commit(), asdict(cell)]).encode()).hexdigest()[:20]
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def measure_methods(bench: Bench) -> None:
+def measure_methods(bench: Bench, cells: Cells) -> None:
     """All methods at each rate of the fourth link: Figures 9 and 11."""
     shares = FOURTH[::3] if bench.quick else FOURTH
     drawn: dict[str, dict[str, dict[float, CellSeen]]] = {}
@@ -237,7 +255,7 @@ def measure_methods(bench: Bench) -> None:
         drawn[setting] = {}
         for method in (*METHODS, *DIPS):
             drawn[setting][method] = {
-                share: measure_cell(bench, f"{setting}, {method}, fourth link {share:g}", Cell(method, speeds, share))
+                share: cells.measure(f"{setting}, {method}, fourth link {share:g}", Cell(method, speeds, share))
                 for share in shares
             }
         _report_setting(bench, setting, drawn[setting], speeds)
@@ -271,27 +289,27 @@ def _report_setting(
         )  # fmt: skip
 
 
-def measure_transfers(bench: Bench) -> None:
+def measure_transfers(bench: Bench, cells: Cells) -> None:
     """An outer step alone at ten rates of the fourth link: Figure 2a."""
     for share in TEN_RATES[::5] if bench.quick else TEN_RATES:
         took = {}
         for method in ("sync", "steps"):
             cell = Cell(method, (1.0,) * 4, share, round_s=2.0, wire_share=0.2, rounds=3)
-            took[method] = measure_cell(bench, f"transfers, {method}, fourth link {share:g}", cell).round_standstill_s
+            took[method] = cells.measure(f"transfers, {method}, fourth link {share:g}", cell).round_standstill_s
         bench.row(
             f"an outer step of equal clusters, fourth link {share:g}", took["steps"], "s", against="all-reduce",
             of=took["sync"], less=True,
         )  # fmt: skip
 
 
-def measure_scaling(bench: Bench) -> None:
+def measure_scaling(bench: Bench, cells: Cells) -> None:
     """One to seven clusters, fastest first, against training without an outer loop: Figure 10."""
     counts = (1, 3) if bench.quick else range(1, len(SCALING_SPEEDS) + 1)
     round_s = 20.0 if bench.quick else 100.0
     for count in counts:
         for method, least in (("aligned", 0.982), ("full", 0.993)):
             cell = Cell(method, SCALING_SPEEDS[:count], round_s=round_s, wire_share=0.015, rounds=2, settling=2)
-            seen = measure_cell(bench, f"{count} clusters, {method}", cell)
+            seen = cells.measure(f"{count} clusters, {method}", cell)
             promised = None if bench.quick or count < len(SCALING_SPEEDS) else least
             bench.row(
                 f"tokens a second, {count} clusters, {method}", seen.tokens, "1/s", against="no outer loop",
@@ -305,8 +323,11 @@ PARTS = {"methods": measure_methods, "transfers": measure_transfers, "scaling": 
 def measure(bench: Bench) -> None:
     """Each part that was asked for."""
     bench.skip_if(missing())
+    cells = Cells(bench, bench.args.cells)
     for part in bench.args.part or ["methods"]:
-        PARTS[part](bench)
+        PARTS[part](bench, cells)
+    for line in cells.late:
+        bench.note(f"the machine was busy in all {MOST_TRIES} tries: steps ended late, {line}")
     bench.note("tokens a second: of all clusters, standstill of the outer loop included, the machine's lateness too")
 
 
@@ -361,6 +382,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--part", action="append", choices=list(PARTS), help="methods by default; may be repeated")
     parser.add_argument("--plot", type=Path, metavar="DIRECTORY", help="draw Figures 4, 9 and 11 there")
+    parser.add_argument("--cells", type=Path, metavar="DIRECTORY", help="keep cells there; those kept are not measured")
 
 
 if __name__ == "__main__":

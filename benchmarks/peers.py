@@ -146,7 +146,7 @@ def _last_words(processes: Processes) -> str:
 def measure(bench: Bench) -> None:
     """Each system in turn."""
     bench.skip_if(namespaces.missing())
-    numel = QUICK_PARAMETERS if bench.quick else PARAMETERS
+    numel = bench.args.parameters or (QUICK_PARAMETERS if bench.quick else PARAMETERS)
     work = PeerWork(CLUSTERS, numel, INNER_STEPS, STEP_S)
     ours: PeerSeen | None = None
     for system in bench.args.system or SYSTEMS:
@@ -184,6 +184,7 @@ def _report(bench: Bench, system: str, seen: PeerSeen, ours: PeerSeen | None) ->
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
+    parser.add_argument("--parameters", type=int)
     parser.add_argument("--system", action="append", choices=SYSTEMS, help="all by default; may be repeated")
     parser.add_argument("--environments", type=Path, default=CACHE, metavar="DIRECTORY", help=f"of peers; {CACHE}")
 

@@ -14,6 +14,7 @@ every k versions would take instead, to write and to recover.
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import statistics
@@ -57,7 +58,7 @@ def measure(bench: Bench) -> None:
         for array in bank.arrays.values():
             array[:] = np.random.default_rng(bank.number).standard_normal(array.size, np.float32)
     theta, momentum, acc, theta_next = (bank.arrays for bank in pool.banks)
-    with tempfile.TemporaryDirectory(prefix="dips-bench-") as made:
+    with tempfile.TemporaryDirectory(dir=bench.args.directory, prefix="dips-bench-") as made:
         directory = Path(made)
         disk = _snapshots(directory / "ps0", manifest)
         bench.say(f"{8 * numel / 1e9:.2f} GB a snapshot, {bench.runs} runs, in {directory}")
@@ -201,5 +202,10 @@ def _cold(work: Callable[[], object], *files: Path) -> float:
     return time.perf_counter() - begun
 
 
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What only this benchmark is told."""
+    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the temporary directory")
+
+
 if __name__ == "__main__":
-    main("persist", __doc__, measure)
+    main("persist", __doc__, measure, arguments)

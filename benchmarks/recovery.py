@@ -12,6 +12,7 @@ never gave the processor up waited for nobody: it was sent to the back of a busy
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import statistics
@@ -33,7 +34,6 @@ from dips.telemetry import timeline
 from dips.transport.endpoints import master_peer
 
 LAYERS, SLAVES, CLUSTERS = 16, 2, 2
-PARAMETERS, QUICK_PARAMETERS = 100_000_000, 4_000_000
 STEP_S, INNER_STEPS = 0.1, 40  # H: 4 s of inner time, within which a process that is started at once is back
 WINDOW_S = 0.3
 HEARTBEAT_S = 1.0
@@ -114,7 +114,7 @@ class RecoveryRun(WholeRun):
 
 def measure(bench: Bench) -> None:
     """Kill each role in turn, several times."""
-    numel = (QUICK_PARAMETERS if bench.quick else PARAMETERS) // LAYERS * LAYERS
+    numel = (4_000_000 if bench.quick else bench.args.parameters) // LAYERS * LAYERS
     times: dict[str, list[list[float]]] = {role: [] for role in PARTS}
     lost: dict[str, list[float]] = {role: [] for role in PARTS}
     with (
@@ -213,5 +213,9 @@ def _rows(bench: Bench, role: str, times: list[list[float]], lost: list[float]) 
     )  # fmt: skip
 
 
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parameters", type=int, default=100_000_000)
+
+
 if __name__ == "__main__":
-    main("recovery", __doc__, measure)
+    main("recovery", __doc__, measure, _arguments)

@@ -12,6 +12,7 @@ tmpfs once more with certificates, so that lanes are encrypted.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -27,7 +28,7 @@ from benchmarks.whole_run import Processes, WholeRun
 from dips.outer.pool import BYTES
 from dips.telemetry import timeline
 
-LAYERS, SLAVES, CLUSTERS = 16, 2, (2, 4)
+LAYERS, SLAVES = 16, 2
 TMPFS = Path("/dev/shm")
 LEAST = 1 / 2.0  # at most twice gloo's time
 SECURE = 1 / 1.15  # at most 1.15 times the plain round
@@ -39,7 +40,7 @@ Mark = Mapping[str, Any]
 def measure(bench: Bench) -> None:
     """Two and four clusters, on tmpfs and on disk."""
     numel = (10_000_000 if bench.quick else 100_000_000) // LAYERS * LAYERS
-    for clusters in CLUSTERS:
+    for clusters in bench.args.clusters:
         bench.say(f"{clusters} clusters, {numel:,} parameters: gloo")
         times = gloo(numel, clusters, bench.runs)
         rounds: dict[str, list[dict[str, float]]] = {}
@@ -57,7 +58,7 @@ def measure(bench: Bench) -> None:
         bench.row(
             f"round with certificates, {clusters} clusters, tmpfs", statistics.median(r["round"] for r in secure), "s",
             against="without", of=statistics.median(r["round"] for r in rounds["tmpfs"]),
-            least=SECURE if clusters == min(CLUSTERS) else None, less=True,
+            least=SECURE if clusters == min(bench.args.clusters) else None, less=True,
         )  # fmt: skip
         # Space is reserved before Apply; to reserve it on a tmpfs is to fill pages with zeros.
         closing = statistics.median(r["apply"] for r in rounds["disk"])
@@ -137,5 +138,10 @@ def phases(
     return {"round": ended - begun, **{p: b - a for p, a, b in zip(PHASES, cuts, cuts[1:], strict=False)}}
 
 
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What only this benchmark is told."""
+    parser.add_argument("--clusters", type=int, nargs="+", default=[2, 4], metavar="N", help="how many (2 and 4)")
+
+
 if __name__ == "__main__":
-    main("round", __doc__, measure)
+    main("round", __doc__, measure, arguments)
