@@ -175,9 +175,9 @@ def test_transactions_are_counted_anew_after_a_base(config: RunFile, monkeypatch
     term.end()
     store = restore.mirror_of(config)
     assert store is not None
-    assert store.list_names("ledger") == ["0000000001-0000000004.base"] + [
-        f"0000000001-{n:010d}.log" for n in (5, 6, 7)
-    ]
+    base, *logs = store.list_names("ledger")
+    assert base in ("0000000001-0000000004.base", "0000000001-0000000005.base"), "the fifth may be written meanwhile"
+    assert logs == [f"0000000001-{n:010d}.log" for n in range(int(base[11:21]) + 1, 8)]
 
 
 def test_a_mirror_that_is_gone_holds_nothing_up_and_catches_up(config: RunFile, tmp_path: Path) -> None:
