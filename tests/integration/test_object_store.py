@@ -183,7 +183,7 @@ class WatchedMirror:
             if holds(report, green):
                 return red
             assert time.monotonic() < end, f"not within {WITHIN_S:g} s: {what}; {report}"
-            time.sleep(0.02)
+            time.sleep(0.1)
 
 
 def test_a_mirror_in_an_object_store_that_fails_loses_nothing(store: RealStore, tmp_path: Path) -> None:

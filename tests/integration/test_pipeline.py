@@ -222,6 +222,7 @@ def test_a_device_that_is_too_small_is_told_before_the_first_step(found: dict[st
     assert "OutOfDeviceMemory: s0d0: out of memory: " in grown and " of 6000 are left" in grown
 
 
+@pytest.mark.slow
 def test_shared_parameters_are_trained_as_one(found: dict[str, Any]) -> None:
     """Embedding and head, and two blocks, on two stages, on other shards, in one part, and in host memory, also where
     the norm is limited: gradients within 1e-12 of one process, three AdamW steps within 1e-10, and all copies equal to

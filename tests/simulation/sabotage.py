@@ -87,7 +87,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), 0, master.lease_twice),
     "forget-a-range": Sabotage("a push names every data range that it used up", (10,), 0, cluster.forget_a_range),
     "drop-queue": Sabotage(
-        "a slot goes to who asked first, not to who asks now", (12,), 1, master.drop_queue, crowd_of
+        "a slot goes to who asked first, not to who asks now", (12,), 0, master.drop_queue, crowd_of
     ),
     "update-from-anywhere": Sabotage(
         "updates are for ranks that hold where they begin", (1,), 1, slave.update_from_anywhere
@@ -117,7 +117,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "end-at-a-refusal": Sabotage(
         "who is revoked and enrolled again within a moment goes on",
         (2,),
-        3,
+        0,
         cluster.end_at_a_refusal,
         mix=lambda seed: crossed("enrolled_again"),
     ),

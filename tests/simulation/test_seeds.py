@@ -107,6 +107,7 @@ def test_a_seed_is_a_whole_description() -> None:
     assert trials[0].digest() == trials[1].digest() != trials[2].digest()
 
 
+@pytest.mark.slow
 def test_a_seed_does_not_depend_on_the_hashing_of_strings() -> None:
     """Another process with another PYTHONHASHSEED plays the same run: no set is iterated where order matters."""
     command = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,7 +36,10 @@ class PoolInPlace:
 
 
 def compute_in_place(monkeypatch: pytest.MonkeyPatch) -> type[PoolInPlace]:
-    """Until the test is over; and only one file is digested, which is quick."""
+    """Until the test is over; and only one file is digested, which is quick. What is there now is collected no more, so
+    that the collection after each run walks over that run's objects.
+    """
+    gc.freeze()
     monkeypatch.setattr(runner, "ProcessPoolExecutor", PoolInPlace)
     monkeypatch.setattr(runner, "COMPUTING", ("study/fleet.py",))
     runner.digest_code.cache_clear()

@@ -451,6 +451,7 @@ def test_whatever_a_run_raises_loses_that_run_only(tmp_path: Path) -> None:
     assert "has no attribute 'nothing'" in result.failed["attribute"] and set(result.runs) == {"ours"}
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_study_with_what_is_done(tmp_path: Path) -> None:
     """The kernel kills one that takes too much memory: what is done is kept, and the message says what to do."""
     rows = {"ours": {}, "killed": {"task.how": "killed"}}
