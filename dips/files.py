@@ -130,7 +130,7 @@ class PidLock:
         """Take the lock. Raises ConfigError with `busy`, the holder and `advice` if it is held, OSError if it cannot be
         opened.
         """
-        self._file = path.open("a+")
+        self._path, self._file = path, path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -143,6 +143,13 @@ class PidLock:
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n")
         self._file.flush()
+
+    def is_in_place(self) -> bool:
+        """Whether the lock is held, and its file is the one at its path: others find that one."""
+        try:
+            return not self._file.closed and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Release the lock. Idempotent."""

@@ -250,8 +250,10 @@ class Snapshots:
             self._log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
 
     def _require_directory(self) -> None:
-        """Create the directory again if it was removed: the served version is in memory, and is written again."""
-        if self._directory.exists():
+        """Create the directory again if it was removed: the served version is in memory, and is written again. By its
+        lock, since somebody else may have made a directory in its place: the mirror notes there what it has seen.
+        """
+        if self._lock.is_in_place():
             return
         self._log.error("directory_gone", path=str(self._directory), done="made anew; its snapshots are lost")
         self._lock.close()

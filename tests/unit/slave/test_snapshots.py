@@ -536,14 +536,17 @@ def test_version_zero_is_mapped(tmp_path: Path) -> None:
     snapshots.close()
 
 
-def test_a_directory_that_is_removed_is_made_anew_and_locked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_others", [False, True])
+def test_a_directory_that_is_removed_is_made_anew_and_locked(tmp_path: Path, by_others: bool) -> None:
     """The next write is there and is served; what turns up under an old name is read before it is believed, nobody
-    else may have the directory, and no file of the former one stays open.
+    else may have the directory, and no file of the former one stays open. Also if somebody, as the mirror, has made it.
     """
     path = tmp_path / "s"
     snapshots = opened(path)
     snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
     path.rename(tmp_path / "gone")
+    if by_others:
+        path.mkdir()
     snapshots.write_snapshot(V2, arrays((0, 1, 2, 3), 3), arrays((0, 1, 2, 3), 4))
     assert not [name for name in open_files() if "/gone" in name]
     shutil.copytree(tmp_path / "gone" / str(V1), path / str(V1))
