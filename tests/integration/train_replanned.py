@@ -59,9 +59,9 @@ class SleptLines:
         self._sagged, self._names = directory / "sagged", names
         self._lines = [ThreadPoolExecutor(1) for _ in names]
 
-    def send(self, stage: RankStage, tensor: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
+    def send(self, stage: RankStage, tensor: torch.Tensor, spec: Any, rank: int, tag: int) -> dist.P2POp:
         """Stand in for `RankStage._send`."""
-        made = self._send(stage, tensor, rank, tag)
+        made = self._send(stage, tensor, spec, rank, tag)
         link = {self._names[dist.get_rank()], self._names[rank]}
         seconds = len(tensor) * BORDER_S * (SAGGED if link == FIRST and self._sagged.exists() else 1.0)
         # torch takes any operation but its own for a receive.
