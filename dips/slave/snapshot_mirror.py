@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import wait
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -17,6 +18,7 @@ from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.events import MirrorReport
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.store.mirror import IncompleteCopy, MirrorStore, bring_back, copy_out, list_versions, read_copy
+from dips.tasks import call_apart
 from dips.telemetry.logs import Log
 from dips.transport.backoff import Backoff
 
@@ -184,29 +186,23 @@ class SnapshotMirror:
         Waits for a job that is being done, as long as it moves. Raise FailedMirror if the mirror fails, or nothing
         moves: what hangs then ends at its next piece.
         """
-        waiting, over, results = AwaitedRestore(STALL_S), threading.Event(), list[Restored | Exception]()
+        waiting = AwaitedRestore(STALL_S)
 
-        def restore() -> None:
+        def restore() -> Restored:
             while not self._job.acquire(timeout=LOOK_S):
-                if waiting.given_up:
-                    return
+                self._require_wanted(waiting)
             try:
-                results.append(self._bring_back(set(on_disk), set(look_for), waiting))
-            except Exception as error:  # noqa: BLE001 (raised where it is waited for)
-                if isinstance(error, FailedMirror):  # told before the next job begins, whose failure it is not
-                    self._tell(partial(self._plan.on_failed, str(error), self._clock()))
-                results.append(error)
+                return self._bring_back(set(on_disk), set(look_for), waiting)
+            except FailedMirror as error:  # told before the next job begins, whose failure it is not
+                self._tell(partial(self._plan.on_failed, str(error), self._clock()))
+                raise
             finally:
                 self._job.release()
-                over.set()
 
-        begun = self._clock()
-        threading.Thread(target=restore, name="restores", daemon=True).start()
-        while not over.wait(LOOK_S):
+        begun, restored = self._clock(), call_apart(restore, "restores")
+        while not wait([restored], LOOK_S).done:
             self._give_up_if_silent(waiting, begun)
-        if isinstance(results[0], Exception):
-            raise results[0]
-        return results[0]
+        return restored.result()
 
     def _give_up_if_silent(self, waiting: AwaitedRestore, begun: float) -> None:
         with self._changed:

@@ -65,7 +65,7 @@ from dips.protocol.events import (
     RoundAwaited,
 )
 from dips.protocol.heartbeats import MOST_LINES, ClusterHeartbeat, ClusterHeartbeatAnswer
-from dips.tasks import Alarm, start_task
+from dips.tasks import Alarm, call_apart, start_task
 from dips.telemetry.logs import Log
 from dips.telemetry.refusals import count_refusal
 from dips.telemetry.timeline import Timeline
@@ -397,10 +397,9 @@ class IncarnationFile:
             if past == self._saved or self._writes:  # the thread that waits for the disk takes the newest
                 return
             self._writes = True
-        writer = threading.Thread(target=self._write_newest, name="incarnation", daemon=True)
-        writer.start()
-        writer.join(SAVE_S)
-        if writer.is_alive():
+        try:
+            call_apart(self._write_newest, "incarnation").result(SAVE_S)
+        except TimeoutError:
             self._tell_failure(f"the disk has not answered for {SAVE_S:g} s")
 
     def _write_newest(self) -> None:
