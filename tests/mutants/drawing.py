@@ -30,6 +30,7 @@ UNSEEN = {  # by coverage: files that run as copies, and what numba compiles; wi
     "templates": "tests/unit/commands/test_templates.py",
     "kernels.py": "tests/unit/outer",
 }
+ELSEWHERE = {"tls.py": "tests/integration/test_mutual_tls.py"}  # lines that gRPC's own threads execute, in no trace
 UNITS = "tests/unit/"
 SETUP = " (setup)"  # of a test, in which a line was executed: in a process that was started then, or a fixture
 PHASE = re.compile(r" \((setup|call|teardown)\)$")
@@ -85,6 +86,8 @@ class ExecutingTests:
             raise ValueError(f"{path.relative_to(ROOT)} has changed since make coverage ran: run it again")
         contexts = self._data.contexts_by_lineno(str(path))
         noted = {test for line in lines for context in contexts.get(line, ()) for test in self._tests_of(context)}
+        if not noted and (elsewhere := ELSEWHERE.get(path.name)):
+            return [elsewhere]
         stem = path.stem.removesuffix("s")
         of_file = Counter[str]()
         near = f"{UNITS}{path.relative_to(ROOT / 'dips').parts[0]}/"

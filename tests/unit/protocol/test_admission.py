@@ -153,6 +153,8 @@ def test_who_leaves_is_gone() -> None:
     ask(queue, "a", 0, 0.0)
     ask(queue, "b", 0, 0.0)
     queue.leave_queue("a")
+    assert ask(queue, "a", 0, 0.5) == SlotAnswer(False, 1, 2)
+    queue.leave_queue("a")
     assert ask(queue, "b", 1, 1.0) == SlotAnswer(True, 0, 1)
 
 

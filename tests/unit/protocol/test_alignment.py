@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.protocol.alignment import NEVER_S, Alignment, WindowTiming
+from dips.protocol.alignment import LEAST_STEP_S, NEVER_S, Alignment, WindowTiming
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeat
 
@@ -38,6 +38,9 @@ def test_who_keeps_its_own_pace_is_told_nothing() -> None:
     alignment.record_heartbeat(heartbeat("a", 0.1))
     assert alignment.push_in_s("a", gathering(), 0.0) == pytest.approx(6.4)
     assert "H 64 (by itself 64)" in alignment.explain_pace("a", gathering(), 0.0)
+    for step_s, aligns in ((LEAST_STEP_S, True), (LEAST_STEP_S / 2, False)):
+        alignment.record_heartbeat(heartbeat("a", step_s))
+        assert (alignment.push_in_s("a", gathering(), 0.0) != OWN_PACE) == aligns
     alignment.record_heartbeat(heartbeat("a", 0.1, wanted=0))
     assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
     assert alignment.explain_pace("a", gathering(), 0.0) == ""
