@@ -11,6 +11,7 @@ import numpy as np
 from dips.client.ipc import messages
 from dips.client.rank.feedback import Feedback
 from dips.data.steps import Part, samples_of
+from dips.dataclass import replace
 from dips.errors import Denied, Diverged, Stale, class_named
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.enums import DivergencePolicy
@@ -342,7 +343,7 @@ class SimTrainer:
                 return
             self._talk = self._install_result(self.out)
         self._talk = self._talk or question
-        answer = self._send_message(self._talk)  # answered at once: no daemon in between holds the question open
+        answer = self._send_message(replace(self._talk, at_once=True))
         if isinstance(answer, messages.AskAgain):
             self._look_in = self._soon = answer.steps
             return

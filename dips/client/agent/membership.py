@@ -176,7 +176,7 @@ def _waits_in_vain(s: AgentState) -> bool:
     """Return whether the trainer waits although it could train, and only the master can end the wait. A push that its
     script demands is waited for longer.
     """
-    could_train = not s.settings.overlap and s.trainer.base is not None and not s.trainer.must_pull
+    could_train = s.sync.stands and s.trainer.base is not None and not s.trainer.must_pull
     masters_turn = s.sync.phase in (SyncPhase.FINISHING, SyncPhase.AWAITING, SyncPhase.ASKING_PULL)
     return s.sync.waiting and could_train and masters_turn and not is_demanded_still(s)
 
@@ -216,7 +216,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
     if s.membership.inc == 0:
         return None
     trainer, sync, account = s.trainer, s.sync, s.account
-    stands = not sync.verdict and not s.trains_on
+    stands = sync.stands and not sync.verdict
     activity = ACTIVITY.get(sync.phase, Activity.INNER) if stands else Activity.INNER
     sync.moving_at_heartbeat = moving_transfer(s)
     # between a refusal and the next request there is no transfer that the ranks should begin: they do not hang

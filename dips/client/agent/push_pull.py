@@ -298,7 +298,7 @@ AGAIN_S = 1.0  # pause before a push that got no slot is asked for again: its sl
 def ask_push(s: AgentState, delay_s: float = 0.0, reason: str = "it asks for a push") -> None:
     sync = s.sync
     assert s.trainer.base is not None
-    if not s.settings.overlap:
+    if sync.stands:
         s.pace.pause_timing()
     sync.seq += 1
     sync.meter.reset_bytes()
@@ -377,7 +377,7 @@ def on_push_refused(s: AgentState, result: Refused) -> None:
     if _stands_on(s):
         ask_push(s, result.retry_after_s, result.reason)
         return
-    if s.sync.waiting and not s.settings.overlap:  # with overlap no step was interrupted
+    if s.sync.waiting and s.sync.stands:  # else no step was interrupted
         s.pace.begin_step(s.now)
     end_transfer(s, result.reason, again=True)
 
@@ -480,6 +480,7 @@ _WANTED, _MOVED = (PushWanted, PullWanted), (PushMoved, PullMoved)
 def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
     """Return the verdict on rank 0's question; AskAgain until there is one."""
     sync = s.sync
+    sync.stands = not q.at_once
     if q.number > sync.heard:
         sync.heard = q.number
         if isinstance(q, _WANTED):  # the report of a transfer that a demand has begun still waits for its end
@@ -525,7 +526,7 @@ def _stands_too_long(s: AgentState) -> bool:
     if s.sync.demanded:
         return not is_demanded_still(s)
     in_vain = s.membership.unreachable_since is not None or s.now - s.sync.waits_since >= STAND_S
-    return not s.settings.overlap and in_vain
+    return s.sync.stands and in_vain
 
 
 def is_demanded_still(s: AgentState) -> bool:
@@ -578,5 +579,6 @@ def _find_verdict(s: AgentState) -> Answer:
     if sync.phase is SyncPhase.PULLING and sync.grant:
         interval = fragment_interval(s) if sync.merge else 0
         sync.ordered = s.pull_id
+        sync.stands |= not sync.merge  # an inner step before the install would be lost
         return PullNow(inc, sync.seq, sync.grant, s.fraction, sync.accepted_seq, sync.merge, sync.result, interval)
     return AskAgain(sync.reason, s.pace.steps_until_ask)

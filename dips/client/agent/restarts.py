@@ -82,7 +82,7 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     trainer.base, trainer.must_pull, trainer.starved, trainer.detached = None, False, False, False
     trainer.attached, trainer.pipeline, trainer.restarts_for = False, None, ""
     drop_remark(s, RemarkSubject.INSIDE)
-    sync.question, sync.waiting, sync.verdict = 0, False, None
+    sync.question, sync.waiting, sync.verdict, sync.stands = 0, False, None, True
     sync.heard, sync.demanded = 0, False
     sync.pull_failures, sync.frozen = 0, False
     s.pace.restart_count(s.now)

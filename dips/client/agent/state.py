@@ -376,6 +376,7 @@ class OuterSync:
     # rank 0's question
     question: int = 0  # number of the question
     waiting: bool = False  # rank 0 waits for the verdict
+    stands: bool = True  # the ranks take no inner step meanwhile: they did not ask for an answer at once
     verdict: Answer | None = None  # the verdict, given again when the question is repeated; None: none yet
     waits_since: float = 0.0  # when the question was taken
     heard: int = 0  # number of the newest question, which is not taken before the last transfer is over
@@ -479,11 +480,6 @@ class AgentState:
         """Accepted tokens of the run over its target, 0 to 1; 0 without a target."""
         p = self.membership.progress
         return min(1.0, p.tokens / p.tokens_target) if p.tokens_target else 0.0
-
-    @property
-    def trains_on(self) -> bool:
-        """Whether the trainer trains during every wait: it overlaps and has parameters to train."""
-        return self.settings.overlap and self.trainer.base is not None and not self.trainer.must_pull
 
     @property
     def push_id(self) -> PushId:

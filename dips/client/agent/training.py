@@ -146,7 +146,7 @@ def name_cause(s: AgentState) -> str:
     trainer = s.trainer
     if not trainer.alive:
         return "ended" if trainer.detached else "failure" if trainer.attempt else "start"
-    if s.sync.waiting and not s.trains_on:
+    if s.sync.waiting and s.sync.stands:
         return STANDSTILL[s.sync.phase]
     if trainer.starved:
         return "data"

@@ -380,7 +380,9 @@ def test_a_trainer_that_waits_for_a_slot_does_not_hang(play: Play) -> None:
 
 
 def test_a_trainer_that_overlaps_is_reported_as_training() -> None:
-    """Whatever its push waits for; before it has parameters it waits like any other."""
+    """Whatever its push waits for; before it has parameters, and where its ranks stand until the push is settled, it
+    waits like any other.
+    """
     play = Play(overlap=True)
     play.send(play.attach())
     play.reply(Joined(3, 1, GENESIS, NONE_YET, ()))
@@ -393,8 +395,11 @@ def test_a_trainer_that_overlaps_is_reported_as_training() -> None:
     play.send(PullMoved(1, next(play.number), 1, True, "", 9))
     play.reply(Acknowledged())
     play.step()
-    play.push_until_committed()
+    moved = play.push_until_committed()
+    assert isinstance(play.send(replace(moved, at_once=True)), AskAgain)
     assert (report(play).activity, report(play).transfer_seq) == (Activity.INNER, 2) and play.s.tally.cause == "inner"
+    play.send(moved)
+    assert (report(play).activity, report(play).transfer_seq) == (Activity.WINDOW, 2) and play.s.tally.cause == "window"
 
 
 def test_a_commit_whose_trainer_is_gone_is_no_transfer(play: Play) -> None:

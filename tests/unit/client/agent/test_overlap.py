@@ -126,6 +126,37 @@ def test_a_master_that_is_away_holds_nobody_up(play: Play) -> None:
     assert isinstance(verdict, PullNow) and verdict.merge
 
 
+def test_ranks_that_stand_for_a_committed_push_do_not_wait_for_an_absent_master(play: Play) -> None:
+    """`outer.push()`, or the end of the data, settles the push in flight first: the trainer waits for its outcome as
+    one that never overlaps (docs/architecture.md#invariant-12).
+    """
+    _, moved = pushed(play, steps=1)
+    play.send(moved)
+    play.reply(Committed())
+    play.lose_master(0.0)
+    play.now = 10.0
+    play.lose_master(10.0)
+    assert isinstance(play.send(moved), AskAgain), "they train meanwhile"
+    standing = replace(moved, at_once=False)
+    assert isinstance(play.send(standing), AskAgain)
+    play.lose_master(10.0)
+    assert isinstance(play.send(standing), TrainOn)
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    assert not play.asked(PullFinished).installed and play.s.account.accepted == (H + 3) * 10
+
+
+def test_ranks_that_stand_for_a_slot_do_not_wait_long(play: Play) -> None:
+    """They asked, trained on, and then stood for the answer: their second is over, and the grant is taken later."""
+    play.step(H)
+    asked = want(play)
+    play.send(asked)
+    play.now += 60.0
+    assert isinstance(play.send(asked), AskAgain), "they train meanwhile"
+    assert isinstance(play.send(replace(asked, at_once=False)), TrainOn)
+    play.reply(grant())
+    assert isinstance(play.send(want(play)), PushNow)
+
+
 def test_the_final_version_is_installed_not_merged(play: Play) -> None:
     """A run that is over leaves the same theta on every cluster."""
     _, moved = pushed(play, steps=1)
@@ -237,5 +268,5 @@ def test_a_key_that_was_edited_counts_for_both_ends_once_the_ranks_start_anew(be
     play.pull(GENESIS)
     play.step(4)
     order = play.push_until_accepted()
-    assert order.merge == after and play.s.trains_on == after
+    assert order.merge == after
     assert play.s.settings.on_divergence is DivergencePolicy.STOP

@@ -528,7 +528,7 @@ def test_the_wait_for_a_slot_is_no_part_of_a_step(overlap: bool) -> None:
     play.begin()
     for play.now in (1.0, 2.0):
         play.step()
-    want = play.look_for_push()
+    want = replace(play.look_for_push(), at_once=overlap)
     play.send(want)
     play.now = 2.5 if overlap else 32.0
     if not overlap:
