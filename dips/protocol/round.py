@@ -512,6 +512,9 @@ def on_disk_failed(run: RunState, slave: Slave, fanout: Fanout, event: OrderFail
     """
     if fanout.kind not in (FanoutKind.APPLY, FanoutKind.PERSIST) or not issubclass(event.error, FailedDisk):
         return False
+    body = run.orders.orders[event.number][1].body
+    if isinstance(body, Apply) and not body.reserve:
+        return False  # nothing was asked of its disk
     assert run.round is not None
     reason = f"{slave.name} refused: {event.refusal}"
     durability.on_snapshot_failed(run, reason)
@@ -521,7 +524,6 @@ def on_disk_failed(run: RunState, slave: Slave, fanout: Fanout, event: OrderFail
         run.forget_orders(frozenset({FanoutKind.PERSIST}))
         commit_version(run, run.round, (), durable=False)
     else:
-        body = run.orders.orders[event.number][1].body
         assert isinstance(body, Apply)
         run.replace_order(event.number, replace(body, reserve=False))
     return True

@@ -304,9 +304,13 @@ def _find_wrong_answer(body: OrderBody, answer: Answer) -> str:
         expected = ModelKept
     elif isinstance(body, OpenPull) and body.momentum:
         expected = Pinned
-    if expected is None or isinstance(answer, expected):
-        return ""
-    return f"expected {expected.__name__} in answer to {type(body).__name__}, got {type(answer).__name__}"
+    given = type(answer).__name__
+    if expected is not None and not isinstance(answer, expected):
+        return f"expected {expected.__name__} in answer to {type(body).__name__}, got {given}"
+    asked = body.version if isinstance(body, Apply | Persist) else None
+    if asked is not None and isinstance(answer, Prepared | Persisted) and answer.version != asked:
+        return f"expected {given} of {asked}, got one of {answer.version}"
+    return ""
 
 
 def on_order_failed(run: RunState, event: OrderFailed) -> None:

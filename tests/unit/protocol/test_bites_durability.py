@@ -51,6 +51,25 @@ def test_a_snapshot_that_succeeds_ends_the_row_of_failures() -> None:
     assert run.view.durability.state == "degraded", "its round is over: nobody asks any more"
 
 
+def test_a_full_disk_of_which_nothing_was_asked_skips_the_round() -> None:
+    """The slave had the same order again at once, without end: it computes in memory alone while disks are full."""
+    run = ScriptedRun()
+    run.train("a")
+    fail_persist(run)
+    run.held.add(Persist)
+    push = run.push("a")
+    for _ in range(2):  # the row is written without it, and then it is tried again
+        find_no_room(run)
+    assert run.outcome(push).kind == "accepted" and run.view.durability.state == "degraded"
+    run.held.add(Apply)
+    push = run.push("a")
+    assert not run.orders[0].body.reserve
+    find_no_room(run)
+    run.held.remove(Apply)
+    run.answer()
+    assert run.outcome(push).kind == "skipped" and not [o for o in run.orders if isinstance(o.body, Apply)]
+
+
 def test_a_snapshot_whose_writer_has_gone_is_written_by_the_next() -> None:
     """Its slave dies while it writes the head late, and comes back with the head: no window waits for the dead one."""
     run = ScriptedRun()

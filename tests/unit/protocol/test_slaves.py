@@ -221,6 +221,24 @@ def test_an_answer_of_another_kind_skips_the_round(kind: type, answer: ev.Answer
     assert run.head.version == 1, "the run goes on"
 
 
+@pytest.mark.parametrize(
+    ("kind", "answer"), [(Apply, ev.Prepared(VersionId(7, 7))), (Persist, ev.Persisted(VersionId(7, 7), "digest"))]
+)
+def test_an_answer_about_another_version_skips_the_round(kind: type, answer: ev.Answer) -> None:
+    """A row named a version as one that is on a disk where the slave had said that of another."""
+    run = ScriptedRun()
+    run.train("a")
+    run.held = {kind}
+    push = run.push("a")
+    run.wait(11.0)
+    (order,) = run.orders
+    say(run, order, answer)
+    run.held = set()
+    run.answer()
+    said = f"expected {type(answer).__name__} of {V1}, got one of v7@r7"
+    assert said in run.outcome(push).reason and run.head == GENESIS
+
+
 def test_momentum_that_is_pinned_without_digests_is_not_granted() -> None:
     """The next question of whoever reads it ended the master with a KeyError; a pull of θ alone needs no digests."""
     run = ScriptedRun()
