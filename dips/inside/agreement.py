@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from dips.errors import ConfigError, DipsError
+from dips.errors import ConfigError, DipsError, Unavailable
 
 Checked = TypeVar("Checked")
 
@@ -21,16 +21,26 @@ class Gathers(Protocol):
 
 
 def agree(collectives: Gathers, check: Callable[[], Checked]) -> Checked:
-    """Return what `check` returns here; raise its ConfigError on all ranks if it fails on one. Collective."""
+    """Return what `check` returns here; raise its ConfigError on all ranks if it refuses on one. What else it raises is
+    raised on its rank, and Unavailable on the others. Collective.
+    """
     checked: list[Checked] = []
-    error = ""
+    refusal, failed = "", None
     try:
         checked.append(check())
-    except DipsError as refused:
-        error = str(refused)
-    told = next((of.decode() for of in collectives.all_gather(error.encode()) if of), "")
-    if told:
-        raise ConfigError(told)
+    except DipsError as error:
+        refusal = str(error)
+    except Exception as error:  # noqa: BLE001 (raised below: the other ranks wait in the collective)
+        failed = error
+    told = json.dumps([refusal, "" if failed is None else repr(failed)])
+    by_rank = [json.loads(of) for of in collectives.all_gather(told.encode())]
+    if failed is not None:
+        raise failed
+    for rank, (refused, failure) in enumerate(by_rank):
+        if refused:
+            raise ConfigError(refused)
+        if failure:
+            raise Unavailable(f"rank {rank} failed: {failure}")
     return checked[0]
 
 

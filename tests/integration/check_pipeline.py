@@ -1083,6 +1083,7 @@ def refused(_: int) -> dict[str, list[str]]:
         inputs, targets = UNEQUAL.batch(0)
         pipe = make_pipeline(UNEQUAL)
         short = (inputs[:-1], targets[:-1])
+        checkpoint = pipe.state_dict() if rank else {**pipe.state_dict(), "model": {}}
         tuned = Pipeline(build_frozen, UNEQUAL.plan, loss=summed_loss, optimizer=adamw)
         found = {
             "frozen": told(lambda: tuned.step((inputs, targets))),
@@ -1108,6 +1109,7 @@ def refused(_: int) -> dict[str, list[str]]:
             "no targets": told(lambda: pipe.step((inputs, torch.full_like(targets, -100)))),
             "calls differ": told(lambda: (pipe.evaluate if rank == 1 else pipe.step)((inputs, targets))),
             "inputs": told(lambda: pipe.step((inputs.float(), targets))),
+            "checkpoint": told(lambda: pipe.load_state_dict(checkpoint)),
             "then": told(lambda: pipe.step((inputs, targets))),
             "NaN": told(lambda: make_pipeline(UNEQUAL, loss=nan_loss, optimizer=adamw).step((inputs, targets))),
             "NaN, clipped": told(

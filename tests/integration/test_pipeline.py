@@ -253,6 +253,7 @@ REFUSED = {
     "no targets": "batch: expected targets, got none but -100",
     "calls differ": "ranks 0 and 1 differ in their calls: method",
     "inputs": "layer embed: its output's shape cannot be found",
+    "checkpoint": "ConfigError: Pipeline.load_state_dict: the checkpoint has no 'embed.weight'",
     "then": "nothing",
     "frozen": "nothing",
     "unfrozen": "embed.weight: was unfrozen after Pipeline was made, and no optimizer has it",

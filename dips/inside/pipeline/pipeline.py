@@ -519,17 +519,32 @@ class Pipeline:
         return {"model": model, "optimizer": optimizer, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint holds of this rank's parts, as `state_dict` names it."""
+        """Take over what a checkpoint holds of this rank's parts, as `state_dict` names it.
+
+        Raises ConfigError, the same on every rank, if it lacks something for one; then nothing of it is loaded.
+        """
         self._check_usable()
+        models, optimizers, steps = agree(self._collectives, lambda: self._read_checkpoint(state))
         for number, part in self._by_number.items():
-            if names := _state_of(part).keys():
-                set_model_state_dict(part, {name: state["model"][name] for name in names})
-            if number in self._optimizers:
-                optimizer = self._optimizers[number]
-                keys = get_optimizer_state_dict(part, optimizer, options=FLAT).keys()
-                held = {key: state["optimizer"][key] for key in keys}
-                set_optimizer_state_dict(part, optimizer, held, options=FLAT)
-        self.steps = int(state["steps"])
+            if models[number]:
+                set_model_state_dict(part, models[number])
+            if number in optimizers:
+                set_optimizer_state_dict(part, self._optimizers[number], optimizers[number], options=FLAT)
+        self.steps = steps
+
+    def _read_checkpoint(self, state: Mapping[str, Any]) -> tuple[dict[int, Any], dict[int, Any], int]:
+        """Return the values for each part and for each optimizer of this rank, and the steps taken."""
+        names = {n: list(_state_of(part)) for n, part in self._by_number.items()}
+        keys = {n: list(_moments_of(self._by_number[n], optimizer)) for n, optimizer in self._optimizers.items()}
+        try:
+            models = {n: {name: state["model"][name] for name in of} for n, of in names.items()}
+            optimizers = {n: {key: state["optimizer"][key] for key in of} for n, of in keys.items()}
+            return models, optimizers, int(state["steps"])
+        except KeyError as error:
+            raise ConfigError(
+                f"Pipeline.load_state_dict: the checkpoint has no {error}: it is of another model or optimizer; load "
+                "it in place: dcp.load(state := pipe.state_dict(), …)"
+            ) from error
 
     def close(self) -> None:
         """Give the process groups back, but for the stage's, over which the parameters stay sharded. Idempotent."""
