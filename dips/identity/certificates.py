@@ -40,12 +40,27 @@ def read_pem(path: Path, key: str) -> bytes:
         with path.open("rb") as file:
             content = file.read(MOST_PEM + 1)
     except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}{_find_remedy(path, error)}") from error
+        raise _not_read(path, key, error) from error
     if len(content) > MOST_PEM:
         raise ConfigError(f"{key}: {path} has more than {MOST_PEM} bytes: it is no certificate")
     if content.count(BEGIN) != content.count(END):
         raise ConfigError(f"{key}: {path} ends in the middle of a block: it is half-written; copy it once more")
     return content
+
+
+def is_missing(path: Path, key: str) -> bool:
+    """Return whether there is no such file; raise ConfigError if its disk does not tell."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError as error:
+        raise _not_read(path, key, error) from error
+    return False
+
+
+def _not_read(path: Path, key: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{key}: {path} cannot be read: {error.strerror}{_find_remedy(path, error)}")
 
 
 def _find_remedy(path: Path, error: OSError) -> str:

@@ -108,7 +108,7 @@ def _is_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bo
 
 def read_revoked(files: TlsFiles, authorities: Sequence[x509.Certificate]) -> frozenset[int]:
     """Return the serial numbers in the revocation list; raise ConfigError if none of the authorities has signed it."""
-    if not files.crl.exists():
+    if certificates.is_missing(files.crl, "tls"):
         return frozenset()
     lists = certificates.parse_revocations(certificates.read_pem(files.crl, "tls"), files.crl, "tls")
     if any(_find_signer(crl, authorities) is None for crl in lists):

@@ -11,8 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, cast
@@ -21,6 +20,7 @@ import grpc
 
 from dips.errors import ConfigError
 from dips.files import FileStamp, stamp_file
+from dips.identity import certificates
 from dips.identity.certificates import check_until, utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
@@ -50,7 +50,7 @@ class TlsSource:
         """
         self.files, self._name, self._role, self._run = files, name, role, run
         self._report, self._clock, self._lock = report, clock, threading.Lock()
-        self._look: Future[None] | None = None  # the last one
+        self._look: Future[None] | None = None  # the one that has not ended, or not been heard
         self._looked, self._stamp = clock(), self._take_stamp()
         self._loaded, self._problem = self._load(), ""
 
@@ -62,9 +62,12 @@ class TlsSource:
         """Return the certificate and key for a new connection."""
         with self._lock:
             now = self._clock()
-            if now - self._looked >= LOOK_S and (self._look is None or self._look.done()):
-                self._looked = now
-                self._begin_look()
+            if now - self._looked >= LOOK_S and self._look is None:
+                self._looked, self._look = now, call_apart(self._look_again, "certificates")
+                wait([self._look], SILENT_S)  # as long as a disk that works may take: an event loop may have called
+            if self._look is not None and self._look.done():
+                ended, self._look = self._look, None
+                ended.result()  # what it has raised, late or not
             return self._loaded
 
     def find_problem(self) -> str:
@@ -79,12 +82,6 @@ class TlsSource:
         except ConfigError as error:
             return str(error)
         return ""
-
-    def _begin_look(self) -> None:
-        """Look at the files; wait for it as long as a disk that works may take: an event loop may have called."""
-        self._look = call_apart(self._look_again, "certificates")
-        with suppress(TimeoutError):
-            self._look.result(SILENT_S)
 
     def _look_again(self) -> None:
         stamp = self._take_stamp()
@@ -113,7 +110,7 @@ class TlsSource:
 
     def _require_revocations(self) -> None:
         """Raise ConfigError if the list is gone that revoked something: nobody is let in again by a missing file."""
-        if self._loaded.revoked and not self.files.crl.exists():
+        if self._loaded.revoked and certificates.is_missing(self.files.crl, "tls"):
             raise ConfigError(f"tls: {self.files.crl} is gone, and what it revoked stays revoked: bring it back")
 
     def _take_stamp(self) -> _Stamp:

@@ -262,6 +262,45 @@ class TestWithoutRestart:
         looks[0].join(10.0)
         assert ours.read_current().cert == renewed != first.cert
 
+    def test_what_breaks_a_look_is_heard_though_its_disk_answers_late(
+        self, enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody waits for it any more: whoever asks for the certificate next has the error, once, and none later."""
+        monkeypatch.setattr(tls, "SILENT_S", 0.05)
+        clock, files = HandClock(), enrolled.enroll("west", PeerRole.CLUSTER)
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock)
+        ours._report = None  # type: ignore[assignment]  # a bug
+        content = files.cert.read_bytes()
+        files.cert.unlink()
+        os.mkfifo(files.cert)
+        clock.now += LOOK_S
+        assert ours.read_current().cert == content
+        (look,) = [thread for thread in threading.enumerate() if thread.name == "certificates"]
+        files.cert.write_bytes(b"no certificate")
+        look.join(10.0)
+        with pytest.raises(TypeError, match="not callable"):
+            ours.read_current()
+        assert ours.read_current().cert == content
+
+    def test_a_list_that_cannot_be_looked_at_is_told(self, enrolled: Enrolled) -> None:
+        """A disk may refuse to say whether it is there: who has loaded goes on, who starts does not."""
+        clock, problems = HandClock(), []
+        files = enrolled.enroll("west", PeerRole.CLUSTER)
+        enrolled.authority.revoke("west.cluster")
+        enrolled.enroll("west", PeerRole.CLUSTER)
+        files.crl.write_bytes((enrolled.directory / "ca" / "crl.pem").read_bytes())
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock, report=problems.append)
+        first = ours.read_current()
+        assert first.revoked
+        files.crl.unlink()
+        files.crl.symlink_to("x" * 300)
+        clock.now += LOOK_S
+        assert ours.read_current() is first
+        told = f"tls: {files.crl} cannot be read: File name too long"
+        assert problems == [f"the new files are not used: {told}"] == [ours.find_problem()]
+        with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+            source_of(files, "west", PeerRole.CLUSTER)
+
     def test_a_list_that_vanishes_lets_nobody_in_again(self, enrolled: Enrolled) -> None:
         """Without crl.pem beside the certificate nothing is revoked; one that revoked something is missed."""
         clock, problems = HandClock(), []
