@@ -1,4 +1,6 @@
-"""Files of a daemon: durable, readable by its user only, held by one process, and seen to change; its programs."""
+"""Files of a daemon: durable, readable by its user only, held by one process, and seen to change; its programs; its
+machine.
+"""
 
 from __future__ import annotations
 
@@ -199,3 +201,11 @@ def stamp_file(path: Path) -> FileStamp:
     except (OSError, ValueError):  # ValueError: a name with a NUL
         return 0, 0, 0
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+# ---- machine --------------------------------------------------------------------------------------------------------
+
+
+def read_boot_id() -> str:
+    """Return the name of this machine's life since it was started last."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -29,7 +29,7 @@ from prometheus_client.core import Metric
 from dips import daemon
 from dips.config import RunFile
 from dips.errors import ConfigError, Corrupt, DipsError, FailedMirror
-from dips.files import write_durably
+from dips.files import read_boot_id, write_durably
 from dips.http import HttpSubject
 from dips.master import restore
 from dips.master.genesis import BOUND
@@ -51,7 +51,6 @@ from dips.telemetry.logs import Log
 from dips.telemetry.metrics import MetricRow, Status, Table, make_families
 from dips.transport.tls import TlsSource
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # of the machine since it was started last
 FOLDER = "standby"
 MOST_STANDBYS = 8  # that are read at a time
 UNUSABLE = -1  # in the place of the number in such a file
@@ -71,7 +70,7 @@ def name_holder(config: RunFile) -> str:
 
 def name_place(config: RunFile) -> str:
     """Return where this master runs; a master that starts again has the same, a clone of its machine has not."""
-    return f"{BOOT.read_text().strip()} {socket.gethostname()} {config.master.listen}"
+    return f"{read_boot_id()} {socket.gethostname()} {config.master.listen}"
 
 
 # ---- who serves -----------------------------------------------------------------------------------------------------

@@ -99,8 +99,8 @@ def _carry_out(run: RunState, request: events.OperatorRequest) -> Result:
     kind = REQUESTS[type(request)]
     if kind.changes_ledger and (unproven := run.find_unproven()):
         return unproven
-    ends = run.rebalance is not None and run.rebalance.valid
-    if kind.changes_ledger and ends and not isinstance(request, events.RebalanceAsked):  # while its row is written
+    asks_it = isinstance(request, events.RebalanceAsked)
+    if kind.changes_ledger and run.is_rebalanced and not asks_it:  # while its row is written
         return Failed(UnavailableMaster, "the run is rebalanced, and this master ends: ask the next one")
     try:
         return kind.apply(run, request)

@@ -59,7 +59,7 @@ def consider_rollback(run: RunState) -> None:
     waited, run.rollback_waits, run.rollback_steps = run.rollback_waits, "", 0
     if not (lacking or run.rollback_asked) or run.round is not None:
         return  # a round that is being persisted ends first: its row decides what the head is
-    if run.rebalance is not None and run.rebalance.valid:
+    if run.is_rebalanced:
         return  # its row has retired all older versions; this master ends, and the next one decides
     why = f"{join_some(lacking)} cannot offer {run.head}" if lacking else f"back to {run.rollback_asked}, as asked"
     for slave in run.ready_slaves():

@@ -427,6 +427,11 @@ class RunState:
         return ClusterStanding.LIVE if cluster.live else ClusterStanding.GONE
 
     @property
+    def is_rebalanced(self) -> bool:
+        """Whether a rebalance is valid, for whose row this master ends."""
+        return self.rebalance is not None and self.rebalance.valid
+
+    @property
     def is_proven(self) -> bool:
         """Whether enough slaves have registered to show if this ledger is an old copy (docs/rationale.md#2, #4).
 

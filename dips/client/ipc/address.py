@@ -14,7 +14,7 @@ from pathlib import Path
 from dips.config import ClusterFile, host_port
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, Denied, RemoteProtocolError
-from dips.files import require_private
+from dips.files import read_boot_id, require_private
 
 # ---- process --------------------------------------------------------------------------------------------------------
 
@@ -24,7 +24,7 @@ AGENT_PID, AGENT_HOME = "DIPS_AGENT_PID", "DIPS_AGENT_HOME"
 
 def process_home() -> str:
     """Return the scope in which this process's id is valid: this boot of this machine, this PID namespace."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{read_boot_id()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def process_name() -> str:

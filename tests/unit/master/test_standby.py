@@ -663,8 +663,7 @@ def test_a_copy_of_a_living_master_s_directory_is_not_served(
     elsewhere, itself = cloned(a, b, master), Waiting(a)
     with monkeypatch.context() as patch:
         if differs == "boot":
-            (tmp_path / "boot_id").write_text("of the clone\n")
-            patch.setattr(standby, "BOOT", tmp_path / "boot_id")
+            patch.setattr(standby, "read_boot_id", lambda: "of the clone")
         clone = Waiting(b if differs == "boot" else elsewhere)
         clone.until(StandbyState.READY)
         assert not any(clone.serves() for _ in range(6))
