@@ -3,7 +3,8 @@
 The master's decisions, ledger, slaves and agents are those of a real run, in the simulation's time (dips/sim);
 transfers take what the links and whoever shares them give (dips/sim/sizes.py). What is trained is noise, without gates.
 
-Known limits: one worker in each cluster; equal layers, one a slave; links keep their rates.
+Known limits: one worker in each cluster; equal layers, one a slave; links keep their rates; what a slave that fails was
+working on counts as worked to its end.
 """
 
 from __future__ import annotations
@@ -327,7 +328,7 @@ class Failures(Observer):
             self._unserved_since = None
 
     def at_rest(self) -> None:
-        now = self._world.heap.now
+        now = min(self._world.heap.now, self._lasts_s)  # the clock stands at the first event after the end
         if self._unserved_since is not None:
             self.unserved_s += now - self._unserved_since
         for name, ends_s in self._ends_s.items():
@@ -478,9 +479,11 @@ def simulate_sizes(run: SimulatedRun) -> SizedReport:
     world, watch, failures = make_world(run)
     with _rare_collections():
         world.run([watch, failures], failures.plan)
-    short = next((run.members[name].name for name, phases in watch.phases.items() if not phases.pull_s), None)
-    if short is not None:
-        raise ConfigError(f"hours: {run.hours:g} are too short: {short} has not pulled what it pushed")
+    for name, phases in watch.phases.items():
+        if not phases.pull_s:
+            said = f", and was down for {phases.down_s / HOUR_S:.2g} of them" if phases.down_s else ""
+            short = f"{run.members[name].name} has not pulled what it pushed{said}"
+            raise ConfigError(f"hours: {run.hours:g} are too short: {short}")
     shared, lasted_s, rate = world.data.shared, 3600.0 * run.hours, run.slave_gbit * GBIT_BYTES
     assert shared is not None
     slaves = tuple(_report_slave(name, use, rate, lasted_s) for name, use in shared.use.items())

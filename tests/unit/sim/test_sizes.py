@@ -25,6 +25,7 @@ from dips.study.sized_run import (
     ClusterTimeline,
     RunTimeline,
     SimulatedRun,
+    make_world,
     pull_at_once,
     read_scenario,
     simulate_sizes,
@@ -308,6 +309,21 @@ def test_whoever_fails_is_down_until_its_next_step_and_others_go_on(tmp_path: Pa
     assert all(off.begin_s < back.begin_s < back.end_s <= off.end_s for off, back in zip(down, returns, strict=True))
     assert tmp_path / "downtime.png" in draw_figures(report, tmp_path)
     assert "devices were up for" in describe_run(report)
+
+
+def test_whoever_stays_down_is_down_until_the_end() -> None:
+    """A slave that is never started again is missing up to the end, not to the event after it, and a cluster that
+    fails before its first pull and is not repaired is named with the hours that it was down.
+    """
+    east, west = SMALL.clusters
+    lone = SMALL.model_copy(update={"hours": 0.401, "restart_s": 1e9})
+    world, watch, failures = make_world(lone)
+    world.call_later(600.0, "a slave fails", failures._fail_slave)
+    world.run([watch, failures])
+    assert failures.unserved_s == lone.hours * 3600.0 - 600.0
+    never = SMALL.model_copy(update={"clusters": (east.model_copy(update={"failures": 40, "repair_h": 1e6}), west)})
+    with pytest.raises(ConfigError, match=r"too short: east has not pulled what it pushed, and was down for 0\.\d+ of"):
+        simulate_sizes(never)
 
 
 def test_more_clusters_than_letters() -> None:
