@@ -12,11 +12,10 @@ import typer
 from dips.commands.new import RUN
 from dips.config import load_run
 from dips.errors import ConfigError
-from dips.local.run import LOGS
+from dips.local.run import BLOCK, LOGS, read_tail
 from dips.printable import make_lines_printable
 
 LOOK_EVERY_S = 0.3
-BLOCK = 1 << 16  # bytes read at once from the end of a file
 
 
 def logs(
@@ -79,14 +78,8 @@ def _choose(found: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
 
 def _print_tail(name: str, path: Path, lines: int, width: int) -> int:
     """Print the last lines; return the offset after them."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        begin, text = size, b""
-        while begin > 0 and text.count(b"\n") <= lines:
-            begin = max(0, begin - BLOCK)
-            file.seek(begin)
-            text = file.read(size - begin)
-    _print_lines(name, text.splitlines()[-lines:] if lines else [], width)
+    last, size = read_tail(path, lines)
+    _print_lines(name, last, width)
     return size
 
 

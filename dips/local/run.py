@@ -28,6 +28,7 @@ from dips.transport.endpoints import Endpoint
 
 GRACE_S = 15.0  # between SIGTERM and SIGKILL
 TAIL_LINES = 15
+BLOCK = 1 << 16  # bytes read at once from the end of a log
 
 
 def exit_on_sigterm() -> None:
@@ -135,8 +136,8 @@ class LocalProcess:
 
     def log_tail(self) -> str:
         """Return the end of the log, for an error message."""
-        lines = self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        return "\n  ".join([f"the end of {self._log}:", *lines])
+        lines, _ = read_tail(self._log, TAIL_LINES)
+        return "\n  ".join([f"the end of {self._log}:", *(line.decode(errors="replace") for line in lines)])
 
 
 class LocalProcesses:
@@ -183,6 +184,18 @@ def _kill_pids(pids: Sequence[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def read_tail(log: Path, lines: int) -> tuple[list[bytes], int]:
+    """Return the last lines of a log of any size, and the offset after them."""
+    with log.open("rb") as file:
+        size = begin = file.seek(0, os.SEEK_END)
+        text = b""
+        while begin > 0 and text.count(b"\n") <= lines:
+            begin = max(0, begin - BLOCK)
+            file.seek(begin)
+            text = file.read(size - begin)
+    return text.splitlines()[-lines:] if lines else [], size
 
 
 LOGS = "logs"  # directory beside the run file with NAME.log of each process

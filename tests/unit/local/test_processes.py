@@ -103,6 +103,21 @@ def test_a_log_without_room_ends_no_training(capfd: pytest.CaptureFixture[str]) 
     assert out == f"{line}\n" * lines and err.count("/dev/full cannot be written: No space left on device") == 1
 
 
+def test_the_end_of_a_log_is_read_from_its_end(tmp_path: Path) -> None:
+    """Of two terabytes, which are a hole, the last lines alone are read; of a short log all, and of none none."""
+    log = tmp_path / "a"
+    with LocalProcesses() as running:
+        process = running.start("a", [sys.executable, "-c", "pass"], log)
+        process.wait(20)
+        assert process.log_tail() == f"the end of {log}:"
+        log.write_text("one\ntwo\n")
+        assert process.log_tail() == f"the end of {log}:\n  one\n  two"
+        with log.open("r+") as file:
+            file.seek(2 << 40)
+            file.write("\n" + "\n".join(map(str, range(20))))
+        assert process.log_tail().splitlines()[1:] == [f"  {n}" for n in range(5, 20)]
+
+
 def test_sigterm_unwinds_what_was_begun() -> None:
     """Whoever started processes ends them in order, and is seen to have ended by a signal."""
     before = signal.getsignal(signal.SIGTERM)
