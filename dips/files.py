@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dips.errors import ConfigError
+from dips.errors import OF_THE_DISK, ConfigError, FailedDisk
 
 # ---- fsync ----------------------------------------------------------------------------------------------------------
 
@@ -66,6 +66,30 @@ def write_durably(path: Path, content: bytes, aside: Path) -> None:
     write_synced(aside, content)
     aside.rename(path)
     sync_path(path.parent)
+
+
+# ---- outputs --------------------------------------------------------------------------------------------------------
+# Files and directories that somebody names to a command.
+
+
+@contextmanager
+def explain_unwritable(output: object) -> Iterator[None]:
+    """Raise one sentence about `output` for an OSError of the block: FailedDisk if its disk is full, read-only or
+    broken, ConfigError otherwise.
+    """
+    try:
+        yield
+    except OSError as error:
+        told = f"{output}: cannot be written: {error.strerror or error}"
+        if error.errno in OF_THE_DISK:
+            raise FailedDisk(told) from error
+        raise ConfigError(f"{told}; name another path, or make this one writable") from error
+
+
+def write_output(path: Path, text: str) -> None:
+    """Replace a text file in one step, with its directories. Raises as `explain_unwritable` does."""
+    with explain_unwritable(path), write_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 # ---- private files --------------------------------------------------------------------------------------------------

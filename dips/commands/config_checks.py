@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from dips.commands.options import open_ledger
 from dips.config import ClusterFile, RunFile, host_port, load_cluster, load_run
 from dips.config.reading import is_cluster_file
 from dips.config.section import TlsKey
@@ -140,7 +140,6 @@ def _check_directories(path: Path, run: RunFile) -> Iterator[CheckFinding]:
 
 def _check_ledger(path: Path, run: RunFile) -> Iterator[CheckFinding]:
     from dips.master import genesis
-    from dips.master.ledger import Ledger
     from dips.protocol.manifest import Manifest
     from dips.slave.machine import available_bytes, memory_of
 
@@ -149,7 +148,7 @@ def _check_ledger(path: Path, run: RunFile) -> Iterator[CheckFinding]:
         yield CheckFinding(f"{path}: master.directory", NOTE, f"no ledger at {ledger_file}", "`dips init` makes one")
         return
     try:
-        with closing(Ledger.open(ledger_file, readonly=True)) as ledger:
+        with open_ledger(run) as ledger:
             row = ledger.run_row()
         genesis.check_is_of_run(run, row)
         genesis.check_placement(run, row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -11,9 +10,10 @@ from typing import Annotated
 import typer
 
 from dips.commands.completing import complete_version
-from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
+from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master, open_ledger
 from dips.config import load_run
 from dips.errors import ConfigError
+from dips.files import explain_unwritable
 from dips.ids import GENESIS, VersionId
 
 SAFETENSORS, HF = "safetensors", "hf"
@@ -70,8 +70,10 @@ def export(
     from dips.commands.export_hf import ModelSource, write_hf_directory
 
     (source := ModelSource(factory, like, convert)).check()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=output.parent, prefix=".unfinished-") as aside:
+    with explain_unwritable(f"--output {output}"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        beside = TemporaryDirectory(dir=output.parent, prefix=".unfinished-")
+    with beside as aside:
         written = _write_file(config, master, credentials, version, file := Path(aside) / "model.safetensors")
         write_hf_directory(file, output, source)
     print(f"wrote {written} to {output}: AutoModelForCausalLM.from_pretrained({str(output)!r})")
@@ -92,6 +94,7 @@ def _write_file(
 def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> VersionId:
     from dips.master.genesis import INITIAL
     from dips.slave.export import export_snapshot
+    from dips.store.files import find_complete
 
     run_file = load_run(config)
     if wanted == GENESIS:  # slaves have no snapshot of it
@@ -99,7 +102,13 @@ def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> V
         if not (initial / str(GENESIS)).exists():
             raise ConfigError(f"{initial}: `dips seed` brought v0@r0 to the slaves alone: take it with --master")
         return export_snapshot([initial], GENESIS, output)
-    return export_snapshot([s.directory for s in run_file.slaves], wanted, output)
+    directories = [s.directory for s in run_file.slaves]
+    for directory in directories:
+        for version, manifest in find_complete(directory).items():
+            if version == (wanted or version) and manifest.run != run_file.shared.run:
+                told = f"of run {run_file.shared.run} as in {config}, got one of run {manifest.run}"
+                raise ConfigError(f"{directory / str(version)}: expected a version {told}")
+    return export_snapshot(directories, wanted, output)
 
 
 def _parse_version(version: str) -> VersionId:
@@ -114,13 +123,12 @@ def _newest_on_disks(config: Path) -> VersionId | None:
     complete snapshot is used. Raise ConfigError if there is none but v0@r0, and the run has gone on.
     """
     from dips.master.genesis import ledger_path
-    from dips.master.ledger import Ledger
 
-    path = ledger_path(load_run(config))
+    path = ledger_path(run_file := load_run(config))
     if not path.exists():
         print(f"note: no ledger at {path}: taking the newest version that all slaves have", file=sys.stderr)
         return None
-    with closing(Ledger.open(path, readonly=True)) as ledger:
+    with open_ledger(run_file) as ledger:
         versions = ledger.read_state().versions
     newest, head = next(row.version for row in reversed(versions) if row.durable), versions[-1].version
     if newest == GENESIS != head:

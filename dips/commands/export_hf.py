@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dips.errors import ConfigError
+from dips.files import explain_unwritable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,14 +52,13 @@ def write_hf_directory(file: Path, directory: Path, source: ModelSource) -> None
     aside = directory.with_name(f".unfinished-{directory.name}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir(mode=0o700)  # as the file of another export: for its owner
-        model.save_pretrained(aside)
-        for pattern in COPIED if like else ():
-            for path in sorted(like.glob(pattern)):  # type: ignore[union-attr]
-                shutil.copyfile(path, aside / path.name)
-        aside.rename(directory)  # also over an empty directory
-    except OSError as error:
-        raise ConfigError(f"--output: {directory} cannot be written: {error}") from error
+        with explain_unwritable(f"--output {directory}"):
+            aside.mkdir(mode=0o700)  # as the file of another export: for its owner
+            model.save_pretrained(aside)
+            for pattern in COPIED if like else ():
+                for path in sorted(like.glob(pattern)):  # type: ignore[union-attr]
+                    shutil.copyfile(path, aside / path.name)
+            aside.rename(directory)  # also over an empty directory
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

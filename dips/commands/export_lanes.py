@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dips.client.version_pull import pull_version, pulling_name
-from dips.errors import ConfigError
-from dips.files import make_directory, make_private_file, sync_path
+from dips.files import explain_unwritable, make_directory, make_private_file, sync_path
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.store import tensorfile
@@ -43,12 +42,10 @@ class VersionFile:
     def make_room(self, run: str, version: VersionId, manifest: Manifest) -> tensorfile.F32:
         """Return the memory of a new file beside the output, filled as the last one was. Raises ConfigError."""
         shapes = [(p.name, p.shape) for layer in manifest.layers for p in layer.parameters]
-        try:
+        with explain_unwritable(self.output):
             make_directory(self.output.parent)
             make_private_file(self._aside)
             room = tensorfile.map_new(self._aside, {"format": "pt", "run": run, "version": str(version)}, shapes)
-        except OSError as error:
-            raise self._explain(error) from error
         if self._room is not None:
             np.copyto(room, self._room)
         self._room = room
@@ -56,16 +53,11 @@ class VersionFile:
 
     def publish(self) -> None:
         """Put the new file in the place of the output; durable on return."""
-        try:
+        with explain_unwritable(self.output):
             sync_path(self._aside)
             self._aside.rename(self.output)
             sync_path(self.output.parent)
-        except OSError as error:
-            raise self._explain(error) from error
 
     def close(self) -> None:
         """Remove what is unfinished. Idempotent."""
         self._aside.unlink(missing_ok=True)
-
-    def _explain(self, error: OSError) -> ConfigError:
-        return ConfigError(f"{self.output}: cannot be written: {error}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dips.commands.options import CONFIG
+from dips.commands.options import CONFIG, open_ledger
 from dips.config import load_run
 from dips.ids import VersionId
 from dips.protocol.records import OperatorActed
@@ -28,10 +27,7 @@ AUDIT_COLUMNS = tuple(Column(name, left=True) for name in ("when (UTC)", "who", 
 
 def show_audit(config: Path, last: int, as_json: bool) -> None:
     """Print the newest `last` rows, oldest first; with `as_json` one object per line."""
-    from dips.master.genesis import ledger_path
-    from dips.master.ledger import Ledger
-
-    with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
+    with open_ledger(load_run(config)) as ledger:
         rows = ledger.read_audit(last)
     if as_json:
         for row in rows:
@@ -107,10 +103,7 @@ def round_as_data(row: Any) -> dict[str, Any]:
 
 def _rows(config: Path, last: int) -> list[dict[str, Any]]:
     """Return the newest rounds, oldest first, with the rebalances and changes between them."""
-    from dips.master.genesis import ledger_path
-    from dips.master.ledger import Ledger
-
-    with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
+    with open_ledger(load_run(config)) as ledger:
         rounds, rebalances = ledger.read_history(last), ledger.read_rebalances()
         tunings, extensions = ledger.read_tunings(), ledger.read_extensions()
     oldest = rounds[0].round if rounds else 0

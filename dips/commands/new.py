@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from dips.errors import ConfigError
+from dips.files import explain_unwritable
 
 RUN, SHARED, CLUSTER = "dips.yaml", "shared.yaml", "cluster.yaml"
 EXAMPLE = ("model.py", "train.py")
@@ -58,10 +59,8 @@ def _write_all(directory: Path, content: dict[str, str]) -> None:
     there = [str(directory / name) for name in content if (directory / name).exists()]
     if there:
         raise ConfigError(f"expected none of the files to exist, got {' and '.join(there)}; name another directory")
-    try:
+    with explain_unwritable(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in content.items():
             (directory / name).write_text(text, encoding="utf-8")
             print(f"wrote {directory / name}")
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,9 @@ from dips.errors import ConfigError
 from dips.identity.names import PeerRole
 from dips.transport.endpoints import PULLERS, Endpoint, credentials_peer, master_peer
 from dips.transport.tls import TlsSource
+
+if TYPE_CHECKING:
+    from dips.master.ledger import Ledger
 
 CONFIG = Annotated[Path, typer.Option("--config", "-c", help="The run file, with the run's master and slaves.")]
 WHOSE = Annotated[Path | None, typer.Option("--config", "-c", help="The run file, which names the master.")]
@@ -30,6 +34,14 @@ CREDENTIALS = Annotated[
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 LOOKERS = (PeerRole.OPERATOR, PeerRole.VIEWER)
 OPERATOR = "operator"  # name whose certificate a command uses by default
+
+
+def open_ledger(config: RunFile) -> closing[Ledger]:
+    """Open the run's ledger to read it, whether a master has it or not."""
+    from dips.master.genesis import ledger_path
+    from dips.master.ledger import Ledger
+
+    return closing(Ledger.open(ledger_path(config), readonly=True))
 
 
 def find_master(config: Path | None, master: str | None, credentials: Path | None, pulls: bool = False) -> Endpoint:

@@ -18,7 +18,7 @@ from rich.table import Table
 from dips.commands.options import AS_JSON
 from dips.config.reading import read_yaml
 from dips.errors import ConfigError
-from dips.files import write_aside
+from dips.files import explain_unwritable, write_output
 
 if TYPE_CHECKING:
     from dips.inside.planning.plan import ClusterPlan, Framework
@@ -84,18 +84,18 @@ def cluster_command(
             print(line)
     if output is not None:
         sources = {key: os.path.relpath(path, output.parent) for key, path in (("profile", profile), ("model", model))}
-        _write_text(output, yaml.safe_dump({**data, "made_from": {**sources, "replans": 0}}, sort_keys=False))
+        write_output(output, yaml.safe_dump({**data, "made_from": {**sources, "replans": 0}}, sort_keys=False))
     if timeline is not None:
         if plan.prediction is None:
             raise ConfigError(f"--timeline: {plan.best.name} is computed by a formula, which has no timeline")
         if timeline.suffix == ".png":
             draw_timeline(plan.prediction, timeline)
         else:
-            _write_text(timeline, json.dumps(chrome_trace({PLANNED: plan.prediction.spans}), allow_nan=False))
+            write_output(timeline, json.dumps(chrome_trace({PLANNED: plan.prediction.spans}), allow_nan=False))
     if framework is not None:
         handed = hand_over(plan, framework, str(csv))
         if handed.csv:
-            _write_text(csv, handed.csv)
+            write_output(csv, handed.csv)
         if not as_json:
             print("\n".join(handed.flags))
 
@@ -188,15 +188,5 @@ def draw_timeline(prediction: Prediction, path: Path) -> None:
     for op, color in COLORS.items():
         axes.plot([], [], color=color, lw=6, label=op)
     axes.legend(fontsize=8, ncol=len(COLORS), loc="upper right")
-    try:
+    with explain_unwritable(path):
         figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        with write_aside(path) as aside:
-            aside.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dips.commands.options import CONFIG
+from dips.commands.options import CONFIG, open_ledger
 from dips.config import load_run
 from dips.errors import ConfigError
+from dips.files import explain_unwritable
 from dips.plain import to_plain
 from dips.view.points import PushPoint, ResultPoint, RoundPoint, list_points, write_csv
 
@@ -48,10 +48,7 @@ def read_numbers(config: Path) -> dict[str, Any]:
 
 
 def _read_points(config: Path) -> tuple[list[RoundPoint], list[ResultPoint]]:
-    from dips.master.genesis import ledger_path
-    from dips.master.ledger import Ledger
-
-    with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
+    with open_ledger(load_run(config)) as ledger:
         return list_points(ledger.read_history(EVERY_ROUND))
 
 
@@ -64,7 +61,7 @@ def _spell_point(point: Any) -> dict[str, Any]:
 def plot_run(config: Path, output: Path) -> list[Path]:
     """Write the files of `dips plot`; return their paths. Raise ConfigError if `output` cannot be written."""
     points, results = _read_points(config)
-    try:
+    with explain_unwritable(f"--output {output}"):
         output.mkdir(parents=True, exist_ok=True)
         written = [output / PUSHES]
         write_csv(output / PUSHES, PushPoint, (push for point in points for push in point.pushes))
@@ -72,8 +69,6 @@ def plot_run(config: Path, output: Path) -> list[Path]:
             write_csv(output / RESULTS, ResultPoint, results)
             written.append(output / RESULTS)
         written.append(_draw_picture(points, results, output / PICTURE))
-    except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written: {error.strerror or error}") from error
     return written
 
 

@@ -22,7 +22,7 @@ import yaml
 
 from dips.config.reading import read_yaml
 from dips.errors import ConfigError
-from dips.files import write_aside
+from dips.files import write_output
 
 if TYPE_CHECKING:
     import torch
@@ -144,8 +144,7 @@ def find_lacking(machines: dict[str, Any], where: str) -> str:
 
 
 def _write_file(path: Path, content: dict[str, Any]) -> None:
-    with write_aside(path) as aside:
-        aside.write_text(yaml.safe_dump(content, sort_keys=False))
+    write_output(path, yaml.safe_dump(content, sort_keys=False))
     print(f"wrote {path}")
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from dips.client.version_pull import VersionPuller, pulling_name
 from dips.commands.operator import ask_master
+from dips.commands.options import open_ledger
 from dips.config import RunFile, SlaveSection
 from dips.differences import differing_options
 from dips.errors import ConfigError, DipsError, UnavailableMaster
 from dips.files import PidLock
 from dips.ids import VersionId
-from dips.master.genesis import check_is_of_run, ledger_path
-from dips.master.ledger import Ledger
+from dips.master.genesis import check_is_of_run
 from dips.protocol.effects import Acknowledged, Pending, RebalancePlanned, Refused
 from dips.protocol.events import RebalanceAsked
 from dips.protocol.manifest import Manifest
@@ -197,7 +197,7 @@ def show_plan(after: RunFile) -> None:
     """Print the moves from the ledger's slaves to those of `after`, and each slave's memory sum. Raise ConfigError if
     the run file is not the run's, or has more slaves than the model has layers.
     """
-    with closing(Ledger.open(ledger_path(after), readonly=True)) as ledger:
+    with open_ledger(after) as ledger:
         row = ledger.run_row()
     check_is_of_run(after, row)
     model = Manifest.from_json(row.manifest)

@@ -33,6 +33,7 @@ from dips.errors import (
     RemoteProtocolError,
     Unavailable,
 )
+from dips.files import explain_unwritable
 from dips.identity import certificates
 from dips.identity.authority import Authority
 from dips.identity.certificates import identity_of, utc_now
@@ -249,5 +250,6 @@ def put_in_place(signed: Path, certificate: Path) -> None:
     if new.public_key() != secret.public_key():
         remedy = f"sign {key.with_suffix(CSR)} again" if key == renewed else "it is of a former renewal: remove it"
         raise ConfigError(f"{signed} was not signed for {key}: {remedy}")
-    key.rename(present)
-    signed.rename(certificate)
+    with explain_unwritable(certificate):
+        key.rename(present)
+        signed.rename(certificate)

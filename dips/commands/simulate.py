@@ -16,6 +16,7 @@ from rich.table import Table
 from dips.commands.new import read_template
 from dips.commands.options import AS_JSON
 from dips.errors import ConfigError
+from dips.files import explain_unwritable
 
 if TYPE_CHECKING:
     from dips.study.sized_run import ClusterReport, SizedReport
@@ -167,7 +168,5 @@ def write_timeline(report: SizedReport, path: Path) -> None:
     """Write as JSON when each cluster took part, pushed, waited, pulled and was down, and its steps by the hour, in
     seconds; and the rates of the first slave's link. Raises ConfigError if it cannot be written.
     """
-    try:
+    with explain_unwritable(path):
         path.write_text(json.dumps(asdict(report.timeline)))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

@@ -10,6 +10,7 @@ import typer
 
 from dips.commands.new import read_template
 from dips.errors import ConfigError
+from dips.files import explain_unwritable, write_output
 
 if TYPE_CHECKING:
     from dips.study.runner import ResultStore, StudyResult
@@ -86,10 +87,7 @@ def _require_torch() -> None:
 def _write_template(path: Path) -> None:
     if path.exists():
         raise ConfigError(f"--template: {path} exists already; name another file")
-    try:
-        path.write_text(read_template(TEMPLATE), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--template: {path} cannot be written: {error.strerror or error}") from error
+    write_output(path, read_template(TEMPLATE))
     print(f"wrote {path}\nnext: dips study {path} --dry-run")
 
 
@@ -129,13 +127,12 @@ def _print_result(result: StudyResult, directory: Path) -> None:
     print("\n".join(said))
     for row, error in result.failed.items():
         print(f"failed: {row}: {error}")
-    try:
+    with explain_unwritable(f"--output {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         write_csv(result, directory / NUMBERS)
         (directory / WORDS).write_text("\n".join(said) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {directory}: cannot be written: {error.strerror or error}") from error
-    print(f"wrote {directory / NUMBERS}, {directory / WORDS}{_draw(result, directory / PICTURE)}")
+        drawn = _draw(result, directory / PICTURE)
+    print(f"wrote {directory / NUMBERS}, {directory / WORDS}{drawn}")
 
 
 def _draw(result: StudyResult, path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dips.errors import ConfigError
-from dips.files import write_aside
+from dips.files import write_output
 from dips.telemetry import timeline
 from dips.view.trace import RunTrace, make_trace, to_chrome, to_otlp
 
@@ -64,8 +64,7 @@ def trace(
         print(error.args[0], file=sys.stderr)
         raise typer.Exit(1) from None
     written = to_chrome(made) if layout is TraceFormat.CHROME else to_otlp(made, marks[0]["run"])
-    with write_aside(output) as aside:
-        aside.write_text(json.dumps(written, allow_nan=False))
+    write_output(output, json.dumps(written, allow_nan=False))
     for line in describe_offsets(made):
         print(line)
     print(f"wrote {output}: {len(made.spans)} spans, {len(made.flows)} flows")

@@ -15,7 +15,7 @@ from dips.commands.new import CLUSTER, RUN
 from dips.commands.options import OPERATOR, operator_peer
 from dips.config import ClusterFile, RunFile, load_cluster, load_run
 from dips.errors import ConfigError, FailedMirror
-from dips.files import find_program
+from dips.files import explain_unwritable, find_program
 from dips.local import run as local
 from dips.local.run import LocalProcess, LocalProcesses, ProcessEnded, exit_on_sigterm
 from dips.master.genesis import ledger_path
@@ -65,7 +65,8 @@ def up(
     find_program(command[0], "the training command ")
     if not (ledger_path(run_file).exists() or _is_mirrored(run_file)):
         _make_run(config, factory, model, seed)
-    config.with_name(local.LOGS).mkdir(exist_ok=True)
+    with explain_unwritable(logs := config.with_name(local.LOGS)):
+        logs.mkdir(exist_ok=True)
     exit_on_sigterm()
     try:
         code = _train(config, run_file, cluster_path, cluster_file, command)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from dips.commands.options import AS_JSON, CONFIG
+from dips.commands.options import AS_JSON, CONFIG, open_ledger
 from dips.config import RunFile, SlaveSection, load_run
 from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
@@ -99,13 +98,12 @@ def judge_results(results: Results, known: Known, all_here: bool) -> tuple[str, 
 
 def _known_versions(config: RunFile) -> Known:
     from dips.master.genesis import ledger_path
-    from dips.master.ledger import Ledger
 
     path = ledger_path(config)
     if not path.exists():
         print(f"note: no ledger at {path}: snapshots are held against their own manifests only", file=sys.stderr)
         return Known((), None, {})
-    with closing(Ledger.open(path, readonly=True)) as ledger:
+    with open_ledger(config) as ledger:
         versions = ledger.read_state().versions
         lineage = tuple(v.version for v in versions if not v.retired and v.version != GENESIS)
         durable = [v.version for v in versions if v.durable]

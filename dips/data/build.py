@@ -20,6 +20,7 @@ from dips.data.deal import TOLERANCE, Balance, Documents, cut_of, deal_documents
 from dips.data.documents import Tokenizer, check_texts, is_tokens, write_tokens
 from dips.data.index import TokenFile, find_tokens
 from dips.errors import ConfigError
+from dips.files import explain_unwritable
 from dips.ids import check_name
 
 TOKENS = "tokens"  # below the data set's directory, for sources of text
@@ -119,7 +120,10 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
     sources = [_without_own(source, plan.output) for source in plan.sources]
     for source in sources:
         _check_texts(plan, source)
-    plan.output.mkdir(parents=True, exist_ok=True)
+    with explain_unwritable(f"--output {plan.output}"):
+        plan.output.mkdir(parents=True, exist_ok=True)
+        (probe := plan.output / f"{index.MANIFEST}.new").touch()  # better before everything is read than after it
+        probe.unlink()
     files = [_token_files(plan, s, progress) for s in sources]
     documents = _list_documents(files)
     sizes = tuple(int(d.tokens.sum()) for d in documents)
@@ -140,7 +144,8 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
         "sources": entries,
         "balance": weighed.to_dict(),
     }
-    digest = index.write_index(plan.output, manifest, dealt.documents, dealt.bounds)
+    with explain_unwritable(f"--output {plan.output}"):
+        digest = index.write_index(plan.output, manifest, dealt.documents, dealt.bounds)
     counts, long = tuple(len(d) for d in documents), _count_cut(documents, cut)
     return Built(digest, sum(sizes), counts, sizes, cut, weighed, vocabulary, *long)
 

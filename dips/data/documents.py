@@ -97,8 +97,11 @@ def read_documents(path: Path, key: str) -> Iterator[Document]:
 
 
 def _first_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(10)
+    try:
+        with path.open("rb") as file:
+            return file.read(10)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _packing_of(path: Path) -> str | None:

@@ -15,6 +15,7 @@ import yaml
 from dips.config.reading import load_file, read_yaml
 from dips.config.shared import Shared
 from dips.errors import ConfigError
+from dips.files import explain_unwritable
 from dips.identity.names import MASTER_NAME, PeerRole
 from dips.identity.paths import REVOCATIONS, ROOT
 from dips.local import run as local
@@ -87,12 +88,10 @@ class DemoLayout:
 def make_layout(out: Path | None) -> DemoLayout:
     """Make the directories of a demo. Raises ConfigError if `out` exists and is not empty, or cannot be made."""
     directory = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
-    try:
+    with explain_unwritable(f"--out {directory}"):
         if directory.exists() and any(directory.iterdir()):
             raise ConfigError(f"--out: {directory} is not empty: name a new directory")
         (directory / LOGS).mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"--out: {directory} cannot be made: {error.strerror}") from error
     return DemoLayout(directory)
 
 

@@ -8,7 +8,6 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dips.commands.options import find_master
+from dips.commands.options import find_master, open_ledger
 from dips.commands.plot import plot_run
 from dips.config import load_run
 from dips.demo import data, layout, plots, train
@@ -31,8 +30,6 @@ from dips.demo.model import build
 from dips.ids import GENESIS, VersionId
 from dips.local import run as local
 from dips.local.run import LocalProcesses, ProcessEnded, exit_on_sigterm
-from dips.master.genesis import ledger_path
-from dips.master.ledger import Ledger
 from dips.protocol.enums import SlaveCause, SlaveState
 from dips.protocol.view import RunView
 from dips.store.version import MANIFEST_FILE
@@ -431,7 +428,7 @@ def _report_results(
         snapshots = [files.slave_directory(name) / head for name in layout.SLAVES]
         copies, sample = left.files if left else (), validation_sample(seed)
         losses = evaluate_losses(files.initial_model, snapshots, files.exported_file, sample, copies, directory)
-    with closing(Ledger.open(ledger_path(load_run(files.run_file)), readonly=True)) as ledger:
+    with open_ledger(load_run(files.run_file)) as ledger:
         rounds, tokens = ledger.read_history(limit=1_000_000), ledger.read_tokens()
     lines = {name: list(timeline.read_marks(files.timeline_file(name))) for name in (*layout.CLUSTERS, "master")}
     with console.status("drawing"):

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
 
-from dips.errors import OF_THE_DISK, ConfigError, Denied, FailedDisk
-from dips.files import require_private, sync_path, write_aside
+from dips.errors import ConfigError, Denied
+from dips.files import explain_unwritable, require_private, sync_path, write_aside
 from dips.identity.names import PeerIdentity, parse_san
 
 # ---- pem files ------------------------------------------------------------------------------------------------------
@@ -129,16 +129,12 @@ def to_pem(document: x509.Certificate | x509.CertificateSigningRequest | x509.Ce
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    try:
-        with write_aside(path) as aside:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-            os.fchmod(descriptor, mode)  # independent of the umask
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            sync_path(aside)
-    except OSError as error:
-        cls = FailedDisk if error.errno in OF_THE_DISK else ConfigError
-        raise cls(f"{path}: cannot be written: {error.strerror}") from error
+    with explain_unwritable(path), write_aside(path) as aside:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        os.fchmod(descriptor, mode)  # independent of the umask
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        sync_path(aside)
 
 
 def _parse(load: Callable[[bytes], Document], content: bytes, path: Path, key: str, what: str) -> Document:

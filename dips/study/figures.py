@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dips.errors import ConfigError
+from dips.files import explain_unwritable
 from dips.study.sized_run import HOUR_S, ClusterPhase, ClusterTimeline, RunTimeline, SizedReport
 
 if TYPE_CHECKING:
@@ -47,15 +48,13 @@ def draw_figures(report: SizedReport, directory: Path) -> list[Path]:
     Raises ConfigError without matplotlib, and if they cannot be written.
     """
     make_figure, drawn = find_matplotlib(), []
-    try:
+    with explain_unwritable(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for name, draw in FIGURES.items():
             figure = make_figure(figsize=(12, 4.5), layout="constrained")
             if draw(report, figure.subplots()):
                 figure.savefig(directory / name, dpi=130)
                 drawn.append(directory / name)
-    except OSError as error:
-        raise ConfigError(f"{directory}: cannot be written: {error.strerror}") from error
     return drawn
 
 

@@ -22,7 +22,8 @@ from platform import python_version
 from threading import Thread
 from typing import Any
 
-from dips.errors import ConfigError, DipsError
+from dips.errors import DipsError
+from dips.files import explain_unwritable
 from dips.study.baselines import BaselineResult, train_data_parallel, train_naive, train_synchronous
 from dips.study.emulator import emulate
 from dips.study.learner import Inner
@@ -55,7 +56,7 @@ class ResultStore:
 
     def require_writable(self) -> None:
         """Raise ConfigError if no result can be written: better before the runs than after each."""
-        with self._explained():
+        with explain_unwritable(f"--output {self.directory}"):
             self.directory.mkdir(parents=True, exist_ok=True)
             (probe := self.directory / f"{os.getpid()}.tmp").touch()
             probe.unlink()
@@ -74,17 +75,10 @@ class ResultStore:
         path = self._path_of(plan)
         content = {"row": plan.row, **plan.description, "numbers": numbers}
         beside = path.with_suffix(f".{os.getpid()}.tmp")
-        with self._explained():
+        with explain_unwritable(f"--output {self.directory}"):
             self.directory.mkdir(parents=True, exist_ok=True)
             beside.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
             beside.replace(path)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from error
 
     def name_of(self, plan: RunPlan) -> str:
         """Return a name that is equal for runs that must have equal results."""

@@ -89,7 +89,7 @@ MAY: dict[str, set[str]] = {
     "dips.study": LOW
     | {"dips.protocol", "dips.outer", "dips.sim", "dips.slave.ports", "dips.wire.chunks"}
     | {"dips.config.reading", "dips.config.section", "dips.client.parallel.factory"}
-    | {"dips.demo.data", "dips.demo.model"},
+    | {"dips.demo.data", "dips.demo.model", "dips.files"},
     # Training inside one cluster: the parameter servers know nothing of it.
     "dips.inside": LOW,
     "dips.inside.mesh": LOW
@@ -97,7 +97,7 @@ MAY: dict[str, set[str]] = {
     "dips.inside.planning": LOW | {"dips.sim.heap"},
     "dips.inside.pipeline": LOW
     | {"dips.client.parallel", "dips.client.rank", "dips.files", "dips.inside.agreement", "dips.inside.planning"},
-    "dips.data": LOW,
+    "dips.data": LOW | {"dips.files"},
     "dips.local": BELOW_ROLES | ROLES | {"dips.commands"},
     "dips.templates": {"dips.client"},  # what `dips new` writes
     "dips.demo": {"dips"},

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from dips import __version__, cli, files
 from dips.commands import demo
-from dips.errors import ConfigError, DipsError, UnavailableMaster, treatment_of
+from dips.errors import ConfigError, DipsError, FailedDisk, UnavailableMaster, treatment_of
 from dips.store.files import read_parameters
 
 ROOT = Path(__file__).parents[2]
@@ -285,3 +285,34 @@ def test_an_error_leaves_as_message_advice_and_code(tmp_path: Path) -> None:
     assert done.returncode == 78
     assert done.stderr.startswith(f"error: {tmp_path}/dips.yaml: cannot be read")
     assert done.stderr.count("\n") == 1, "a file's own message says what to do: no advice follows"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("certs", "init", "OUT", "--run", "r"),
+        ("data", "build", "-o", "OUT", "--ranges", "1", "--tokenizer", "bytes", "--source", "a=taken"),
+        ("new", "OUT", "--bare"),
+        ("study", "--template", "OUT"),
+        ("trace", ".", "-o", "OUT"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """A file stands where a directory should be: one sentence with the output, what came and what to do."""
+    monkeypatch.chdir(tmp_path)
+    Path("taken").write_text("some words")
+    mark = {"at": 1, "run": "r", "role": "master", "who": "master", "kind": "term_begins", "term": 1}
+    Path("timeline.jsonl").write_text(json.dumps(mark) + "\n")
+    done = CliRunner().invoke(cli.cli, [word.replace("OUT", "taken/out") for word in words])
+    assert isinstance(done.exception, ConfigError), done.exception
+    assert "taken/out" in (told := str(done.exception))
+    assert "cannot be written: Not a directory; name another path, or make this one writable" in told
+
+
+def test_a_full_disk_is_no_wrong_name(tmp_path: Path) -> None:
+    """The end is that of a failed disk: to name another file would not help."""
+    with pytest.raises(FailedDisk, match="full: cannot be written: No space left"), files.explain_unwritable("full"):
+        Path("/dev/full").write_text("a")

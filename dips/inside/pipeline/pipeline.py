@@ -60,7 +60,7 @@ from dips.client.parallel.devices import find_device
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.outer_loop import find_loop
 from dips.errors import ConfigError, DipsError, Diverged, LocalProtocolError, Unavailable
-from dips.files import write_aside
+from dips.files import write_output
 from dips.inside.agreement import agree, compare
 from dips.inside.pipeline.memory import EmulatedDevice, MemoryAccount, OutOfDeviceMemory
 from dips.inside.pipeline.offload import RankDevice
@@ -496,11 +496,7 @@ class Pipeline:
             for device, rank in self._ranks.items()
             for kind, action, begin_s, end_s in ranks[rank]
         ]
-        try:
-            with write_aside(path) as aside:
-                aside.write_text(json.dumps(chrome_trace({PLANNED: planned, MEASURED: measured}), allow_nan=False))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        write_output(path, json.dumps(chrome_trace({PLANNED: planned, MEASURED: measured}), allow_nan=False))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

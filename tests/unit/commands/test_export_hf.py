@@ -195,6 +195,19 @@ def test_an_export_overwrites_no_directory(exported: Exported, tmp_path: Path) -
     (tmp_path / "hf" / "x").touch()
     with pytest.raises(ConfigError, match="not empty"):
         exported.export(tmp_path / "hf", "--format", "hf", "--factory", f"{__name__}:build")
+    with pytest.raises(ConfigError, match="hf/x/y: cannot be written: File exists; name another path"):
+        exported.export(tmp_path / "hf" / "x" / "y", "--format", "hf", "--factory", f"{__name__}:build")
+
+
+@pytest.mark.parametrize("version", [None, V3])
+def test_snapshots_of_another_run_are_not_exported(
+    exported: Exported, tmp_path: Path, version: VersionId | None
+) -> None:
+    """The directories are those of the run before it, whose name the run file had: with a ledger or without."""
+    exported.file.write_text(exported.file.read_text().replace("run: r", "run: q"))
+    ledger_path(load_run(exported.file)).unlink()
+    with pytest.raises(ConfigError, match=r"s0/v3@r4: expected a version of run q as in .*dips.yaml, got one of run r"):
+        exported.export(tmp_path / "model.safetensors", version=version)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,11 @@ def test_what_is_no_text_is_refused_before_anything_is_written(tmp_path: Path, n
     assert not (tmp_path / "set").exists()
 
 
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.txt: cannot be read: No such file"):
+        check_texts("web", [tmp_path / "gone.txt"])
+
+
 def test_many_refused_files_are_counted(tmp_path: Path) -> None:
     for i in range(9):
         (tmp_path / f"{i}.txt").write_bytes(bytes(100))

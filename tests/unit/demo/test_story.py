@@ -57,7 +57,7 @@ def test_a_preset_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_used_directory_is_refused(tmp_path: Path) -> None:
     """A run never writes into another's directory, nor in the place of a file."""
     (tmp_path / "x").touch()
-    with pytest.raises(ConfigError, match=r"--out: .*x cannot be made: Not a directory"):
+    with pytest.raises(ConfigError, match=r"--out .*x: cannot be written: Not a directory"):
         layout.make_layout(tmp_path / "x")
     with pytest.raises(ConfigError, match="is not empty"):
         layout.make_layout(tmp_path)
