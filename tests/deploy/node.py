@@ -14,7 +14,6 @@ import shutil
 import ssl
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from tests.deploy.kubectl import Manifest
 from tests.deploy.network import PodNetwork
 from tests.deploy.podman import remove_containers, run_podman
 from tests.deploy.pods import Pod, expand_pods
+from tests.waiting import until
 
 USER = 10001
 SECRET_MODE, CLAIM_MODE = 0o440, 0o2770
@@ -99,11 +99,7 @@ class Node:
             return 0, str(error)
 
     def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > end:
-                raise AssertionError(f"not within {seconds:g} s: {what}\n" + "\n".join(map(self.logs, self.pods)))
-            time.sleep(LOOK_S)
+        until(condition, lambda: "\n".join([what, *map(self.logs, self.pods)]), seconds, LOOK_S)
 
     def stop_pod(self, pod: str) -> int:
         """As the kubelet ends a pod: preStop, then SIGTERM; return preStop's exit code."""

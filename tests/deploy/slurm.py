@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from tests.integration.cluster_harness import free_port
+from tests.waiting import until
 
 PROGRAMS = {
     "munged": "munge",
@@ -137,10 +139,8 @@ class Slurm:
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def _until(self, condition: object, what: str) -> None:
-        assert callable(condition)
-        end = time.monotonic() + READY_S
-        while not condition():
-            logs = "\n".join(f"{p.name}: {p.read_text()[-800:]}" for p in self._directory.glob("*.out"))
-            assert time.monotonic() < end, f"not within {READY_S:g} s: {what}\n{logs}"
-            time.sleep(LOOK_S)
+    def _until(self, condition: Callable[[], object], what: str) -> None:
+        logs = self._directory.glob("*.out")
+        until(
+            condition, lambda: "\n".join([what, *(f"{p.name}: {p.read_text()[-800:]}" for p in logs)]), READY_S, LOOK_S
+        )

@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -34,6 +33,7 @@ from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from dips.view.points import RoundHistory
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 END_S = 30.0  # for a process to end after SIGTERM
@@ -197,10 +197,7 @@ class Run:
 
     def until(self, holds: Callable[[], Any], within_s: float, what: str) -> None:
         """Poll until something holds; fail naming `what` and showing all logs."""
-        end = time.monotonic() + within_s
-        while not holds():
-            assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
-            time.sleep(0.05)
+        until(holds, what, within_s, pause_s=0.05)
 
     def ledger(self) -> closing[Ledger]:
         """The ledger, for reading; a living master keeps it."""

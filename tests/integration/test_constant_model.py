@@ -13,6 +13,7 @@ import pytest
 
 from dips.ids import VersionId
 from dips.protocol.records import FoldRow
+from dips.view.points import RoundHistory
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
@@ -35,6 +36,40 @@ def reference(rounds: Sequence[tuple[VersionId, Sequence[FoldRow]]], numel: int)
         theta = theta - f(LR) * (g + f(MOMENTUM) * m)
         history[str(version)] = float(theta)
     return history
+
+
+def train_beside_a_plain_rank(
+    directory: Path, file: str, points: Sequence[Path], *, steps: int, within_s: float
+) -> list[RoundHistory]:
+    """Train four ranks of `file` as cluster fast beside a plain one; at each of `points` one dies, and the job is
+    started again. Check the reference's number on every rank after every round, and that fast's pushes count after its
+    last start; return the rounds.
+    """
+    tensors = script.tensors()
+    shared = {"stop": {"versions": 8}, "outer": OUTER, "penalty": {"gates": []}}
+    for point in points:
+        point.touch()
+    with harness.Run(directory, tensors, shared=shared) as run:
+        run.start_servers()
+        four = [*harness.TORCHRUN, "4", str(HERE / file), "fast", "64", "2", str(directory / "fast.out")]
+        plain = [sys.executable, str(HERE / "train_constant.py"), "slow", "24", str(2 + len(points))]
+        fast = run.start_cluster("fast", four, steps=steps, max_restarts=1 + len(points))
+        slow = run.start_cluster("slow", [*plain, str(directory / "slow.out")], steps=1)
+        for cluster in (fast, slow):
+            run.wait(cluster, within_s)
+        rounds = run.versions()
+    assert not any(point.exists() for point in points), "a rank died at each"
+    numel = sum(t.size for t in tensors.values())
+    expected = reference([(each.version, each.folds) for each in rounds if each.version is not None], numel)
+    folds = [fold for each in rounds for fold in each.folds]
+    assert {fold.push.cluster for fold in folds} == {"fast", "slow"}
+    for rank in range(4):
+        seen = json.loads((directory / f"fast.out.{rank}").read_text())
+        pulled = VersionId.parse(seen[0][0])
+        assert any(fold.push.cluster == "fast" and fold.base == pulled for fold in folds), "its push did not count"
+        for version, number, *_ in seen:
+            assert number is None or number == pytest.approx(expected[version], abs=2e-6), (rank, version)
+    return rounds
 
 
 def pull_bytes(timeline: Path) -> list[int]:

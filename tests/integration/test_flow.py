@@ -66,6 +66,7 @@ from dips.wire.frame import (
     unpack_header,
 )
 from tests.codec_bounds import error_bound
+from tests.waiting import until
 
 RUN = "demo"
 CHUNK_BYTES = 1 << 16
@@ -1047,10 +1048,7 @@ def test_a_chunk_that_cannot_be_cut_holds_no_version(monkeypatch):
     with running_flow(failed=1) as slave, asking(slave) as (pull_id, peer):
         monkeypatch.setattr(ChunkSend, "make_body", lambda job: lack_memory())
         peer.send_message(Kind.WANT, encode_want([Range(0, 0, 0, 100)]))
-        until = time.monotonic() + 20
-        while not slave.flow.refused_frames["failed"]:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: slave.flow.refused_frames["failed"])
         slave.flow.close_pull(pull_id)
         assert slave.heard.wait("released", pull_id) == "closed"
 

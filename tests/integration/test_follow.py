@@ -29,6 +29,7 @@ from dips.slave.export import export_snapshot
 from tests.enrolled import enroll_all
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
+from tests.waiting import until
 
 TINY = str(Path(__file__).parent / "train_tiny.py")
 NOTE = """
@@ -119,10 +120,7 @@ def test_a_follower_that_is_stopped_costs_nobody_anything(tmp_path: Path) -> Non
         follower = run._start("follower", words)
         aside = file.with_name(f".unfinished-{file.name}")
         run.until(file.exists, 60, "its first version")
-        end = time.monotonic() + 60
-        while not aside.exists():  # its next pull has begun
-            assert time.monotonic() < end, follower.tail()
-            time.sleep(0.001)
+        until(aside.exists, follower.tail, 60, pause_s=0.001)  # its next pull has begun
         os.kill(follower.pid, signal.SIGSTOP)
         try:
             before = len(run.versions())

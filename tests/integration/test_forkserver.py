@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from dips import files
 from dips.client.agent.trainer import TrainerProcess
 from tests.forkserver import client, fixtures
 from tests.forkserver.command import CONSOLE_SCRIPT, agrees, parse
+from tests.waiting import until
 
 PROBE = Path(__file__).with_name("probe.py")
 FORMS = {
@@ -103,13 +102,6 @@ def test_a_signal_to_a_command_of_a_script_is_passed_on(tmp_path: Path, python_o
         asker.send_signal(number)
         assert asker.wait(10) == -number
         until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
-
-
-def until(holds: Callable[[], Any]) -> None:
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

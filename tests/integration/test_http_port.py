@@ -29,6 +29,7 @@ from dips.telemetry.refusals import refusals_by_reason
 from dips.transport import tls as tls_files
 from dips.transport.tls import TlsSource
 from tests.enrolled import Enrolled
+from tests.waiting import eventually
 
 ANY = "0.0.0.0:0"  # not loopback: TLS
 
@@ -183,12 +184,8 @@ async def test_a_connection_ends_when_its_time_is_over(monkeypatch: pytest.Monke
         monkeypatch.setattr(server, "REQUEST_S", 0.05)
         with socket.create_connection(("127.0.0.1", served.port)) as unread:
             unread.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
-            async with asyncio.timeout(5):
-                while not served.connections:
-                    await asyncio.sleep(0.01)
-            async with asyncio.timeout(5):
-                while served.connections:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: served.connections)
+            await eventually(lambda: not served.connections)
     finally:
         served.close()
     assert not served._thread.is_alive()
@@ -204,25 +201,20 @@ async def test_there_are_never_more_connections_than_the_most(monkeypatch: pytes
             super().__init__(*arguments)
             made.add(self)
 
-    async def until(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not holds():
-                await asyncio.sleep(0.01)
-
     monkeypatch.setattr(server, "HttpConnection", Counted)
     served = server.HttpServer(None, server.bind_socket("127.0.0.1", 0), None)
     served.start()
     try:
         held = [socket.create_connection(("127.0.0.1", served.port), timeout=5) for _ in range(3)]
-        await until(lambda: len(made) == 3)
+        await eventually(lambda: len(made) == 3)
         assert served.connections == 3 and refusals_by_reason().get("http_connections", 0) == before
         held.append(socket.create_connection(("127.0.0.1", served.port), timeout=5))
         assert await asyncio.to_thread(held[0].recv, 1) == b""
-        await until(lambda: len(made) == 3)
+        await eventually(lambda: len(made) == 3)
         assert served.connections == 3 and refusals_by_reason()["http_connections"] == before + 1
         for one in held:
             one.close()
-        await until(lambda: not made and not served.connections)
+        await eventually(lambda: not made and not served.connections)
     finally:
         served.close()
 
@@ -277,9 +269,7 @@ async def test_off_loopback_it_speaks_tls_and_asks_who_reads(enrolled: Enrolled,
             await ask(port, "/metrics", context=client_context(ca, stranger))
         with pytest.raises((http.client.HTTPException, OSError)):
             await ask(port, "/metrics")
-        async with asyncio.timeout(5):
-            while refusals_by_reason().get("http_handshake", 0) < before + 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: refusals_by_reason().get("http_handshake", 0) >= before + 2)
 
 
 async def test_certificates_are_renewed_and_revoked_without_a_restart(enrolled: Enrolled, tmp_path: Path) -> None:
@@ -312,7 +302,4 @@ async def test_no_file_stays_open() -> None:
         for _ in range(50):
             socket.create_connection(("127.0.0.1", port)).close()
             assert (await ask(port, "/healthz"))[0] == 200
-        end = time.monotonic() + 5
-        while len(os.listdir("/proc/self/fd")) > before + 2 and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        assert len(os.listdir("/proc/self/fd")) <= before + 2
+        await eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)

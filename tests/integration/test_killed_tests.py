@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.integration.cluster_harness import ROOT
+from tests.waiting import until
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -53,7 +52,7 @@ def test_nothing_is_left(tmp_path: Path, workers: int) -> None:
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        until(lambda: len(lines(pids)) == 2 or killed.poll() is not None, 150, tmp_path / "pytest.log")
+        until(lambda: len(lines(pids)) == 2 or killed.poll() is not None, (tmp_path / "pytest.log").read_text, 150)
         assert killed.poll() is None, (tmp_path / "pytest.log").read_text()[-4000:]
         started = psutil.Process(killed.pid).children(recursive=True)
         names = [" ".join(p.cmdline()) for p in started]
@@ -65,7 +64,7 @@ def test_nothing_is_left(tmp_path: Path, workers: int) -> None:
     for what in ("stubborn.py", "sleep 600", "forkserver", "guard.py"):
         assert any(what in name for name in names), f"{what} did not run: {names}"
     assert {p.pid for p in started} >= set(lines(pids))
-    until(lambda: not any(lives(p) for p in started), 20, tmp_path / "pytest.log")
+    until(lambda: not any(lives(p) for p in started), (tmp_path / "pytest.log").read_text, 20)
 
 
 def lines(path: Path) -> list[int]:
@@ -77,10 +76,3 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def until(holds: Callable[[], bool], within_s: float, log: Path) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, log.read_text()[-4000:]
-        time.sleep(0.05)

@@ -43,6 +43,7 @@ from dips.view.judging import Severity, judge_slave
 from tests.unit.master.test_ledger import committed
 from tests.unit.master.test_ledger_mirror import TENSORS, Term, like
 from tests.unit.protocol.scripted_run import ScriptedRun
+from tests.waiting import until
 
 s3fs = pytest.importorskip("s3fs", reason="NO S3: pip install s3fs 'moto[server,s3]'; mirrors at s3:// are not tried")
 moto_server = pytest.importorskip("moto.server", reason="NO S3: pip install 'moto[server,s3]'")
@@ -361,10 +362,7 @@ def write_version(term: Term, n: int) -> None:
 
 
 def wait_until_green(term: Term) -> None:
-    end = time.monotonic() + WITHIN_S
-    while term.mirror.view().red:
-        assert time.monotonic() < end, f"not within {WITHIN_S:g} s: {term.mirror.view()}"
-        time.sleep(0.02)
+    until(lambda: not term.mirror.view().red, lambda: term.mirror.view(), WITHIN_S)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
+from tests.waiting import until
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
@@ -50,10 +50,7 @@ def ready(run: Any, slave: str) -> bool:
 
 
 def until_gone(pid: int) -> None:
-    end = time.monotonic() + 30
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end, f"{pid} lives"
-        time.sleep(0.05)
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, pid, 30)
 
 
 @pytest.mark.timeout(180)

@@ -25,10 +25,9 @@ from dips.ids import VersionId
 from dips.inside.pipeline.orders import BorderTransfer, DeviceWork, IdleCause
 from dips.inside.planning.schedules import Op
 from dips.telemetry import timeline
-from tests.integration import train_constant as script
 from tests.integration import train_replanned as replanned
 from tests.integration.check_pipeline import LEARNED
-from tests.integration.test_constant_model import HERE, OUTER, harness, reference
+from tests.integration.test_constant_model import HERE, harness, train_beside_a_plain_rank
 from tests.traces import check_chrome
 
 pytestmark = pytest.mark.torchrun
@@ -345,40 +344,8 @@ def test_a_pipeline_is_a_cluster_like_any_other(tmp_path: Path) -> None:
     every rank after every round. The last rank dies twice, in a forward and between two reductions: each time
     the job is started again, pulls, and its pushes count.
     """
-    tensors = script.tensors()
-    shared = {"stop": {"versions": 8}, "outer": OUTER, "penalty": {"gates": []}}
     points = [tmp_path / f"fast.out.die.{after}" for after in (3, 24)]
-    for point in points:
-        point.touch()
-    with harness.Run(tmp_path, tensors, shared=shared) as run:
-        run.start_servers()
-        planned = [
-            *harness.TORCHRUN,
-            "4",
-            str(HERE / "train_pipeline.py"),
-            "fast",
-            "64",
-            "2",
-            str(tmp_path / "fast.out"),
-        ]
-        plain = [sys.executable, str(HERE / "train_constant.py"), "slow", "24", "4", str(tmp_path / "slow.out")]
-        clusters = [
-            run.start_cluster("fast", planned, steps=2, max_restarts=3), run.start_cluster("slow", plain, steps=1)
-        ]  # fmt: skip
-        for cluster in clusters:
-            run.wait(cluster, 450)
-        rounds = run.versions()
-    assert not any(point.exists() for point in points), "a rank died twice"
-    numel = sum(t.size for t in tensors.values())
-    expected = reference([(each.version, each.folds) for each in rounds if each.version is not None], numel)
-    folds = [fold for each in rounds for fold in each.folds]
-    assert {fold.push.cluster for fold in folds} == {"fast", "slow"}
-    for rank in range(4):
-        seen = json.loads((tmp_path / f"fast.out.{rank}").read_text())
-        pulled = VersionId.parse(seen[0][0])
-        assert any(fold.push.cluster == "fast" and fold.base == pulled for fold in folds), "its push did not count"
-        for version, number in seen:
-            assert number is None or number == pytest.approx(expected[version], abs=2e-6), (rank, version)
+    train_beside_a_plain_rank(tmp_path, "train_pipeline.py", points, steps=2, within_s=450)
 
 
 @pytest.mark.slow

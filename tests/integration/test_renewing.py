@@ -42,6 +42,7 @@ from tests.enrolled import Enrolled
 from tests.integration import cluster_harness as harness
 from tests.integration.test_mistakes import CLI, tiny
 from tests.integration.train_constant import tensors
+from tests.waiting import eventually
 
 RUN = "july"
 DAY = timedelta(days=1)
@@ -247,12 +248,10 @@ async def test_what_is_revoked_is_known_on_all_machines_soon(
     async with served(enrolled) as address:
         renewer, said = said_by(west, address)
         keeping = asyncio.create_task(renewer.keep())
-        while not said:
-            await asyncio.sleep(0.02)
+        await eventually(lambda: said)
         assert ": 0 revoked, as of" in said[0] and load_tls(west).revoked == frozenset()
         (row,) = enrolled.authority.revoke("east.cluster")
-        while len(said) < 2:
-            await asyncio.sleep(0.02)
+        await eventually(lambda: len(said) >= 2)
         keeping.cancel()
     assert ": 1 revoked, as of" in said[1] and load_tls(west).revoked == {row.serial}
 
@@ -310,8 +309,7 @@ async def test_it_is_renewed_when_due_and_again_while_the_authority_is_away(enro
         before = east.cert.read_bytes()
         (due, said), (not_due, _) = said_by(west, address), said_by(east, address)
         keeping = [asyncio.create_task(renewer.keep()) for renewer in (due, not_due)]
-        while not said:
-            await asyncio.sleep(0.02)
+        await eventually(lambda: said)
         for task in keeping:
             task.cancel()
     assert "renewed, valid until" in said[0] and load_tls(west).until - utc_now() > timedelta(hours=23)
@@ -358,11 +356,9 @@ async def test_a_disk_that_is_full_for_a_while_ends_no_renewal(
             monkeypatch.setattr(certificates, "sync_path", sync)
         renewer, said = said_by(west, address)
         keeping = asyncio.create_task(renewer.keep())
-        while len(said) <= MOST_LIVE and not keeping.done():
-            await asyncio.sleep(0.02)
+        await eventually(lambda: len(said) > MOST_LIVE or keeping.done(), 60)
         there_is_room = True
-        while "renewed, valid until" not in said[-1] and not keeping.done():
-            await asyncio.sleep(0.02)
+        await eventually(lambda: "renewed, valid until" in said[-1] or keeping.done(), 60)
         keeping.cancel()
     assert "is not renewed, and ends at" in said[0] and "No space left" in said[0]
     assert load_tls(west).until - utc_now() > timedelta(hours=23)
@@ -396,8 +392,7 @@ async def test_the_port_certifies_itself_again(enrolled: Enrolled) -> None:
     own = enrolled.directory / "ca" / f"{make_identity(AUTHORITY_NAME, PeerRole.AUTHORITY, RUN).label}.crt"
     async with served(enrolled, timedelta(seconds=3)), asyncio.timeout(30.0):
         first = own.read_bytes()
-        while own.read_bytes() == first:
-            await asyncio.sleep(0.02)
+        await eventually(lambda: own.read_bytes() != first)
 
 
 async def test_the_port_of_a_machine_that_slept_certifies_itself_again(
@@ -412,8 +407,7 @@ async def test_the_port_of_a_machine_that_slept_certifies_itself_again(
             await asyncio.sleep(0.3)
             assert own.read_bytes() == first, "it is not due"
             monkeypatch.setattr("dips.commands.renewing.utc_now", lambda ahead=ahead: utc_now() + ahead)
-            while own.read_bytes() == first:
-                await asyncio.sleep(0.02)
+            await eventually(lambda first=first: own.read_bytes() != first)
             monkeypatch.setattr("dips.commands.renewing.utc_now", utc_now)
 
 
@@ -432,10 +426,8 @@ async def test_the_port_goes_on_while_its_disk_is_full(enrolled: Enrolled, monke
         first = own.read_bytes()
         with monkeypatch.context() as full:
             full.setattr(certificates, "sync_path", sync)
-            while tries < 3:
-                await asyncio.sleep(0.02)
-        while own.read_bytes() == first:
-            await asyncio.sleep(0.02)
+            await eventually(lambda: tries >= 3)
+        await eventually(lambda: own.read_bytes() != first)
         await said_by(far_away(enrolled, west), address)[0].follow_revocations()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from random import Random
@@ -37,6 +37,7 @@ from dips.wire.frame import (
 )
 from tests.attacks.lane_relay import LaneRelay, Parts
 from tests.attacks.wild_dealer import SealedDealer
+from tests.waiting import until
 
 RUN, SINC, V, NUMEL = "r", 3, VersionId(2, 7), 300_000
 WITHIN_MS = 20_000  # what is to happen at once, on a loaded machine
@@ -213,10 +214,10 @@ def test_frames_of_another_connection_are_refused() -> None:
                 socket.socket.poll(100)
             return bool(flow.refused_frames["stream"])
 
-        wait_for(ask_as_eve)
+        until(ask_as_eve)
         flow.close_pull(PullId("a", 1, 1))
         with dealer(flow, west):
-            wait_for(lambda: flow.refused_frames["key"] == 1)  # in the handshake: before it nothing is sent
+            until(lambda: flow.refused_frames["key"] == 1)  # in the handshake: before it nothing is sent
 
 
 def test_a_connection_that_outlives_its_transfer_gets_nothing() -> None:
@@ -229,7 +230,7 @@ def test_a_connection_that_outlives_its_transfer_gets_nothing() -> None:
             assert socket.receive()[0].kind is Kind.PROBE
             flow.close_pull(PullId("a", 1, 1))
             socket.send(socket.seal_message(Kind.PROBE, 7, encode_probe(0)))
-            wait_for(lambda: flow.refused_frames["key"] == 1)
+            until(lambda: flow.refused_frames["key"] == 1)
 
 
 def test_a_probe_is_answered_for_its_key() -> None:
@@ -255,13 +256,6 @@ def test_encrypted_lanes_open_nothing_without_keys() -> None:
             flow.open_push(PushId("a", 1, 1), (0,), zeros(), 20.0)
         with pytest.raises(LocalProtocolError, match="s0 are encrypted, and this rank has no key"):
             push_pieces(grant(flow, flow.public_key, 1.0), identity(None), pieces(2.5))
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + WITHIN_MS / 1000
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 # ---- a man in the middle -------------------------------------------------------------------------------------------
@@ -355,7 +349,7 @@ def test_a_connection_that_is_played_again_moves_nothing() -> None:
         with dealer(flow, keys) as again:
             for parts in sent:
                 again.send(parts)
-            wait_for(lambda: flow.refused_frames.total() == len(sent) - 1)  # all but the greeting
+            until(lambda: flow.refused_frames.total() == len(sent) - 1)  # all but the greeting
             assert set(flow.refused_frames) == {"seal", "stream"}
         assert flow.bytes_in == before and not any(array.any() for array in slot.values())
 
@@ -372,7 +366,7 @@ def test_each_wrong_frame_is_refused_and_counted() -> None:
         def expect(reason: str, parts: tuple[bytes, bytes]) -> None:
             refused.append(reason)
             socket.send(parts)
-            wait_for(lambda: flow.refused_frames[reason] == refused.count(reason))
+            until(lambda: flow.refused_frames[reason] == refused.count(reason))
 
         expect("seal", make_message(Kind.PROBE, run_id(RUN), 7, encode_probe(0)))
         expect("greeting", make_message(Kind.GREETING, run_id(RUN), 7, bytes(32)))

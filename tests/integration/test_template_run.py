@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from dips.cli import cli
 from tests.integration import train_constant as script
 from tests.integration.cluster_harness import Process, daemon, free_port
 from tests.integration.test_up import edit
+from tests.waiting import until
 
 TINY = str(Path(__file__).parent / "train_tiny.py")
 ROUNDS = 5
@@ -45,9 +45,7 @@ def test_the_first_run_of_a_new_user(tmp_path: Path) -> None:
     }  # fmt: skip
     processes = [Process(name, command, tmp_path / f"{name}.log") for name, command in commands.items()]
     try:
-        until = time.monotonic() + 60
-        while processes[-1].code is None and time.monotonic() < until:
-            time.sleep(0.05)
+        until(lambda: processes[-1].code is not None, lambda: "\n".join(p.tail() for p in processes), 60)
         assert processes[-1].code == 0, "\n".join(process.tail() for process in processes)
     finally:
         for process in reversed(processes):

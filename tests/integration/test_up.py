@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
 from tests.forkserver.process import SERVER_NAME
 from tests.integration.cluster_harness import free_port
+from tests.waiting import until
 
 TRAIN = ["--", sys.executable, "train.py"]
 STEPS = 4  # H
@@ -81,10 +81,10 @@ def start_up(place: Path, started: list[subprocess.Popen[str]], words: Sequence[
 
 
 def await_line(path: Path, pattern: str) -> None:
-    until = time.monotonic() + END_S
-    while not re.search(pattern, path.read_text()):
-        assert time.monotonic() < until, f"{path} does not say {pattern!r}:\n{path.read_text()[-4000:]}"
-        time.sleep(0.05)
+    until(
+        lambda: re.search(pattern, path.read_text()),
+        lambda: f"{path} says {pattern!r}:\n{path.read_text()[-4000:]}", END_S,
+    )  # fmt: skip
 
 
 def versions_of(place: Path) -> int:

@@ -32,6 +32,7 @@ from dips.wire.generated import cluster_pb2, status_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
 from dips.wire.generated.status_pb2_grpc import StatusServiceServicer, add_StatusServiceServicer_to_server
 from dips.wire.messages import to_proto, wrap_oneof
+from tests.waiting import eventually
 
 V1, V2, V3, V4 = (VersionId(number, number) for number in (1, 2, 3, 4))
 MANIFEST = Manifest.from_shapes([("a.w", (2, 3)), ("b.w", (4,)), ("c.w", (5,))])
@@ -149,12 +150,6 @@ def make_room(run: str, version: VersionId, manifest: Manifest) -> Any:
     return np.zeros(sum(layer.numel for layer in manifest.layers), np.float32)
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def test_one_version_is_pulled_and_the_puller_leaves(master: MasterOfPullers, slaves: Slaves) -> None:
     """It waits for the lease of a process that had its name, and for the slaves; the master hears that it has it."""
     master.script["Join"].insert(0, Pending("c.puller lives"))
@@ -209,7 +204,7 @@ async def test_a_pull_that_fails_or_is_cancelled_has_ended(master: MasterOfPulle
         slaves.hangs = True
         slaves.began.clear()
         pulling = asyncio.create_task(puller.pull(make_room))
-        await until(slaves.began.is_set)
+        await eventually(slaves.began.is_set)
         pulling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pulling
@@ -226,7 +221,7 @@ async def test_a_lost_lease_ends_everything(master: MasterOfPullers, slaves: Sla
         slaves.hangs = True
         pulling = asyncio.create_task(puller.pull(make_room))
         waiting = asyncio.create_task(puller.wait_for_news(V1))
-        await until(slaves.began.is_set)
+        await eventually(slaves.began.is_set)
         master.standing = ClusterStanding.FENCED
         async with asyncio.timeout(20):
             for task in (pulling, waiting):
@@ -246,12 +241,12 @@ async def test_heartbeats_keep_the_lease_and_bring_the_head(
     monkeypatch.setattr(version_pull, "HEARTBEAT_S", 60.0)
     master.lease_s, master.head = 0.25, None
     async with VersionPuller(master.peer, "c.puller") as puller:
-        await until(lambda: len(master.beats) == 3)
+        await eventually(lambda: len(master.beats) == 3)
         assert puller.head == V1
         assert master.beats[2] - master.beats[0] >= 0.09
         waiting = asyncio.create_task(puller.wait_for_news(V1))
         seen = len(master.beats)
-        await until(lambda: len(master.beats) > seen + 1)
+        await eventually(lambda: len(master.beats) > seen + 1)
         assert not waiting.done()
         master.head = V2
         async with asyncio.timeout(20):
@@ -324,7 +319,7 @@ async def test_a_follower_outlives_a_master_that_is_busy(master: MasterOfPullers
         taken.append(version)
         if version == V1:
             master.busy = ["Heartbeat", "RequestPull"]
-            await until(lambda: "Heartbeat" not in master.busy)
+            await eventually(lambda: "Heartbeat" not in master.busy)
             master.head, master.script["RequestPull"] = V2, [Grant(V2, (), 60.0)]
         else:
             master.busy, master.finished = ["Leave"], V2
@@ -380,7 +375,7 @@ async def test_a_model_follows_a_run_to_its_end(
         assert follower.version == str(V1) and model.values() == {1.0} and not follower.finished
         assert follower.update() == str(V1), "there is no other"
         master.head, master.script["RequestPull"] = V2, [Grant(V2, (), 60.0)]
-        await until(lambda: follower._arrived == V2)
+        await eventually(lambda: follower._arrived == V2)
         assert model.values() == {1.0} and not follower.finished
         assert follower.update() == str(V2) and model.values() == {2.0}
         waiting = asyncio.create_task(asyncio.to_thread(follower.update, 60.0))
@@ -416,18 +411,18 @@ async def test_what_is_awaited_is_kept_until_it_is_taken(master: MasterOfPullers
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(version_pull, "pull_pieces", pull_slowly)
             master.head, master.script["RequestPull"] = V2, [Grant(V2, (), 60.0)]
-            await until(lambda: follower._arrived is None)
+            await eventually(lambda: follower._arrived is None)
             assert follower.update() == str(V1), "the next is on its way, and awaited from now on"
             hanging.set()
-            await until(lambda: follower._arrived == V2)
+            await eventually(lambda: follower._arrived == V2)
             master.head, master.script["RequestPull"] = V3, [Grant(V3, (), 60.0)]
             seen = len(master.beats)
-            await until(lambda: len(master.beats) > seen + 2)
+            await eventually(lambda: len(master.beats) > seen + 2)
             assert follower._arrived == V2 and len(slaves.moved) == 2
             assert follower.update() == str(V2) and taken == [1.0, 2.0]
-            await until(lambda: follower._arrived == V3)
+            await eventually(lambda: follower._arrived == V3)
             master.head, master.script["RequestPull"] = V4, [Grant(V4, (), 60.0)]
-            await until(lambda: follower._arrived == V4)  # nobody awaited v3
+            await eventually(lambda: follower._arrived == V4)  # nobody awaited v3
             assert follower.update() == str(V4) and taken == [1.0, 2.0, 4.0]
     finally:
         hanging.set()

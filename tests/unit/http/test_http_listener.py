@@ -21,6 +21,7 @@ from dips.identity.tls_files import load_tls
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport.tls import TlsSource
 from tests.enrolled import Enrolled
+from tests.waiting import until
 
 
 def test_a_daemon_that_starts_again_has_its_port_at_once() -> None:
@@ -110,10 +111,7 @@ def test_a_request_has_its_time_and_a_pause_between_two_has_not(monkeypatch: pyt
             made.append(self)
 
     def until_timed(timed: bool) -> None:
-        end = time.monotonic() + 10
-        while not made or (made[0]._request_timer is not None) is not timed:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        until(lambda: made and (made[0]._request_timer is not None) is timed)
 
     monkeypatch.setattr("dips.http.server.HttpConnection", Seen)
     server = HttpServer(_answer_shortly, bind_socket("127.0.0.1", 0), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from dips.client.agent.trainer import list_descendants
 from dips.local import run
 from dips.local.run import LocalProcesses, ProcessEnded
+from tests.waiting import until
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
 SAVE = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.05), sys.exit(7)))"
@@ -29,10 +29,7 @@ PARENT = [sys.executable, "-c", CHILD_AND_SELF]
 
 
 def until_told(log: Path, word: str) -> None:
-    deadline = time.monotonic() + 20
-    while not (log.exists() and word in log.read_text()):
-        assert time.monotonic() < deadline, f"{log} does not say {word!r}: {log.read_text()}"
-        time.sleep(0.02)
+    until(lambda: log.exists() and word in log.read_text(), lambda: f"{log} says {word!r}: {log.read_text()}", 20)
 
 
 def alive(pid: int) -> bool:
@@ -80,10 +77,7 @@ def test_who_does_not_end_in_time_is_killed_with_what_it_started(
         below = list_descendants(process.pid)
         assert below
     assert process.exit_code() == -signal.SIGKILL
-    until = time.monotonic() + 20
-    while any(alive(pid) for pid in below):  # SIGKILL was sent; the kernel takes its time
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not any(alive(pid) for pid in below))  # SIGKILL was sent; the kernel takes its time
 
 
 def test_what_a_process_shows_is_logged_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from dips.protocol.effects import Effect
 from dips.protocol.events import Event, OrderAnswered, Ticked
 from dips.sim import master as sim_master
 from tests.simulation.trial import play as play_seed
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 SEGMENTS = 8  # more than any of these writes
@@ -296,13 +296,6 @@ def bare(tmp_path: Path) -> Journal:
     assert journal.is_segment_due()
     journal.begin_segment((1, 2))
     return journal
-
-
-def until(holds: Callable[[], Any]) -> None:
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

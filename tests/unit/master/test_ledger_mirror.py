@@ -35,6 +35,7 @@ from dips.protocol.view import LedgerMirrorView
 from dips.store.files import ASIDE
 from dips.store.mirror import MirrorStore
 from tests.power_cut import PowerCut, fell_behind
+from tests.waiting import until
 
 INITIAL = (genesis.INITIAL_SHARED, genesis.INITIAL_VERSION)
 LOG = structlog.get_logger()
@@ -117,14 +118,6 @@ def like(state: LedgerState, other: LedgerState) -> bool:
     """The same run, but for what a restored ledger raises."""
     raised: dict[str, Any] = {"term": 0, "next_round": 0, "rounds": (), "unknown_rounds": (), "incarnations_above": 0}
     return replace(state, **raised) == replace(other, **raised)
-
-
-def until(holds: object, what: str) -> None:
-    for _ in range(1000):
-        if holds():  # type: ignore[operator]
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"not within 10 s: {what}")
 
 
 def test_a_lost_ledger_comes_back_with_everything_that_was_told(config: RunFile) -> None:

@@ -43,6 +43,7 @@ from dips.protocol.records import (
 from dips.protocol.view import VersionProcessView
 from dips.store.files import write_version
 from dips.telemetry import logs
+from tests.waiting import eventually, until
 
 RESULT_S = 30.0  # a process that hangs must have been killed before
 
@@ -244,9 +245,7 @@ async def test_a_tracker_that_prints_on_and_on_fills_no_disk(tmp_path: Path, mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     track = TrackProcesses(tmp_path / "f", TrackSection(wandb="w"), tmp_path, logs.configure_log("master", "r"))
     track.start(pytest.fail)
-    async with asyncio.timeout(RESULT_S):
-        while not track.view().red:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: track.view().red, RESULT_S)
     await track.stop()
     assert track.view().reason == 'wandb: exit code 0: {"a": 1}'
 
@@ -257,15 +256,12 @@ async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Pat
     place.commit()
     second = place.commit()
     processes = place.begin()
-    while not (tmp_path / "pids").exists():
-        await asyncio.sleep(0.01)
+    await eventually((tmp_path / "pids").exists, RESULT_S)
     assert processes.view().running == str(second)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     await processes.stop()
     assert processes._child is not None and not processes._child.alive, "it waits for that"
-    async with asyncio.timeout(RESULT_S):
-        while any(is_alive(pid) for pid in pids):
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not any(is_alive(pid) for pid in pids), RESULT_S)
     assert place.ledger.find_unprocessed(2) == second
 
 
@@ -298,8 +294,7 @@ def test_it_dies_with_a_master_that_is_killed(make_place: MakePlace, tmp_path: P
     assert all(is_alive(pid) for pid in pids)
     master.kill()
     master.wait()
-    while any(is_alive(pid) for pid in pids):
-        time.sleep(0.01)
+    until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def is_alive(pid: int) -> bool:

@@ -43,7 +43,8 @@ from dips.store.mirror import MirrorStore, read_sealed, seal
 from dips.wire.generated import operator_pb2
 from tests.busy_store import BusyFileSystem, persist
 from tests.integration.cluster_harness import free_port
-from tests.unit.master.test_ledger_mirror import TENSORS, Term, until
+from tests.unit.master.test_ledger_mirror import TENSORS, Term
+from tests.waiting import until
 
 LOG = structlog.get_logger()
 
@@ -290,7 +291,7 @@ def test_a_standby_takes_over_with_everything_that_was_told(tmp_path: Path, url:
 
 
 def until_view(master: Serving, holds: Callable[[Any], Any]) -> bool:
-    until(lambda: holds(master.lease.view()), f"{master.lease.view()}")
+    until(lambda: holds(master.lease.view()), master.lease.view)
     return True
 
 

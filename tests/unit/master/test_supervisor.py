@@ -23,6 +23,7 @@ from dips.protocol.enums import SlaveState
 from dips.protocol.heartbeats import SlaveHeartbeat
 from dips.protocol.options import TimingOptions
 from dips.protocol.view import SlaveView
+from tests.waiting import eventually
 
 COMPUTE_S = 10.0
 HOLDS = """
@@ -159,9 +160,7 @@ async def test_the_bytes_that_a_process_moves_are_seen(tmp_path: Path) -> None:
         before = child.read_moved_bytes()
         process.stdin.write(b"x")
         process.stdin.flush()
-        async with asyncio.timeout(20):
-            while child.read_moved_bytes() < before + LEAST_MOVED:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: child.read_moved_bytes() >= before + LEAST_MOVED)
     finally:
         child.stop_watching()
         process.kill()
@@ -244,12 +243,9 @@ async def test_a_full_disk_does_not_close_the_supervisors_eyes(tmp_path: Path, m
             unheard,
         )
         looking = asyncio.create_task(supervisor._refresh_view())
-        async with asyncio.timeout(20):
-            while len(looks) < 6:
-                await asyncio.sleep(0.001)
-            seen["s"] = SlaveView(SlaveState.LOST, sinc=1)
-            while supervisor._seen["s"].state != "lost":
-                await asyncio.sleep(0.001)
+        await eventually(lambda: len(looks) >= 6)
+        seen["s"] = SlaveView(SlaveState.LOST, sinc=1)
+        await eventually(lambda: supervisor._seen["s"].state == "lost")
         looking.cancel()
     assert len([row for row in logs if row["log_level"] == "warning"]) == 2
 

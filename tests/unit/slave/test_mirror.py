@@ -36,6 +36,7 @@ from tests.busy_store import BusyFileSystem, persist
 from tests.damage import flip_bit
 from tests.disk_calls import DiskCalls
 from tests.unit.slave.test_snapshots import MANIFEST, arrays, opened, read, same
+from tests.waiting import until
 
 V1, V2, V3, V4 = VersionId(1, 1), VersionId(2, 5), VersionId(3, 6), VersionId(4, 7)
 LAYERS = (0, 1, 2, 3)
@@ -538,14 +539,6 @@ def test_an_url_that_says_nothing_is_refused_without_its_password() -> None:
 
 def kept(tmp_path: Path, url: str) -> SnapshotMirror:
     return SnapshotMirror(marked(tmp_path, url), tmp_path / "s", "r", "s", LOG, time.monotonic)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("not within 10 s")
 
 
 def test_the_thread_copies_what_is_wanted_and_a_new_machine_restores_it(url: str, tmp_path: Path) -> None:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from dips.telemetry import timeline as module
 from dips.telemetry.timeline import FILE, Timeline, older_path, read_marks
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+from tests.waiting import until
 
 
 def test_two_files_are_kept(tmp_path: Path) -> None:
@@ -68,10 +61,10 @@ def test_a_full_file_whose_place_was_taken_away_ends_nothing(tmp_path: Path) -> 
     away = tmp_path.with_name(f"{tmp_path.name}-away")
     timeline = Timeline(tmp_path, "r", "slave", "me", most_bytes=100)
     timeline.record_mark("x", n=0, pad="." * 100)
-    wait_until(lambda: not timeline._waiting and (tmp_path / FILE).stat().st_size > 100)
+    until(lambda: not timeline._waiting and (tmp_path / FILE).stat().st_size > 100)
     tmp_path.rename(away)
     timeline.record_mark("x", n=1)
-    wait_until(lambda: timeline.lines_lost == 1)
+    until(lambda: timeline.lines_lost == 1)
     tmp_path.mkdir()
     timeline.record_mark("x", n=2)
     timeline.close()
@@ -83,7 +76,7 @@ def test_each_line_names_its_writer(tmp_path: Path) -> None:
     """`dips trace` tells a slave from a cluster of the same name by its lines."""
     timeline = Timeline(tmp_path, "r", "slave", "east")
     timeline.record_mark("x")
-    wait_until(lambda: bool((tmp_path / FILE).read_text()))  # without waiting for the end of the process
+    until(lambda: bool((tmp_path / FILE).read_text()))  # without waiting for the end of the process
     timeline.close()
     assert not timeline._thread.is_alive()
     (line,) = read_marks(tmp_path / FILE)

@@ -17,6 +17,7 @@ from dips.transport import lane
 from dips.transport.lane import Lane, LaneDoor, Outgoing, _listen, most_connections
 from dips.transport.seal import Greeter, new_keys
 from dips.wire.frame import Header, Kind
+from tests.waiting import until
 
 MOST = 4
 
@@ -36,11 +37,7 @@ def small_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaneDoor]:
 
 
 def wait_for(door: LaneDoor, connections: int) -> None:
-    until = time.monotonic() + 5.0
-    while door.connections != connections:
-        assert time.monotonic() < until, f"{door.connections} connections, expected {connections}"
-        time.sleep(0.005)
-        door.follow_connections()
+    until(lambda: door.follow_connections() or door.connections == connections, lambda: door.connections)
 
 
 def test_a_full_house_lets_nobody_in_until_there_is_room(door: LaneDoor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import ClusterLeft, PushAborted, PushRequested
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from tests.unit.client.agent.play import NONE_YET, Play
+from tests.waiting import eventually
 
 LIVES = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, NONE_YET)
 
@@ -52,12 +53,6 @@ class AnsweringMaster:
         if len(self.heartbeats) <= self.fails_first:
             raise UnavailableMaster("no answer")
         return LIVES
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
@@ -100,7 +95,7 @@ async def test_an_answer_that_orders_nothing_wakes_the_rank(play: Play) -> None:
 async def test_each_heartbeat_is_followed_by_the_next(play: Play) -> None:
     """Answered or not, with the time between two; the last message is the farewell."""
     async with running(play, {}, fails_first=2, problem="tls: expired") as (_, master):
-        await until(lambda: len(master.heartbeats) == 5)
+        await eventually(lambda: len(master.heartbeats) == 5)
     assert master.heartbeats[0].remarks[0].text == "certificate: tls: expired"
     assert [type(event) for event in master.asked] == [ClusterLeft]
 
@@ -110,10 +105,10 @@ async def test_a_question_that_another_replaces_reaches_no_master_later(play: Pl
     async with running(play, {PushAborted: Acknowledged()}) as (agent, master):
         _, actions = play.core.on_message(play.want_push(), play.now)
         agent.perform_actions(actions)
-        await until(lambda: master.asked)
+        await eventually(lambda: master.asked)
         agent.perform_actions(play.core.on_trainer_gone("killed", play.now))
-        await until(lambda: len(master.asked) == 2)
-        await until(lambda: master.cancelled)
+        await eventually(lambda: len(master.asked) == 2)
+        await eventually(lambda: master.cancelled)
         assert [type(event) for event in master.cancelled] == [PushRequested]
 
 
@@ -124,9 +119,9 @@ async def test_a_master_that_is_away_is_not_asked_all_the_time(monkeypatch: pyte
     play.begin()
     async with running(play, {PushRequested: UnavailableMaster("refused")}) as (agent, master):
         agent.perform_actions(play.core.on_message(play.want_push(), play.now)[1])
-        await until(lambda: len(master.asked) == 2)
+        await eventually(lambda: len(master.asked) == 2)
         began = asyncio.get_running_loop().time()
-        await until(lambda: len(master.asked) == 3)
+        await eventually(lambda: len(master.asked) == 3)
         assert asyncio.get_running_loop().time() - began >= 0.04
 
 
@@ -136,7 +131,7 @@ async def test_a_task_that_fails_ends_the_agent(play: Play, monkeypatch: pytest.
     async with running(play, {PushRequested: ZeroDivisionError("of ours")}) as (agent, _):
         with capture_logs() as logs:
             agent.perform_actions(play.core.on_message(play.want_push(), play.now)[1])
-            await until(agent._signals.stopped.is_set)
+            await eventually(agent._signals.stopped.is_set)
     assert logs[0]["event"] == "a task of the agent failed"
     assert play.core.state.stop is not None and play.core.state.stop.code == 70
 

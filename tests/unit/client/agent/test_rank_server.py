@@ -38,6 +38,7 @@ from dips.protocol.effects import Grant, Joined
 from dips.protocol.enums import ClusterStanding
 from dips.telemetry.refusals import refusals_by_reason
 from tests.unit.client.agent.play import NONE_YET, Play, grant
+from tests.waiting import eventually
 
 SECRET = "0123456789abcdef"
 
@@ -69,11 +70,6 @@ class Served:
         self.play.reply(result)
         self.signals.notify_change()
 
-    async def until(self, holds: Any) -> None:
-        async with asyncio.timeout(20):
-            while not holds():
-                await asyncio.sleep(0.001)
-
 
 @asynccontextmanager
 async def serve(directory: Path, hold_s: float = 60.0, **keys: Any) -> AsyncIterator[tuple[Served, dict[str, str]]]:
@@ -101,7 +97,7 @@ async def ask(rank: Connection, message: messages.Message) -> messages.Message:
 async def attach(served: Served, rank: Connection) -> None:
     """Rank 0 attaches; the master's answer comes while its question is held."""
     await rank.write_message(served.play.attach())
-    await served.until(lambda: served.play.asks)
+    await eventually(lambda: served.play.asks)
     served.reply(Joined(3, 1, GENESIS, NONE_YET, ()))
     async with asyncio.timeout(20):
         assert await rank.read_message() == Attached(1, 0.0)
@@ -118,7 +114,7 @@ async def test_a_question_is_held_until_it_has_an_answer(tmp_path: Path) -> None
         await attach(served, rank)
         wanted = PullWanted(1, 1)
         await rank.write_message(wanted)
-        await served.until(lambda: served.play.s.sync.waiting)
+        await eventually(lambda: served.play.s.sync.waiting)
         served.reply(grant())
         async with asyncio.timeout(20):
             verdict = await rank.read_message()
@@ -147,7 +143,7 @@ async def test_a_rank_0_that_hangs_up_has_ended_its_attempt(tmp_path: Path) -> N
         async with dial(environment) as rank:
             await attach(served, rank)
             await rank.write_message(messages.Stepped(1, 10, None))
-        await served.until(lambda: not served.play.s.trainer.alive)
+        await eventually(lambda: not served.play.s.trainer.alive)
         assert served.play.s.tally.cause == "failure" and served.play.s.trainer.inner_steps == 1
         assert not served.signals.detached.is_set()
         async with dial(environment) as rank:
@@ -182,7 +178,7 @@ async def test_connections_of_one_host_are_bounded(tmp_path: Path, monkeypatch: 
             assert await is_closed(reader)
             writer.close()
             assert refusals_by_reason()["agent_line_full"] == before + 1
-        await served.until(lambda: served.ranks._local == 0)
+        await eventually(lambda: served.ranks._local == 0)
         async with dial(environment) as next_one:
             assert isinstance(await ask(next_one, served.play.attach()), AskAgain)
 
@@ -231,7 +227,7 @@ async def test_ranks_of_other_hosts_prove_the_token(tmp_path: Path, monkeypatch:
         with pytest.raises(asyncio.IncompleteReadError):
             async with join(environment, "another token...."):
                 pass
-        await served.until(lambda: served.ranks._remote == 0)
+        await eventually(lambda: served.ranks._remote == 0)
         assert refusals_by_reason()["agent_line_refused"] == refused + 1
         async with join(environment, SECRET) as rank:
             assert isinstance(await ask(rank, served.play.attach()), AskAgain)

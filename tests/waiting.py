@@ -1,0 +1,24 @@
+"""Waits of tests until something holds, which is looked at again and again, up to a limit at which they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+PAUSE_S = 0.01
+
+
+def until(holds: Callable[[], object], what: object = "", within_s: float = 20.0, pause_s: float = PAUSE_S) -> None:
+    """Wait until `holds()`; fail with `what`, which is called if it is a function, after `within_s`."""
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, f"not within {within_s:g} s: {what() if callable(what) else what}"
+        time.sleep(pause_s)
+
+
+async def eventually(holds: Callable[[], object], within_s: float = 20.0) -> None:
+    """Wait until `holds()` while the event loop runs; raise TimeoutError after `within_s`."""
+    async with asyncio.timeout(within_s):
+        while not holds():
+            await asyncio.sleep(PAUSE_S)
