@@ -32,7 +32,7 @@ from dips.transport.lane import available_cores
 PIPELINE, LANES, ORDER, JOIN = 1.3, 1.2, 1.2, 1 / 1.1  # what must be reached
 PAYLOAD = 1448 / 1514  # of a packet's bytes on the line
 MOST_MBIT, WORKERS_MBIT = 10_000.0, 100.0  # tbf is accurate up to the first
-IN_TURN, PRODUCT = "in_turn", "shaped_end"
+IN_TURN, PRODUCT = "in_turn", "link_end"
 SEVERAL, SINGLE, WALKING = "slaves ask 4 at once", "slaves ask one at a time", "workers go to one slave at a time"
 SERVING = ((SEVERAL, PRODUCT, CONCURRENT_STREAMS), (SINGLE, PRODUCT, 1), (WALKING, IN_TURN, MOST_EACH))
 
@@ -79,7 +79,7 @@ class Ends:
         for index, slave in enumerate(self._slaves):
             planned = places_for_slave(index, cast.slaves, 0, cast.ranks)
             places = planned if rule == TURNS else random_order(cast.ranks, f"{push}/{index}")
-            slave.ask_program("open", push, places, [rank.first for rank in self._ranks[name]])
+            slave.ask_program("push", push, places, [rank.first for rank in self._ranks[name]])
         for rank in self._ranks[name]:
             rank.send_request("push", self._number, [slave.first for slave in self._slaves], rule)
 

@@ -1,8 +1,7 @@
-"""Both ends of a link over which a rank moves its model in fragments beside training, driven by lines.
+"""A rank that moves its model in fragments beside training, driven by lines; the other end is that of link_end.py.
 
-python -m benchmarks.fragment_end slave IP       says its lane's address; then [push | pull, N], [end, N]
-python -m benchmarks.fragment_end rank ADDRESS   [push | pull, N, FRAGMENTS, INTERVAL] → [[seconds, bytes], …]: what its
-                                                 device has sent (push) or received (pull) by then, sampled beside it
+python -m benchmarks.fragment_end ADDRESS   [push | pull, N, FRAGMENTS, INTERVAL] → [[seconds, bytes], …]: what its
+                                            device has sent (push) or received (pull) by then, sampled beside it
 
 The rank is a job of one with a real model and host memory; an inner step of it is a pause.
 """
@@ -18,27 +17,24 @@ from pathlib import Path
 
 from torch import nn
 
+from benchmarks.cast import RUN, SINC, WAIT_S, Cast
 from benchmarks.line_program import print_answer, read_requests
-from benchmarks.link_end import CLUSTER, RUN, SINC, SLAVE, STALL_S, WAIT_S, slave
+from benchmarks.link_end import STALL_S
 from dips.client.parallel import HostMemory, lay_out
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer import TransferIdentity
-from dips.ids import GENESIS
+from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
-from dips.protocol.manifest import Manifest
 
 LAYERS, WIDTH = 16, 512  # 1 MiB each
 STEP_S, SAMPLE_S = 0.02, 0.02
+CAST = Cast(slaves=1, ranks=1, layers=LAYERS, numel=LAYERS * WIDTH * WIDTH)  # as the slave is to hold it
 COUNTERS = {"push": "tx_bytes", "pull": "rx_bytes"}
 
 
 def build() -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-
-
-def manifest() -> Manifest:
-    return Manifest.from_shapes((name, tuple(p.shape)) for name, p in build().named_parameters())
 
 
 class FragmentRank:
@@ -47,13 +43,14 @@ class FragmentRank:
     def __init__(self, address: str) -> None:
         self._collectives, self._model = JobCollectives(), build()
         self._transfers: dict[int, ShardTransfer] = {}  # by fragments
-        there = SlaveAddress(SLAVE, SINC, (address,), tuple(range(len(manifest().layers))))
-        self._grant = Grant(GENESIS, (there,), WAIT_S)
+        self._slaves = (SlaveAddress("s0", SINC, (address,), CAST.held_by(0)),)
 
     def move(self, kind: str, number: int, fragments: int, interval: int) -> list[tuple[float, int]]:
         """Push, or pull and merge, beside training; return the samples."""
         transfers = self._transfers.setdefault(fragments, self._make_transfers(fragments))
-        request = TransferRequest(self._grant, TransferIdentity(RUN, CLUSTER, 1, number, 0), lambda *_: "")
+        version = VersionId(number, number)
+        grant = Grant(version, self._slaves, WAIT_S)
+        request = TransferRequest(grant, TransferIdentity(RUN, "west", 1, number, 0), lambda *_: "")
         if kind == "pull":
             transfers._memory.keep_pushed_shard()  # as a push before it would: a merge needs what was pushed
         with _sampled(COUNTERS[kind]) as samples:
@@ -62,7 +59,7 @@ class FragmentRank:
             while (result := moving.poll()) is None:
                 time.sleep(STEP_S)
                 transfers.on_inner_step()
-        if not result.ok or (kind == "pull" and not transfers.merge_version(GENESIS)):
+        if not result.ok or (kind == "pull" and not transfers.merge_version(version)):
             raise RuntimeError(f"{kind} {number}: {result}")
         return samples
 
@@ -105,4 +102,4 @@ def rank(address: str) -> None:
 
 
 if __name__ == "__main__":
-    slave(manifest(), sys.argv[2]) if sys.argv[1] == "slave" else rank(sys.argv[2])
+    rank(sys.argv[1])

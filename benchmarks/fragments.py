@@ -15,10 +15,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from benchmarks.fragment_end import STEP_S
+from benchmarks.fragment_end import CAST, STEP_S
 from benchmarks.harness import Bench, main
 from benchmarks.line_program import open_programs
 from benchmarks.namespaces import missing, wire
+from dips.transport.intake import CONCURRENT_STREAMS
 
 MBIT, FRAGMENTS = 100, 4
 APART = 1.1  # times the window: from one fragment's begin to the next one's
@@ -33,15 +34,17 @@ Move = Callable[[str, int, int], Samples]
 def ends() -> Iterator[Move]:
     """Both processes on their link; what is yielded moves everything once."""
     with wire(MBIT) as (near, far), open_programs() as start:
-        slave = start(far, "fragment_end", "slave", far.ip)
-        rank = start(near, "fragment_end", "rank", slave.first)
+        words = (far.ip, str(CONCURRENT_STREAMS), "1", "plain")
+        slave = start(far, "link_end", "slave", str(CAST), "0", *words)
+        ((address,), _) = slave.first
+        rank = start(near, "fragment_end", address)
         numbers = itertools.count(1)
 
         def move(kind: str, fragments: int, interval: int) -> Samples:
-            number = next(numbers)
-            slave.ask_program(kind, number)
-            samples = rank.ask_program(kind, number, fragments, interval)
-            slave.ask_program("end", number)
+            moved = ("west", next(numbers))
+            slave.ask_program(kind, moved, [0], [])
+            samples = rank.ask_program(kind, moved[1], fragments, interval)
+            slave.ask_program("end", moved)
             return [(t, nbytes) for t, nbytes in samples]
 
         yield move

@@ -6,7 +6,7 @@ CONCURRENT_STREAMS ranks
 at once, whoever came first. Frames, checks and codecs are the real ones, over the same kind of sockets.
 
 python -m benchmarks.in_turn slave CAST NUMBER IP CONCURRENT_STREAMS       says [[address], ""]
-    ["open", push, places]   serve every rank once;  ["end", push] → [processor time, seconds of check and put]
+    ["push", push, places]   serve every rank once;  ["end", push] → [processor time, seconds of check and put]
 python -m benchmarks.in_turn rank CAST CLUSTER RANK
     ["push", number, slaves, rule] → [seconds, processor time, seconds of spelling and checksums]
 """
@@ -49,7 +49,7 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int) -> None:
     slot = {i: np.ones(cast.numel // cast.layers, np.float32) for i in cast.held_by(number)}
     print_answer([[f"{ip}:{port}"], ""])
     for word, *_ in read_requests():
-        if word == "open":
+        if word == "push":
             print_answer("open")
             used, staged_s = processor_s(), _serve(router, cast, slot, concurrent_streams)
         else:

@@ -12,19 +12,18 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from benchmarks import link_end
+from benchmarks.cast import RUN, SINC, WAIT_S, Cast
 from benchmarks.harness import Bench, Seconds, cpu_s, main
 from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End
 from dips.client.rank import transfer
 from dips.client.rank.transfer import Piece, TransferIdentity
-from dips.ids import GENESIS
+from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.transport import seal
+from dips.transport.intake import CONCURRENT_STREAMS
 
 LEAST = 0.8  # of the plain lane's rate per core, with AES in hardware
 HERE = End("", "127.0.0.1")
@@ -45,12 +44,13 @@ class LaneWay:
     def move(self, word: str) -> Seconds:
         """Move everything once; note the processor time of both ends, return the seconds."""
         number = next(self.numbers)
+        moved, version = ("west", number), VersionId(number, number)
         before, begun = self._processor_s(), time.perf_counter()
-        self.slave.ask_program(word, number)
-        identity = TransferIdentity(link_end.RUN, link_end.CLUSTER, 1, number, 0, self.keys)
-        getattr(transfer, f"{word}_pieces")(self.grant, identity, self.pieces)
+        self.slave.ask_program(word, moved, [0], [self.keys.public])
+        identity = TransferIdentity(RUN, "west", 1, number, 0, self.keys)
+        getattr(transfer, f"{word}_pieces")(replace(self.grant, version=version), identity, self.pieces)
         took = Seconds(time.perf_counter() - begun)
-        self.slave.ask_program("end", number)
+        self.slave.ask_program("end", moved)
         self.used[word].append(self._processor_s() - before)
         return took
 
@@ -69,22 +69,19 @@ def measure(bench: Bench) -> None:
 
 
 def _measure(bench: Bench, mib: int, lanes: int) -> None:
-    nbytes, what = mib << 20, f"{lanes} lane{'s' if lanes > 1 else ''}"
+    cast = Cast(slaves=1, ranks=1, layers=4, numel=mib << 18)
+    nbytes, what = cast.nbytes, f"{lanes} lane{'s' if lanes > 1 else ''}"
     with open_programs() as start:
 
-        def begin(secret: bool) -> LaneWay:
-            keys = seal.new_keys()
-            words = [keys.public] if secret else []
-            slave = start(HERE, "link_end", "slave", "127.0.0.1", str(lanes), str(mib), *words)
-            addresses, _, public = slave.first.partition(" ")
-            layers = tuple(range(link_end.LAYERS))
-            there = SlaveAddress(link_end.SLAVE, link_end.SINC, tuple(addresses.split(",")), layers, public)
-            model = link_end.manifest(mib)
-            pieces = [Piece(i, 0, 0, x.numel, np.ones(x.numel, np.float32)) for i, x in enumerate(model.layers)]
-            grant = Grant(GENESIS, (there,), link_end.WAIT_S)
-            return LaneWay(slave, grant, pieces, keys, itertools.count(1), {way: [] for way in WAYS})
+        def begin(secret: str) -> LaneWay:
+            words = (HERE.ip, str(CONCURRENT_STREAMS), str(lanes), secret)
+            slave = start(HERE, "link_end", "slave", str(cast), "0", *words)
+            addresses, public = slave.first
+            grant = Grant(GENESIS, (SlaveAddress("s0", SINC, tuple(addresses), cast.held_by(0), public),), WAIT_S)
+            pieces, used = cast.pieces(0, 1.0), {way: list[float]() for way in WAYS}
+            return LaneWay(slave, grant, pieces, seal.new_keys(), itertools.count(1), used)
 
-        ways = {"encrypted": begin(True), "plain": begin(False)}
+        ways = {secret: begin(secret) for secret in ("encrypted", "plain")}
         works: dict[str, Callable[[], object]] = {}
         for word in WAYS:
             for name, way in ways.items():

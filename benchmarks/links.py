@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from benchmarks.cast import TURNS, Cast
 from benchmarks.harness import Bench, Seconds, main
 from benchmarks.line_program import open_programs
 from benchmarks.namespaces import missing, wire
+from dips.transport.intake import CONCURRENT_STREAMS
 
 LEAST_NEAR, LEAST_FAR = 0.95, 0.9
 
@@ -40,16 +42,18 @@ LINES = (LinkRow(100, 0, 24), LinkRow(1000, 0, 256), LinkRow(1000, 0, 256, lanes
 def ends(line: LinkRow) -> Iterator[Callable[[str], Seconds]]:
     """Both processes on their link; what is yielded moves everything once and returns the seconds."""
     with wire(line.mbit, line.delay_ms) as (near, far), open_programs() as start:
-        slave = start(far, "link_end", "slave", far.ip, str(line.lanes), str(line.mib))
-        rank = start(near, "link_end", "rank", slave.first, str(line.mib))
+        cast = Cast(slaves=1, ranks=1, layers=4, numel=line.mib << 18)
+        words = (far.ip, str(CONCURRENT_STREAMS), str(line.lanes), "plain")
+        slave = start(far, "link_end", "slave", str(cast), "0", *words)
+        rank = start(near, "link_end", "rank", str(cast), "west", "0")
         numbers = itertools.count(1)
 
         def move(kind: str) -> Seconds:
-            number = next(numbers)
-            slave.ask_program(kind, number)
-            seconds = Seconds(rank.ask_program(kind, number))
-            slave.ask_program("end", number)
-            return seconds
+            moved = ("west", next(numbers))
+            slave.ask_program(kind, moved, [0], [rank.first])
+            seconds, _ = rank.ask_program(kind, moved[1], [slave.first], TURNS)
+            slave.ask_program("end", moved)
+            return Seconds(seconds)
 
         yield move
 
