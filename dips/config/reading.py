@@ -20,8 +20,12 @@ def load_file(path: Path, model: type[Model]) -> Model:
     raw = read_yaml(path)
     shared = raw.get("shared")
     if isinstance(shared, str):
-        raw["shared"] = read_yaml(path.parent / shared)
+        try:
+            raw["shared"] = read_yaml(path.parent / shared)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: shared: {error}") from error
     _refuse_section(path, raw, model)
+    _refuse_other_kind(path, raw, model)
     try:
         return model.model_validate(_resolve_paths(raw, path.absolute().parent))
     except ConfigError as error:  # from __post_init__ of an options class
@@ -42,6 +46,21 @@ def _refuse_section(path: Path, raw: dict[str, Any], model: type[Model]) -> None
         f"{path}: this is a `shared` section: name it in a run file and in each cluster file, as in `shared: "
         f"{path.name}`; `dips new` writes all three"
     )
+
+
+def _refuse_other_kind(path: Path, raw: dict[str, Any], model: type[Model]) -> None:
+    """Raise ConfigError if the file is a run file in the place of a cluster file, or the reverse."""
+    known, of_run, of_cluster = model.model_fields, "slaves" in raw, "cluster" in raw
+    if of_run and not of_cluster and "slaves" not in known:
+        raise ConfigError(
+            f"{path}: this is a run file: expected a cluster file, which names one training cluster; `dips new` writes "
+            "both, as dips.yaml and cluster.yaml"
+        )
+    if of_cluster and not of_run and "cluster" not in known:
+        raise ConfigError(
+            f"{path}: this is a cluster file: expected the run file, dips.yaml; a command that asks "
+            f"the master takes `--master {raw.get('master', 'HOST:PORT')}` instead"
+        )
 
 
 def is_cluster_file(path: Path) -> bool:
@@ -103,6 +122,20 @@ def _resolve_paths(raw: Any, base: Path) -> Any:
     return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw
 
 
+EXPECTED = {  # by pydantic's name of a problem, the value in words of YAML
+    "int_type": "a whole number, in digits",
+    "int_parsing": "a whole number, in digits",  # YAML reads 1e9 as text
+    "int_from_float": "a whole number, in digits",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text, in quotes where YAML reads a number or date",
+    "tuple_type": "a list",
+    "dict_type": "keys and their values",
+    "model_type": "keys and their values",
+    "dataclass_type": "keys and their values",
+}
+
+
 def explain_invalid(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
@@ -112,7 +145,9 @@ def explain_invalid(error: ValidationError) -> str:
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing, and it has no default")
         else:
-            lines.append(f"{key}: {problem['msg']}, got {problem.get('input')!r}")
+            expected = EXPECTED.get(problem["type"])
+            said = f"expected {expected}" if expected else problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {said}, got {problem.get('input')!r}")
     return "; ".join(lines)
 
 

@@ -182,10 +182,16 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
         ("master.listen", "10.0.0.1:7800", "loopback only, got '10.0.0.1:7800'"),
         ("slaves.0.lanes", ["0.0.0.0:0"], "slaves.s0.lanes: .* loopback only, got '0.0.0.0:0'"),
         ("slaves.0.lanes", 17, "slaves.0.lanes"),
-        ("tls", None, "tls: .*expected the path of a certificate, .* or `tls: off` for plain text"),
-        ("tls", True, "tls: .*expected the path of a certificate"),
-        ("tls", "certs/", "tls: .*expected the path of a certificate, .* got .*certs'"),
-        ("tls", {"ca": "a", "cert": "b", "key": "c"}, "tls: .*expected the path of a certificate"),
+        ("master.listen", 7800, "master.listen: expected text, in quotes where YAML reads a number or date, got 7800"),
+        ("shared.run", 2026, "shared.run: expected text, in quotes .*, got 2026"),
+        ("shared.stop.tokens", "1e9", "stop.tokens: expected a whole number, in digits, got '1e9'"),
+        ("shared.outer.momentum", "0,5", "outer.momentum: expected a number, got '0,5'"),
+        ("shared.stop", 100000, "shared.stop: expected keys and their values, got 100000"),
+        ("slaves", {"slave-0": {}}, "slaves: expected a list, got {'slave-0': {}}"),
+        ("tls", None, "tls: expected the path of a certificate, .* or `tls: off` for plain text"),
+        ("tls", True, "tls: expected the path of a certificate"),
+        ("tls", "certs/", "tls: expected the path of a certificate, .* got .*certs'"),
+        ("tls", {"ca": "a", "cert": "b", "key": "c"}, "tls: expected the path of a certificate"),
         ("master.listen", "127.evil.example:7800", "loopback only, got '127.evil.example:7800'"),
     ],
 )
@@ -196,6 +202,25 @@ def test_what_is_wrong_is_named(tmp_path: Path, key: str, value: object, message
         load_run(path)
     assert str(path) in str(caught.value)
     assert treatment_of(caught.value).exit_code == 78
+
+
+def test_a_file_of_the_other_kind_is_called_what_it_is(tmp_path: Path) -> None:
+    """Not by each key that it lacks or has too many: whoever gives the wrong one of the two is told which to give, and
+    on a cluster's machine, which has no run file, how else to name the master. A mistyped key changes no file's kind.
+    """
+    run, cluster = write(tmp_path / "dips.yaml", RUN), write(tmp_path / "cluster.yaml", CLUSTER)
+    with pytest.raises(ConfigError, match=r"dips.yaml: this is a run file: expected a cluster file.*cluster.yaml"):
+        load_cluster(run)
+    with pytest.raises(ConfigError, match=r"cluster.yaml: this is a cluster file: .* `--master 127.0.0.1:1`"):
+        load_run(cluster)
+    with pytest.raises(ConfigError, match="cluster: unknown key"):
+        load_run(write(tmp_path / "typo.yaml", {**RUN, "cluster": ["a"]}))
+
+
+def test_a_shared_section_that_is_not_there_is_named_with_its_file(tmp_path: Path) -> None:
+    """The file to be mended is the one that names it."""
+    with pytest.raises(ConfigError, match=r"dips.yaml: shared: .*shard.yaml: cannot be read: No such file"):
+        load_run(write(tmp_path / "dips.yaml", {**RUN, "shared": "shard.yaml"}))
 
 
 @pytest.mark.parametrize("key", ["shared", "master", "slaves"])
