@@ -36,6 +36,10 @@ def frozen():
     return model
 def nothing():
     return 7
+def wide(width):
+    return torch.nn.Linear(width, 3)
+model = build()
+words = ["build"]
 """
 
 
@@ -165,6 +169,15 @@ def test_init_by_file(run_file: Path, factory: str) -> None:
         (["--factory", "no_such_module:build"], "No module named 'no_such_module'"),
         (["--factory", "torch_model_of_the_test:bild"], "has no attribute 'bild'"),
         (["--factory", "torch_model_of_the_test:nothing"], "expected a torch.nn.Module, got int"),
+        (["--factory", ":build"], "expected MODULE:FUNCTION, got ':build'"),
+        (["--factory", "torch_model_of_the_test:"], "expected MODULE:FUNCTION"),
+        (["--factory", ".torch_model_of_the_test:build"], "expected MODULE:FUNCTION"),
+        (["--factory", "torch_model_of_the_test:words"], "expected a function, got a list"),
+        (["--factory", "torch_model_of_the_test:model"], "expected a function that returns the model, got the model"),
+        (
+            ["--factory", "torch_model_of_the_test:wide"],
+            "is called without arguments: missing a required argument: 'width'",
+        ),
         (["--factory", "torch_model_of_the_test:half"], "expected parameters in float32"),
         (["--model", "no-such-file"], "no-such-file: expected a safetensors file"),
         (["--model", "dips.yaml"], "dips.yaml: expected a safetensors file"),

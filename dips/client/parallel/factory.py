@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ def make_module(spec: str, *, seed: int = 0, device: str = "cpu") -> torch.nn.Mo
     device  of its parameters; "meta": names and shapes only, without memory
     """
     function = find_function(spec, "--factory")
+    _require_no_arguments(spec, function)
     torch.manual_seed(seed)
     with torch.device(device):
         made = function()
@@ -28,12 +30,24 @@ def make_module(spec: str, *, seed: int = 0, device: str = "cpu") -> torch.nn.Mo
 
 def find_function(spec: str, option: str) -> Callable[..., Any]:
     """Return the function that an option gives as MODULE:FUNCTION. Raises ConfigError if there is none."""
-    module_name, colon, function_name = spec.partition(":")
-    if not colon:
+    module_name, _, function_name = spec.partition(":")
+    if not function_name or not module_name or module_name.startswith("."):
         raise ConfigError(f"{option}: expected MODULE:FUNCTION, got {spec!r}")
     sys.path.insert(0, "")  # the module usually is beside the run file or the cluster file
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{option} {spec}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{option} {spec}: expected a function, got a {type(found).__name__}")
     return found
+
+
+def _require_no_arguments(spec: str, function: Callable[..., Any]) -> None:
+    """Raise ConfigError if a factory is a model itself, or cannot be called as it will be."""
+    if isinstance(function, torch.nn.Module):
+        raise ConfigError(f"--factory {spec}: expected a function that returns the model, got the model: write one")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(f"--factory {spec}: is called without arguments: {error}") from error
