@@ -138,7 +138,7 @@ TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
     (LocalProtocolError, Treatment("INTERNAL", 70, "local_protocol", "report this: it is a bug of Di-PS")),
     (RemoteProtocolError, Treatment("INVALID_ARGUMENT", 76, "remote_protocol", "the peer is at fault: see its log")),
     (Stale, Treatment("FAILED_PRECONDITION", 75, "stale", "refresh or rejoin")),
-    (Unavailable, Treatment("UNAVAILABLE", 69, "unavailable", "try again; retries back off by themselves")),
+    (Unavailable, Treatment("UNAVAILABLE", 69, "unavailable", "start who is missing, or wait for it; then try again")),
     (FailedDisk, Treatment("ABORTED", 74, "disk", "make room on that disk, or repair it")),
     (Busy, Treatment("RESOURCE_EXHAUSTED", 75, "busy", "wait and ask again")),
     (Denied, Treatment("PERMISSION_DENIED", 77, "denied", "check whose name this process bears")),

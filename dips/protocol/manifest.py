@@ -145,13 +145,16 @@ class Manifest:
         """Describe where `other` differs from this one, in at most `most` lines, for an error message."""
         mine = {p.name: p.shape for layer in self.layers for p in layer.parameters}
         theirs = {p.name: p.shape for layer in other.layers for p in layer.parameters}
-        lines = [f"{n}: expected shape {s}, it is missing" for n, s in mine.items() if n not in theirs]
-        lines += [f"{n}: shape {s} was not expected" for n, s in theirs.items() if n not in mine]
+        lines = [f"{n}: expected shape {s}, it is missing or frozen" for n, s in mine.items() if n not in theirs]
+        lines += [f"{n}: shape {s} was not expected: {ELSEWHERE}" for n, s in theirs.items() if n not in mine]
         lines += [f"{n}: expected shape {s}, got {theirs[n]}" for n, s in mine.items() if theirs.get(n, s) != s]
         lines += _describe_moved(self, other)
         if not lines and self.digest != other.digest:
             lines = ["same parameters in another order or grouping"]
         return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+
+
+ELSEWHERE = "where the run was made it was missing or frozen"
 
 
 def _describe_moved(mine: Manifest, theirs: Manifest) -> list[str]:

@@ -58,7 +58,7 @@ from dips.protocol.records import (
     RunExtended,
 )
 from dips.protocol.releases import PROTOCOL
-from dips.protocol.round import find_end
+from dips.protocol.round import find_reached
 from dips.protocol.run_state import RunState
 from dips.protocol.tunable import complete_changes, describe_changes, tune_options
 
@@ -228,9 +228,9 @@ def _find_refusal(run: RunState, targets: Targets) -> str:
         return f"epochs: expected at least the present {run.targets.epochs}, got {targets.epochs}"
     if targets.epochs > run.targets.epochs and not run.ranges.per_epoch:
         return "epochs: this run leases no data (shared.data.ranges is 0): clusters bring their own"
-    end = find_end(run, targets)
+    key, end = find_reached(run, targets)
     so_far = f"{run.tokens_accepted:,} tokens and {run.head.version:,} outer steps so far"
-    return f"then the run would end at once: {end} ({so_far}); name a larger target" if end else ""
+    return f"then the run would end at once: {end} ({so_far}); set {key} to more, too" if end else ""
 
 
 # ---- draining ------------------------------------------------------------------------------------------------------

@@ -753,14 +753,21 @@ def _settle_push(
 
 def find_end(run: RunState, stop: Targets) -> str:
     """Return which of these targets is reached, or that all data is settled; empty if the run goes on."""
+    return find_reached(run, stop)[1]
+
+
+def find_reached(run: RunState, stop: Targets) -> tuple[str, str]:
+    """Return the key of the first target that is reached, as `dips set` calls it, and why the run ends; both empty if
+    it goes on.
+    """
     settled = run.ranges.total > 0 and run.ranges.is_settled(stop.epochs)
     reasons = (
-        (stop.tokens and run.tokens_accepted >= stop.tokens, f"{stop.tokens} tokens are accepted"),
-        (stop.versions and run.head.version >= stop.versions, f"{stop.versions} outer steps are made"),
-        (stop.wall_s and run.now - run.started >= stop.wall_s, f"{stop.wall_s:g} s are over"),
-        (settled, f"all {run.ranges.total} data ranges are settled"),
+        ("stop.tokens", stop.tokens and run.tokens_accepted >= stop.tokens, f"{stop.tokens} tokens are accepted"),
+        ("stop.versions", stop.versions and run.head.version >= stop.versions, f"{stop.versions} outer steps are made"),
+        ("stop.wall_s", stop.wall_s and run.now - run.started >= stop.wall_s, f"{stop.wall_s:g} s are over"),
+        ("data.epochs", settled, f"all {run.ranges.total} data ranges are settled"),
     )
-    return next((why for due, why in reasons if due), "")
+    return next(((key, why) for key, due, why in reasons if due), ("", ""))
 
 
 def finish_if_due(run: RunState) -> None:

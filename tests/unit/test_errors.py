@@ -33,6 +33,18 @@ def test_a_command_that_fails_says_why_and_exits_by_its_class(capsys: pytest.Cap
     assert capsys.readouterr().err.startswith("error: a.w: expected shape (4,), got (5,)\\x1b[2J\n")
 
 
+def test_a_command_whom_nobody_answers_advises_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not that it tries again by itself: it has ended."""
+
+    def fail() -> None:
+        raise UnavailableMaster("the master at 127.0.0.1:9 cannot be reached")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(fail)
+    assert ended.value.code == 69
+    assert capsys.readouterr().err.splitlines()[1] == "start who is missing, or wait for it; then try again"
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_fails_anywhere_is_a_sentence(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """A master whose directory cannot be written must not end as if that were our bug: 74, and it is started again."""

@@ -184,13 +184,13 @@ def test_a_foreign_manifest_is_refused(text: str) -> None:
 
 
 def test_manifest_differences_name_parameters() -> None:
-    """The first differences are listed in words: missing, unexpected, another shape."""
+    """The first differences are listed in words: missing, unexpected, another shape. What is frozen is left out."""
     mine = Manifest.from_shapes([("a.weight", (2, 2)), ("b.weight", (3,))])
     theirs = Manifest.from_shapes([("a.weight", (2, 4)), ("c.weight", (3,))])
     lines = mine.describe_differences(theirs)
     assert lines == [
-        "b.weight: expected shape (3,), it is missing",
-        "c.weight: shape (3,) was not expected",
+        "b.weight: expected shape (3,), it is missing or frozen",
+        "c.weight: shape (3,) was not expected: where the run was made it was missing or frozen",
         "a.weight: expected shape (2, 2), got (2, 4)",
     ]
 
