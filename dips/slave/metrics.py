@@ -100,9 +100,12 @@ def collect(status: Status) -> Iterator[Metric]:
 
 def count_snapshots(directory: Path) -> dict[str, int]:
     """Count the snapshots in a slave's directory and their bytes; of those that are removed meanwhile, or cannot be
-    read, no bytes are counted.
+    read, no bytes are counted. Without the directory nothing is.
     """
-    versions = [path for path in directory.glob("v*@r*") if version_of(path) is not None]
+    try:
+        versions = [path for path in directory.iterdir() if version_of(path) is not None]
+    except OSError:
+        return {}
     return {"snapshots": len(versions), "snapshot_bytes": sum(size for path in versions for size in _file_sizes(path))}
 
 

@@ -9,6 +9,7 @@ decides what is written and deleted; by itself a slave removes only what it had 
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -43,6 +44,7 @@ from dips.telemetry.logs import Log
 
 _LOCK = ".lock"
 FilesState = tuple[tuple[str, int, int, int], ...]  # changes with the files of a version: name, inode, size, time
+MOST_READS = 3  # of a snapshot that its disk refuses to read, before it is passed over: an error may pass
 
 # ---- first model ----------------------------------------------------------------------------------------------------
 # v0@r0 is the version that `dips seed` put into the slave's own root, or the one in the root that `initial_model`
@@ -154,9 +156,11 @@ class InitialModel:
                 self.require_layers(folder, manifest)
             self._good[folder] = (stamp, manifest)
             return manifest
-        except (CorruptSnapshot, OSError) as error:
+        except CorruptSnapshot as error:
             self._bad[folder] = (files_state(folder), str(error))
-            return None
+        except OSError as error:  # it may pass: the next look reads the same files again
+            self._bad[folder] = ((), str(error))
+        return None
 
 
 def files_state(folder: Path) -> FilesState:
@@ -191,15 +195,20 @@ class Snapshots:
         initial_model: Path | None,
         log: Log,
         meter: WorkMeter | None = None,
+        most_reads: int = MOST_READS,
     ) -> None:
-        """Lock the directory for this process; raise ConfigError, naming it, if another slave holds it."""
+        """Lock the directory for this process; raise ConfigError, naming it, if another slave holds it.
+
+        most_reads  reads of a snapshot that the disk may refuse until it is passed over
+        """
         self._meter = meter or WorkMeter()
         self._directory, self._run, self._slave = directory, run, slave
         self._initial = InitialModel(directory, run, initial_model, self._meter.add)
-        self._log = log
+        self._log, self._most_reads = log, most_reads
         self._said_missing = False
         self._whole: set[VersionId] = set()  # verified, or written by this process
         self._bad: dict[VersionId, FilesState] = {}  # skipped, with the state of their files then; logged once
+        self._refused: Counter[VersionId] = Counter()  # reads that the disk has refused since the last that it did not
         self._manifest: Manifest | None = None
         self._genesis: dict[int, str] = {}
         self._sinc = 0
@@ -267,7 +276,8 @@ class Snapshots:
         """Return versions whose snapshot was verified, of this run and slave, ascending. The READ_AT_START newest that
         are whole and those of `look_for` are read for that, each once.
 
-        One that was skipped is read again when its files have changed, since it may have been repaired.
+        One that was skipped is read again when its files have changed, since it may have been repaired. Raise OSError
+        if the disk refuses to read one, which may be whole all the same: without it the run would be rolled back.
         """
         found, left = self._list_versions(), READ_AT_START
         for version in sorted(found, key=lambda v: v.round, reverse=True):
@@ -292,11 +302,28 @@ class Snapshots:
             return version in self._whole
         try:
             self._verify_snapshot(version)
-        except (CorruptSnapshot, OSError) as error:
+        except CorruptSnapshot as error:
             self._pass_over(version, error)
             return False
-        self._whole.add(version)
+        except OSError as error:
+            if self._is_tried_again(version, error):
+                raise OSError(error.errno, error.strerror, str(self._directory / str(version))) from error
+            return False
+        self._note_whole(version)
         return True
+
+    def _is_tried_again(self, version: VersionId, error: OSError) -> bool:
+        """Count a read that the disk has refused; after the last, pass the snapshot over, and return False."""
+        self._whole.discard(version)
+        self._refused[version] += 1
+        if self._refused[version] < self._most_reads:
+            return True
+        self._pass_over(version, error)
+        return False
+
+    def _note_whole(self, version: VersionId) -> None:
+        self._whole.add(version)
+        self._refused.pop(version, None)
 
     def _is_known_bad(self, version: VersionId) -> bool:
         return version in self._bad and self._bad[version] == files_state(self._path_of(version))
@@ -340,10 +367,13 @@ class Snapshots:
             with self._meter.long_work(f"reads {version}", manifest.parameter_bytes):
                 for record in manifest.layers:
                     read_layer(path, manifest, record, theta[record.index], momentum[record.index], self._meter.add)
-        except (CorruptSnapshot, OSError) as error:
+        except CorruptSnapshot as error:
             self._pass_over(version, error)
             raise
-        self._whole.add(version)
+        except OSError as error:
+            self._is_tried_again(version, error)
+            raise
+        self._note_whole(version)
 
     def holds_initial(self) -> bool:
         """Whether v0@r0 can be read, by its names and shapes; if it should be here and is not, log that once."""
@@ -487,6 +517,7 @@ class Snapshots:
             shutil.rmtree(staged)
         self._whole.discard(version)
         self._bad.pop(version, None)
+        self._refused.pop(version, None)
 
     def _is_foreign(self, path: Path) -> bool:
         try:

@@ -283,7 +283,9 @@ class Rebuild:
         self._sections = {name: config.slave_section(name) for name, _ in row.placement}
         self.finished: set[VersionId] = set()  # versions that this try promoted for an earlier one
         for name, section in self._sections.items():
-            disk = self._disks[name] = Snapshots(section.directory, row.run, name, section.initial_model, log)
+            disk = self._disks[name] = Snapshots(
+                section.directory, row.run, name, section.initial_model, log, most_reads=1
+            )  # fmt: skip
             locks.callback(disk.close)
         for name, section in self._sections.items():
             finished, without_row = finish_staged(section.directory, name, digests, log)

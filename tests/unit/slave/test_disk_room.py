@@ -49,3 +49,18 @@ def test_what_only_looks_like_a_version_does_not_end_the_looks_at_a_disk(tmp_pat
     (tmp_path / "v2@r2").mkdir()
     assert looks.read_newest() == {"snapshots": 2, "snapshot_bytes": 4}
     looks.close()
+
+
+def test_a_disk_that_answers_with_an_error_is_looked_at_again(tmp_path: Path) -> None:
+    """As one of a network whose server starts anew: free space would stand still in all later scrapes, and no alert of
+    a disk that fills would ever fire.
+    """
+    directory = tmp_path / "s"
+    (tmp_path / "disk" / "v1@r1").mkdir(parents=True)
+    directory.symlink_to("n" * 300)  # no name of a file is as long
+    looks = DiskLooks(lambda: {"looked": True, **count_snapshots(directory)})
+    assert looks.read_newest() == {"looked": True}
+    directory.unlink()
+    directory.symlink_to(tmp_path / "disk")
+    assert looks.read_newest() == {"looked": True, "snapshots": 1, "snapshot_bytes": 0}
+    looks.close()

@@ -27,10 +27,10 @@ from dips.slave import export
 from dips.slave import snapshots as snapshots_module
 from dips.slave.export import export_snapshot
 from dips.slave.ports import READ_AT_START
-from dips.slave.snapshots import Snapshots
+from dips.slave.snapshots import MOST_READS, Snapshots
 from dips.store import files, tensorfile
 from dips.store.files import ASIDE, read_layer, write_version
-from dips.store.version import MOMENTUM, THETA, LayerRecord, VersionManifest, digest_of
+from dips.store.version import MANIFEST_FILE, MOMENTUM, THETA, LayerRecord, VersionManifest, digest_of
 from tests.damage import flip_bit, load_parameters
 from tests.disk_calls import DiskCalls
 
@@ -423,6 +423,57 @@ def test_a_snapshot_that_cannot_be_removed_holds_nothing_up() -> None:
             left.chmod(0o755)
             snapshots.delete_snapshots((V1,))
             assert [p.name for p in path.iterdir()] == [".lock"]
+            snapshots.close()
+
+
+def test_what_a_disk_refuses_for_a_moment_is_not_taken_for_damaged() -> None:
+    """The run would be rolled back to the version before: a slave says what it holds once the disk has answered, or
+    has refused again and again; the same for a load, after which it says that it holds the version still.
+    """
+    with TemporaryDirectory() as made:  # pytest's own are closed to others
+        path = Path(made) / "s"
+        path.parent.chmod(0o777)
+        snapshots, theta = opened(path), arrays((0, 1, 2, 3), 1)
+        for version in (V1, V2):
+            snapshots.write_snapshot(version, theta, theta)
+        snapshots.close()
+        layer = next((path / str(V2)).glob("*.safetensors"))
+        with as_nobody(path, *path.rglob("*")):
+            snapshots = opened(path)
+            layer.chmod(0)
+            with pytest.raises(OSError, match=f"Permission denied: .*{V2}'"):
+                snapshots.complete_versions()
+            layer.chmod(0o600)
+            assert snapshots.complete_versions() == (V1, V2)
+            for _ in range(MOST_READS):
+                layer.chmod(0)
+                with pytest.raises(OSError, match="Permission denied"):
+                    read(snapshots, V2)
+                layer.chmod(0o600)
+                assert (snapshots.complete_versions(), snapshots.unread_versions()) == ((V1, V2), ())
+            snapshots = reopened(snapshots, path)
+            layer.chmod(0)
+            for _ in range(MOST_READS - 1):
+                with pytest.raises(OSError, match="Permission denied"):
+                    snapshots.complete_versions()
+            assert (snapshots.complete_versions(), snapshots.unread_versions()) == ((V1,), ())
+            snapshots.close()
+
+
+def test_a_first_model_that_a_disk_refuses_for_a_moment_is_looked_at_again() -> None:
+    """Its slave would say until its end that it has none, and that somebody must run `dips seed`."""
+    with TemporaryDirectory() as made:  # pytest's own are closed to others
+        path = Path(made) / "s"
+        path.parent.chmod(0o777)
+        opened(path).close()
+        manifest = path.parent / "initial" / str(GENESIS) / MANIFEST_FILE
+        manifest.chmod(0)
+        with as_nobody(path, *path.rglob("*"), manifest):
+            snapshots = opened(path)
+            assert not snapshots.holds_initial()
+            manifest.chmod(0o600)
+            assert snapshots.holds_initial()
+            read(snapshots, GENESIS)
             snapshots.close()
 
 
