@@ -60,7 +60,10 @@ class LedgerMirror:
         patience_s: float,
         clock: Callable[[], float],
         log: Log,
+        *,
+        bound: bool = False,
     ) -> None:
+        """With `bound` it is waited for without end, until `unbind`: the lease lets a standby take over."""
         self._store, self._run, self._term, self._take_base = store, run, term, take_base
         self._patience_s, self._clock, self._log = patience_s, clock, log
         self._backoff = Backoff(*BACKOFF_S, Random())
@@ -71,7 +74,8 @@ class LedgerMirror:
         self._unqueued = 0  # transactions that the next base contains
         self._reason = "nothing was written yet"
         self._logs = 0
-        self._ended = self._fenced = self._bound = False
+        self._ended = self._fenced = False
+        self._bound = bound
         self._thread = threading.Thread(target=self._keep, name="ledger-mirror", daemon=True)
 
     def start(self) -> bool:
@@ -168,8 +172,9 @@ class LedgerMirror:
             except (DipsError, OSError, RuntimeError) as error:  # RuntimeError: the ledger's thread has ended
                 pause_s = self._backoff.next_pause_s()
                 with self._changed:
-                    if not self._bound:
+                    if self._behind or not self._bound:
                         self._fall_behind(str(error))
+                    if not self._bound:
                         self._release_all()
                     self._changed.wait_for(lambda: self._ended, min(pause_s, BOUND_PAUSE_S if self._bound else pause_s))
 

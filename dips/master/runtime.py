@@ -225,7 +225,7 @@ class MasterOutside:
             raise StaleTerm(self._lease.explain_end())
         self._mirror = LedgerMirror(
             store, run, term, lambda: self._thread.submit(self._take_base, directory / BASE).result(),
-            MIRROR_S, time.monotonic, log,
+            MIRROR_S, time.monotonic, log, bound=self._lease.view().claimable,
         )  # fmt: skip
         self._mirror.start()
         self._lease.follow_mirror(self._mirror)

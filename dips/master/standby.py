@@ -384,7 +384,7 @@ async def stand_by(
                 await asyncio.wait([stopping], timeout=LOOK_S)
         await asyncio.wait([work], timeout=LOOK_S)  # a look under way could still say that it is here
         await asyncio.wait([asyncio.wrap_future(call_apart(standby.leave, "standby"))], timeout=LOOK_S)
-    return serves
+    return serves and not stopped.is_set()  # also where it was stopped while it took leave
 
 
 def _try_to_serve(standby: Standby, config: RunFile, log: Log, stack: AsyncExitStack) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -590,17 +591,62 @@ async def test_what_the_daemon_writes_is_in_its_mirror(tmp_path: Path) -> None:
         await outside.close()
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_standby_waits_until_it_is_to_serve_or_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_master_that_begins_bound_tells_nothing_that_its_mirror_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """The term of the restore is kept as long as the caller wants; whichever way it ends, it takes leave."""
+    """It has taken over, or starts again beside its own lease, and its store takes neither a base nor a lease that
+    forbids a takeover: nothing leaves. As soon as the store takes that lease all does, as without a standby.
+    Guards docs/protocol.md#a-second-master."""
+    monkeypatch.setattr("dips.master.runtime.MIRROR_S", 0.2)
+    (tmp_path / "mirror").mkdir()
+    (a,) = begun(tmp_path, str(tmp_path / "mirror"), "a")
+    if again:
+        (a.master.directory / BOUND).touch()
+    write_lease, takes_leases = restore.write_lease, threading.Event()
+
+    def fail(*arguments: object) -> None:
+        raise FailedMirror("quota exceeded")
+
+    def write_first(store: MirrorStore, run: str, lease: TermLease) -> bool:
+        if lease.number and not takes_leases.is_set():
+            fail()
+        return write_lease(store, run, lease)
+
+    monkeypatch.setattr(restore, "write_base", fail)
+    monkeypatch.setattr(restore, "write_lease", write_first)
+    with closing(Ledger.open(genesis.ledger_path(a))) as ledger:
+        outside = MasterOutside(ledger)
+        await asyncio.to_thread(outside.begin_mirror, a, ledger.start_term(), LOG, bound=not again)
+        told = asyncio.create_task(outside.write_records([RoundReserved(1, 0.0)]))
+        await asyncio.wait([told], timeout=1.0)
+        left = told.done()
+        takes_leases.set()
+        await asyncio.wait_for(told, 10.0)
+        await outside.close()
+        assert not left, "it left while a standby might have taken over without it"
+        assert not restore.look_at_lease(mirror(a), "r").lease.claimable  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stopped", ["never", "while it waits", "while it takes leave"])
+def test_a_standby_waits_until_it_is_to_serve_or_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
+) -> None:
+    """The term of the restore is kept as long as the caller wants; whichever way it ends, it takes leave. Whoever is
+    stopped in the moment of a takeover does not serve."""
     monkeypatch.setattr("dips.protocol.standby.SERVE_S", 0.2)
     monkeypatch.setattr("dips.protocol.standby.CLAIM_S", 0.3)
     monkeypatch.setattr("dips.master.standby.LOOK_S", 0.5)
     (tmp_path / "mirror").mkdir()
     a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
-    master = Serving(a)
+    master, leave = Serving(a), Standby.leave
+
+    def leave_stopped(waiting: Standby) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        leave(waiting)
+
+    if stopped == "while it takes leave":
+        monkeypatch.setattr(Standby, "leave", leave_stopped)
 
     def lose_master() -> None:
         until_view(master, lambda view: view.claimable)
@@ -610,14 +656,14 @@ def test_a_standby_waits_until_it_is_to_serve_or_stopped(
         async with AsyncExitStack() as stack:
             waiting = asyncio.create_task(standby.stand_by(b, None, LOG, stack))
             await asyncio.to_thread(lose_master)
-            if stopped:
+            if stopped == "while it waits":
                 signal.raise_signal(signal.SIGTERM)
             serves = await asyncio.wait_for(waiting, 20)
-            assert ("lease" in {thread.name for thread in threading.enumerate()}) is serves
+            assert ("lease" in {thread.name for thread in threading.enumerate()}) is (stopped != "while it waits")
         return serves
 
-    assert asyncio.run(stand_by()) is not stopped
-    assert genesis.ledger_path(b).exists() is not stopped
+    assert asyncio.run(stand_by()) is (stopped == "never")
+    assert genesis.ledger_path(b).exists() is (stopped != "while it waits")
     until(lambda: mirror(b).list_names("standby") == [], "it has taken leave")
     until(lambda: "lease" not in {thread.name for thread in threading.enumerate()}, "the term of the restore is kept")
 
