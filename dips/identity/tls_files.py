@@ -6,7 +6,7 @@ gRPC only reports "Socket closed" for any problem with them, so errors here name
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from cryptography import x509
@@ -31,6 +31,7 @@ class LoadedTls:
     until: datetime
     revoked: frozenset[int]  # serial numbers
     authorities: tuple[x509.Certificate, ...] = ()  # the certificates in `ca`
+    lists: tuple[x509.CertificateRevocationList, ...] = ()  # which have these serial numbers
 
     def trusts(self, certificate: x509.Certificate) -> bool:
         """Whether one of the authorities has signed this certificate."""
@@ -39,6 +40,24 @@ class LoadedTls:
     def find_signer(self, revocations: x509.CertificateRevocationList) -> x509.Certificate | None:
         """Return the authority that has signed this list; None if it is none of ours."""
         return _find_signer(revocations, self.authorities)
+
+    def keep_revoked(self, former: Iterable[x509.CertificateRevocationList]) -> LoadedTls:
+        """Return the same with those former lists, too, that revoke more, whose authority is trusted, and that no later
+        list of that authority has replaced.
+        """
+        listed, present = (
+            _list_serials(self.lists),
+            [(self.find_signer(crl), crl.last_update_utc) for crl in self.lists],
+        )
+        kept = tuple(
+            crl
+            for crl in former
+            if not _list_serials([crl]) <= listed
+            and (ours := self.find_signer(crl)) is not None
+            and not any(signer == ours and at > crl.last_update_utc for signer, at in present)
+        )
+        lists = (*self.lists, *kept)
+        return replace(self, lists=lists, revoked=_list_serials(lists))
 
 
 def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
@@ -53,11 +72,12 @@ def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
         identity = certificates.identity_of(certificate)
     except Denied as error:
         raise ConfigError(f"tls: {files.cert}: {error}") from error
-    revoked = read_revoked(files, authorities)
+    lists = read_lists(files, authorities)
+    revoked = _list_serials(lists)
     if certificate.serial_number in revoked:
         raise ConfigError(f"tls: {files.cert} is revoked by {files.crl}: ask for a new one by `dips certs request`")
     since, until = certificates.signed_at(certificate), certificate.not_valid_after_utc
-    return LoadedTls(identity, ca, cert, key, since, until, revoked, tuple(authorities))
+    return LoadedTls(identity, ca, cert, key, since, until, revoked, tuple(authorities), lists)
 
 
 def _read_pair(files: TlsFiles) -> tuple[bytes, bytes, x509.Certificate]:
@@ -106,13 +126,17 @@ def _is_signed(certificate: x509.Certificate, authority: x509.Certificate) -> bo
     return True
 
 
-def read_revoked(files: TlsFiles, authorities: Sequence[x509.Certificate]) -> frozenset[int]:
-    """Return the serial numbers in the revocation list; raise ConfigError if none of the authorities has signed it."""
+def read_lists(files: TlsFiles, authorities: Sequence[x509.Certificate]) -> tuple[x509.CertificateRevocationList, ...]:
+    """Return the revocation lists in their file; raise ConfigError if none of the authorities has signed one."""
     if certificates.is_missing(files.crl, "tls"):
-        return frozenset()
+        return ()
     lists = certificates.parse_revocations(certificates.read_pem(files.crl, "tls"), files.crl, "tls")
     if any(_find_signer(crl, authorities) is None for crl in lists):
         raise ConfigError(f"tls: {files.crl} is not signed by an authority of {files.ca}")
+    return tuple(lists)
+
+
+def _list_serials(lists: Iterable[x509.CertificateRevocationList]) -> frozenset[int]:
     return frozenset(row.serial_number for crl in lists for row in crl)
 
 

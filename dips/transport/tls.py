@@ -24,7 +24,7 @@ from dips.identity import certificates
 from dips.identity.certificates import check_until, utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
-from dips.identity.tls_files import LoadedTls, load_tls, read_revoked, require_identity
+from dips.identity.tls_files import LoadedTls, load_tls, read_lists, require_identity
 from dips.tasks import call_apart
 
 LOOK_S = 1.0  # least time between two checks of the files
@@ -89,7 +89,8 @@ class TlsSource:
             return
         try:
             self._require_revocations()
-            self._loaded, self._problem = self._load(), ""
+            new, self._problem = self._load(), ""
+            self._use_files(new)
         except ConfigError as error:
             self._problem = f"the new files are not used: {error}"
             self._report(self._problem)
@@ -100,13 +101,26 @@ class TlsSource:
         """Use a later revocation list alone, if it fits: our own certificate may have ended, or be in the list."""
         try:
             self._require_revocations()
-            revoked = read_revoked(self.files, self._loaded.authorities)
+            lists = read_lists(self.files, self._loaded.authorities)
         except ConfigError as error:
             if str(error) not in self._problem:
                 self._report(f"the new revocation list is not used: {error}")
             return
-        if revoked != self._loaded.revoked:
-            self._loaded = replace(self._loaded, revoked=revoked)
+        if lists != self._loaded.lists:
+            self._use_files(replace(self._loaded, lists=lists))
+
+    def _use_files(self, new: LoadedTls) -> None:
+        """Use these files, and of the former revocation lists what they lack: nobody is let in again by an older list,
+        or by that of another authority.
+        """
+        self._loaded = new.keep_revoked(self._loaded.lists)
+        if len(self._loaded.lists) > len(new.lists):
+            lacks = (
+                f"tls: {self.files.crl} lacks what it had revoked, which stays revoked: bring the newest list of each "
+                f"authority in {self.files.ca}, one behind the other"
+            )
+            self._problem = self._problem or lacks
+            self._report(lacks)
 
     def _require_revocations(self) -> None:
         """Raise ConfigError if the list is gone that revoked something: nobody is let in again by a missing file."""

@@ -322,6 +322,36 @@ class TestWithoutRestart:
         assert ours.read_current().revoked == {row.serial}
         assert "crl.pem is gone, and what it revoked stays revoked: bring it back" in problems[-1]
 
+    @pytest.mark.parametrize("by", ["an older one", "another authority's"])
+    def test_a_list_that_is_replaced_lets_nobody_in_again(self, enrolled: Enrolled, tmp_path: Path, by: str) -> None:
+        """By a copy from before, or by the list of a new authority alone while the former one is trusted: what the
+        present list revoked stays so, and what the other one revokes counts, too."""
+        clock, problems = HandClock(), []
+        files = enrolled.enroll("west", PeerRole.CLUSTER)
+        (tmp_path / "new").mkdir()
+        later = Enrolled(tmp_path / "new", RUN)
+        files.ca.write_bytes(files.ca.read_bytes() + later.files_of("east.cluster").ca.read_bytes())
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock, report=problems.append)
+        before, revoked = files.crl.read_bytes(), set[int]()
+        for authority in (enrolled, later):
+            authority.enroll("east", PeerRole.CLUSTER)
+        (row,) = enrolled.authority.revoke("east.cluster")
+        revoked.add(row.serial)
+        clock.now += LOOK_S
+        assert ours.read_current().revoked == revoked
+        if by == "another authority's":
+            (row,) = later.authority.revoke("east.cluster")
+            revoked.add(row.serial)
+            before = later.files_of("east.cluster").crl.read_bytes()
+        present = files.crl.read_bytes()
+        files.crl.write_bytes(before)
+        clock.now += LOOK_S
+        assert ours.read_current().revoked == revoked
+        assert len(problems) == 1 and "crl.pem lacks what it had revoked" in problems[0] == ours.find_problem()
+        files.crl.write_bytes(present + (before if by == "another authority's" else b""))
+        clock.now += LOOK_S
+        assert ours.read_current().revoked == revoked and ours.find_problem() == ""
+
     @pytest.mark.parametrize("ends", ["revoked", "expired"])
     def test_whose_own_certificate_has_ended_still_hears_who_is_revoked(self, enrolled: Enrolled, ends: str) -> None:
         """It goes on with what it has loaded until it is given another, and so must refuse whom a later list names."""
