@@ -359,6 +359,9 @@ class PageMemory:
             self.head_at = self.head_at if r.version is None else r.ended
 
     def _on_rolled_back(self, row: RolledBack, wall: float) -> None:
+        for i, ended in enumerate(self.rounds):
+            if ended.round.version in row.undone:
+                self.rounds[i] = replace(ended, round=replace(ended.round, undone=row.reason))
         self.curves.drop_above(self._points.tokens_of(row.head) or 0)
         self.head_at = wall
 

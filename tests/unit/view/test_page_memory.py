@@ -92,6 +92,15 @@ def test_a_rollback_takes_points_from_the_curve() -> None:
     assert [p.tokens for p in seen.curves.run.list_points()] == [100, 200]
 
 
+def test_a_rollback_is_said_of_the_rounds_that_it_undid() -> None:
+    """As a master that starts later says it of the same rounds, from its ledger."""
+    seen = PageMemory()
+    for n in (1, 2, 3):
+        see(seen, float(n), version(n))
+    see(seen, 4.0, RolledBack(VersionId(1, 1), (VersionId(2, 2), VersionId(3, 3)), "ps1 came back without", 0.0))
+    assert [ended.round.undone for ended in seen.rounds] == [None, *["ps1 came back without"] * 2]
+
+
 def test_a_master_that_starts_again_goes_on_with_the_curve() -> None:
     """With its ledger's newest rounds, behind the tokens of all before them; one that was skipped made no version."""
     v3, v4, v5 = (VersionId(n, n) for n in (3, 4, 5))
