@@ -45,6 +45,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("*.lanes", _OPEN),
     ("*.metrics", _OPEN),
     ("*.http", _OPEN),
+    ("slaves.*.supervisor", "the master reads it when it starts: restart the master"),
     ("*.slots", _MEMORY),
     ("*.pinned", _MEMORY),
     ("*.directory", "it is locked as long as this process runs: stop it, move the directory, start it"),

@@ -261,4 +261,5 @@ def test_every_key_has_a_reason() -> None:
     assert "dips set" in explain_key("shared.stop.tokens")
     assert "agreed" in explain_key("shared.codec")
     assert "next start of the training command" in explain_key("overlap")
+    assert "restart the master" in explain_key("slaves.s0.supervisor"), "the slave says it, and does not read it"
     assert list(find_changes({"a": {"b": 1}}, {"a": {"b": 2}, "c": 3})) == [("a.b", 1, 2), ("c", None, 3)]
