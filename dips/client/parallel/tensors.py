@@ -175,7 +175,7 @@ class TorchAdapter(Adapter):
         optimizer      may keep fp32 masters; or a function that makes them from the parameters; None: unknown
         share_buffers  patterns of the names of buffers that are held like parameters
         """
-        self._wrapped, self._parts, self.staged = parts, [_unwrap_module(part) for part in parts], staged
+        self._wrapped, self._parts, self.staged = parts, [unwrap_module(part) for part in parts], staged
         self._optimizer, self._share_buffers = OptimizerMasters(optimizer), share_buffers
         named = (one for part in self._parts for one in _name_parameters(part))
         self._trained = {name for name, parameter in named if parameter.requires_grad}  # also if it is frozen later
@@ -281,7 +281,7 @@ def _ties(part: nn.Module) -> Mapping[str, str]:
     return getattr(part, "tied_names", {})
 
 
-def _unwrap_module(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """Return the model inside torch.compile and DistributedDataParallel, in either order."""
     while True:
         inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else _compiled_module(module)

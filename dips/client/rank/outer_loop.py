@@ -27,6 +27,7 @@ from torch import nn
 from dips.client.ipc import messages
 from dips.client.ipc.address import find_address
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, lay_out
+from dips.client.parallel.tensors import unwrap_module
 from dips.client.parallel.unshared_buffers import BufferWatch
 from dips.client.rank import joining
 from dips.client.rank.agent_client import AgentClient, JobCollectives
@@ -115,7 +116,8 @@ class OuterLoop:
         layout = lay_out(model, self._collectives, optimizer, grouping=self._config.shared.grouping)
         if layout.adapter.loses_bits and self._collectives.rank == 0:
             joining.warn_of_coarse(layout.adapter.loses_bits)
-        self._parts = parts = [model] if isinstance(model, nn.Module) else model
+        wrapped = [model] if isinstance(model, nn.Module) else model
+        self._parts = parts = [unwrap_module(part) for part in wrapped]  # names in all clusters are those of the model
         self._optimizers = InnerOptimizers(parts, optimizer)
         self._trained_names = TrainedNames(parts, self._collectives)
         self._kept_weights = KeptWeights(parts, layout.adapter, self._optimizers, self._collectives, self._warn)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from torch import nn
 
@@ -33,7 +34,8 @@ from dips.client.ipc.messages import (
 )
 from dips.client.rank import agent_client, joining, steps, transfer
 from dips.client.rank.agent_client import JobCollectives
-from dips.client.rank.outer_loop import OWN_STATES, find_loop  # CHECK
+from dips.client.rank.model_checks import UNKNOWN
+from dips.client.rank.outer_loop import OWN_STATES, find_loop
 from dips.client.rank.shard_transfer import BackgroundTransfer, ShardTransfer, TransferRequest, TransferResult
 from dips.client.rank.steps import OuterSteps
 from dips.client.rank.transfer import TransferStats
@@ -776,6 +778,34 @@ def test_buffers_that_train_and_are_not_shared_are_told(directory: Path, monkeyp
         assert len(told) == 1
     agent.join()
     assert len([m for m in agent.messages if isinstance(m, messages.Remarked)]) == 1
+
+
+def test_a_model_in_ddp_is_told_by_its_own_names(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen base has one digest, with DistributedDataParallel and without, and a shared buffer is known by its name;
+    otherwise adapters of a job of one rank and of a job of two would be refused as of two bases.
+    """
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    change_file(directory, shared={"run": "r", "share_buffers": ["1.running_*"]})
+    digests = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for wrap in (nn.Module.train, nn.parallel.DistributedDataParallel):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+            model[0].requires_grad_(False)
+            (directory / "agent.sock").unlink(missing_ok=True)
+            script = (Attached(1, 0.0), pull_now(V1, 1), *[TrainOn("", 1, 0.25)] * 2, Noted())
+            agent = ScriptedAgent(directory / "agent.sock", *script)
+            wrapped = wrap(model)
+            with OuterLoop(wrapped, directory / "cluster.yaml") as outer:
+                wrapped(torch.randn(4, 3))
+                outer.step(local_tokens=4)
+            agent.join()
+            assert not [m for m in agent.messages if isinstance(m, messages.Remarked)]
+            digests += [m.frozen_digest for m in agent.messages if isinstance(m, messages.Attach)]
+    finally:
+        dist.destroy_process_group()
+    assert digests[0] == digests[1] != UNKNOWN
 
 
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
