@@ -212,7 +212,10 @@ class Feed:
 
     def __iter__(self) -> Iterator[Any]:
         outer = self._outer
-        outer.mark_ranges(self._cutter.numbers_left)  # before the first range is asked for, so that recalls are noticed
+        # before the first range is asked for, so that recalls are noticed
+        outer.mark_ranges(self._cutter.numbers_left, self._begun())
+        if not outer.finished and not self._forget_recalled():
+            yield from self._take_steps(whole=True)  # what a loop over this feed that was left has not taken
         while True:
             for number in outer.ranges():
                 self._add_range(number)

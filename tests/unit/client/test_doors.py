@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,31 @@ def sequences_of(data: DataSet, numbers: Sequence[int], length: int = 16) -> lis
         for number in numbers
         for row in data.read_sequences(number, length, np.arange(data.sequences(number, length))).tolist()
     ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_was_left_goes_on_where_it_was(data: DataSet, workers: int) -> None:
+    """A script that takes some batches at a time: each once, in order, and no range before the last is used up."""
+    batches = TokenBatches(data, 4, 16)
+    expected = list(feed(Outer([3, 0, 5]), batches, 0))
+    outer, found = Outer([3, 0, 5]), list[torch.Tensor]()
+    some = feed(outer, batches, workers)
+    while taken := list(islice(some, 3)):
+        found += taken
+        assert outer.asked <= 1 + len(found) // 7, "seven batches a range"
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def test_a_loop_that_was_left_takes_nothing_that_was_recalled(data: DataSet) -> None:
+    """Nor anything of a run that is over."""
+    outer = Outer([3, 0])
+    some = feed(outer, TokenBatches(data, 4, 16), 0)
+    assert len(list(islice(some, 2))) == 2
+    outer.range_recalls = 1
+    next(iter(some))
+    assert (outer.asked, some.number) == (2, 0)
+    outer.finished, outer.numbers = True, []
+    assert list(some) == []
 
 
 @pytest.mark.parametrize(("sequences", "world"), [(1, 1), (4, 1), (7, 1), (4, 2), (25, 3), (40, 1), (500, 1)])
