@@ -256,22 +256,23 @@ def read_outer_state(path: Path) -> tuple[dict[str, Any], dict[str, int]] | None
 
 
 class HeldParameters:
-    """A copy on the host of a rank's part of a model's trainable parameters."""
+    """A copy on the host of what a pull may replace: a rank's part of the trainable parameters, and all buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._held = {name: p.to("cpu", copy=True) for name, p in _local_parameters(model)}
+        self._held = {name: p.to("cpu", copy=True) for name, p in _local_tensors(model)}
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Copy the held parameters back into the model."""
-        for name, parameter in _local_parameters(self._model):
-            parameter.copy_(self._held[name])
+        """Copy what is held back into the model."""
+        for name, tensor in _local_tensors(self._model):
+            tensor.copy_(self._held[name])
 
 
-def _local_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _local_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]
-    return [(name, p.to_local() if isinstance(p, DTensor) else p) for name, p in trained]
+    held = [*trained, *model.named_buffers()]
+    return [(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor) for name, tensor in held]
 
 
 # ---- trainer rate ----------------------------------------------------------------------------------------------------

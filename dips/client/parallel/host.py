@@ -425,15 +425,18 @@ class HostMemory:
         self._remainders.restore_state(saved)
 
     @torch.no_grad()
-    def sum_bits(self) -> int:
+    def sum_bits(self, *, buffers: bool = False) -> int:
         """Return this rank's share of the checksum of θ, over the elements that it would push or hand over, each on one
         rank.
 
-        The sum over the ranks is the same in every layout.
+        The sum over the ranks is the same in every layout. Shared buffers count only with `buffers`: ranks may hold
+        different values of them.
         """
+        counted = [buffers or not layer.averaged for layer in self._plan.manifest.layers]
         gathered = (
             (layer, rect)
             for layer, moves in enumerate(self._plan.gather)
+            if counted[layer]
             for rect in chain((source for source, _ in moves.local), *moves.sends.values())
         )
         weighed = ((1 + layer + (rect.param << 16), self._read_rect(layer, rect)) for layer, rect in gathered)

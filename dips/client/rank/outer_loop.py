@@ -480,8 +480,9 @@ class OuterLoop:
         saved = read_saved(state)
         self._collectives.barrier("OuterLoop.load_state_dict")
         own = read_tensors(state, self._collectives.rank)
-        checksum = self._shard_transfer.checksum()
-        if state["checksum"] not in (checksum, checksum ^ self._shard_transfer.layout):
+        moving = self._shard_transfer
+        sums = [moving.checksum(), moving.checksum(buffers=True)]  # the release before counts shared buffers, too
+        if state["checksum"] not in (*sums, *(checksum ^ moving.layout for checksum in sums)):
             layout = ", or what ranks owe after lossy pushes is that of another layout" if own else ""
             return self._pull_instead(
                 f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}{layout}"

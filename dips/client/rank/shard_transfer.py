@@ -554,10 +554,12 @@ class ShardTransfer:
             restore_feedback(self._feedback, version, saved)
         self._memory.restore_remainders(saved.get(ROUNDED))
 
-    def checksum(self) -> int:
-        """Return the checksum of the parameters that all ranks would push now, the same in every layout. Collective."""
+    def checksum(self, *, buffers: bool = False) -> int:
+        """Return the checksum of the parameters that all ranks would push now, and of `buffers`; the same in every
+        layout. Collective.
+        """
         self._check_parameters()
-        return wrap_sum(self._collectives.all_sum([self._memory.sum_bits()])[0])
+        return wrap_sum(self._collectives.all_sum([self._memory.sum_bits(buffers=buffers)])[0])
 
 
 def _wire_bytes(codec: Codec, pieces: Sequence[Piece]) -> int:

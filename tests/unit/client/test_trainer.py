@@ -196,6 +196,18 @@ def test_a_checkpoint_is_put_over_the_version_that_was_pulled(tmp_path: Path, re
     assert callback.resumed_feed == ({"range": 4} if resumed else {}), "a version that was pulled begins anew"
 
 
+def test_buffers_of_a_checkpoint_are_put_back() -> None:
+    """A pull replaces those that the run shares, too."""
+    model = torch.nn.BatchNorm1d(2)
+    held = HeldParameters(model)
+    for tensor in model.state_dict().values():
+        tensor.fill_(7)
+    held.put_back()
+    values = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    assert values.pop("num_batches_tracked") == 0 and values.pop("running_mean") == [0.0, 0.0] == values.pop("bias")
+    assert set(map(tuple, values.values())) == {(1.0, 1.0)}
+
+
 def test_a_checkpoint_of_fewer_ranks_is_pulled_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank has no file of its own: none puts the checkpoint back, or waits for that one to resume."""
     asked = list[bool]()

@@ -60,6 +60,28 @@ def test_it_is_not_told_what_it_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
             assert list(outer.ranges()) == [0, 1, 2]
 
 
+def test_a_checkpoint_is_known_by_its_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shared buffers, each rank of DistributedDataParallel has its own between two forwards, and the script saves
+    those of one. A state of the release before, which counted them, still fits.
+    """
+    keys = {"shared": {"run": "r", "share_buffers": ["running_*"]}, "cluster": "c", "master": "127.0.0.1:1"}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({**keys, "tls": False}))
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
+    model = nn.BatchNorm1d(3)
+    with OuterLoop(model) as outer:
+        state = outer.state_dict()
+        counted = {**state, "checksum": outer._shard_transfer.checksum(buffers=True)}
+        assert counted != state and outer.load_state_dict(counted) == "it trains alone"
+        model(torch.randn(4, 3))
+        assert outer.load_state_dict(state) == "it trains alone"
+        with pytest.warns(UserWarning, match="the model does not hold what the checkpoint was saved with"):
+            outer.load_state_dict(counted)
+        nn.init.zeros_(model.weight)
+        with pytest.warns(UserWarning, match="the model does not hold what the checkpoint was saved with"):
+            outer.load_state_dict(state)
+
+
 def test_data_goes_on_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved with range 1 trained in part: another process begins there."""
     keys = {"shared": {"run": "r", "data": {"ranges": 4}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
