@@ -288,7 +288,7 @@ def _hugging_face(path: Path, eos: str | None) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> Sequence[npt.ArrayLike]:
         return [one.ids for one in made.encode_batch(list(texts), add_special_tokens=False)]
 
-    return Tokenizer(path.name, encode_batch, made.get_vocab_size(), end)
+    return Tokenizer(path.name, encode_batch, max(made.get_vocab().values()) + 1, end)  # numbers may have gaps
 
 
 def write_tokens(

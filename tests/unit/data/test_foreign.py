@@ -123,6 +123,17 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
     assert DataSet(tmp_path / "set").tokens(0).tolist() == [0, 1, 2] * 30 + [3]
 
 
+def test_a_tokenizer_whose_numbers_have_gaps(tmp_path: Path) -> None:
+    """Its vocabulary ends with its largest number, not with as many as it has tokens."""
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.WordLevel({"a": 0, "?": 2, "</s>": 70_000}, unk_token="?"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t.txt").write_text("a")
+    reader = make_tokenizer(str(tmp_path / "tokenizer.json"), "</s>")
+    built = build_dataset(BuildPlan((parse_source(f"x={tmp_path}/t.txt"),), tmp_path / "set", 1, 0, reader))
+    assert DataSet(tmp_path / "set").tokens(0).tolist() == [0, 70_000] and built.vocabulary == 70_001
+
+
 @pytest.mark.parametrize("starts", [np.zeros((2, 2), np.int64), np.zeros(2), np.zeros(0, np.int64)])
 def test_starts_that_are_no_row_of_numbers_are_refused(tmp_path: Path, starts: np.ndarray) -> None:
     """A table, fractions, and nothing at all, each of which would fail later by a stranger's words."""
