@@ -104,7 +104,8 @@ class TiedParameters:
         return optimizer if optimizer.param_groups else None
 
     def sum_gradients(self) -> None:
-        """Add the copies' gradients to their owners', and clear them. Collective among those who hold either.
+        """Add the copies' gradients to their owners', and clear them, as those of parameters that were frozen since:
+        an optimizer would decay these. Collective among those who hold either.
 
         Raises RuntimeError if a transfer does not end.
         """
@@ -115,7 +116,7 @@ class TiedParameters:
         held = {name: _flat(p.grad) for name, p in self._here.items() if p.grad is not None}
         self._exchange(held, torch.Tensor.add_, to_owner=True)
         for name, parameter in self._here.items():
-            if name in self._ties:
+            if name in self._ties or not parameter.requires_grad:
                 parameter.grad = None
 
     def spread_values(self) -> None:

@@ -59,6 +59,24 @@ def test_a_gradient_that_no_backward_gave_is_on_the_ranks_device() -> None:
         dist.destroy_process_group()
 
 
+def test_what_is_frozen_later_stays_as_it_is() -> None:
+    """Neither weight decay nor the moments of before move it; what is not frozen gets the copy's gradient."""
+    part = PipelinePart({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)}, [0, 1], 0)
+    ties, alone = {"head.weight": "embed.weight"}, JobCollectives()
+    tied = TiedParameters(ties, [part], alone, cast(dist.ProcessGroup, None), 0)
+    optimizer = tied.leave_out_copies(torch.optim.AdamW(part.parameters()))
+    assert optimizer is not None
+    for trains in (True, False):
+        part.requires_grad_(trains)
+        before = part.embed.weight.detach().clone()
+        if trains:
+            part.head.weight.grad = torch.ones(4, 2)
+        tied.sum_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(part.embed.weight, before) is not trains
+
+
 def test_a_copy_is_pushed_under_the_name_of_its_owner() -> None:
     """One parameter in the outer loop, read where its owner is and written to both; others keep their names."""
     first, last = PipelinePart({"embed": nn.Embedding(4, 2)}, [0], 0), PipelinePart({"head": nn.Linear(2, 4)}, [1], 0)
