@@ -12,7 +12,7 @@ import hashlib
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -30,7 +30,6 @@ UNSEEN = {  # by coverage: files that run as copies, and what numba compiles; wi
     "templates": "tests/unit/commands/test_templates.py",
     "kernels.py": "tests/unit/outer",
 }
-ELSEWHERE = {"tls.py": "tests/integration/test_mutual_tls.py"}  # lines that gRPC's own threads execute, in no trace
 UNITS = "tests/unit/"
 SETUP = " (setup)"  # of a test, in which a line was executed: in a process that was started then, or a fixture
 PHASE = re.compile(r" \((setup|call|teardown)\)$")
@@ -54,7 +53,7 @@ def draw_mutants(count: int, seed: int, executing: ExecutingTests) -> list[Mutan
     """Draw `count` mutants of different places; for a seed the same ones, but where code has changed or is new."""
     places = _find_places() if count else []
     chosen = sorted(places, key=lambda place: place.draw_lot(seed))[:count]
-    return [_mutant(place, executing.of(place.path, place.lines, place.is_called)) for place in chosen]
+    return [_mutant(place, executing.of(place.path, place.areas, place.is_called)) for place in chosen]
 
 
 class ExecutingTests:
@@ -73,9 +72,9 @@ class ExecutingTests:
         for test in self._seconds:
             self._by_file[test.partition("::")[0]].add(test)
 
-    def of(self, path: Path, lines: range, called: bool) -> list[str]:
-        """Return the tests that execute a line of a file, LONGEST_S of them: those that are named for it first, then
-        the units' of its room and of all rooms, then the others, of each file some.
+    def of(self, path: Path, areas: Sequence[range], called: bool) -> list[str]:
+        """Return the tests that execute the first of these areas of a file that any executes, LONGEST_S of them: those
+        that are named for it first, then the units' of its room and of all rooms, then the others, of each file some.
 
         Files of tests that are newer than the notes are taken whole, also those that may execute it since: they import
         it. So are all that import a line that is not `called`: it runs once in a process.
@@ -85,9 +84,7 @@ class ExecutingTests:
         if path.stat().st_mtime > self._noted:
             raise ValueError(f"{path.relative_to(ROOT)} has changed since make coverage ran: run it again")
         contexts = self._data.contexts_by_lineno(str(path))
-        noted = {test for line in lines for context in contexts.get(line, ()) for test in self._tests_of(context)}
-        if not noted and (elsewhere := ELSEWHERE.get(path.name)):
-            return [elsewhere]
+        noted = next(filter(None, (self._noted_in(contexts, lines) for lines in areas)), set())
         stem = path.stem.removesuffix("s")
         of_file = Counter[str]()
         near = f"{UNITS}{path.relative_to(ROOT / 'dips').parts[0]}/"
@@ -103,6 +100,9 @@ class ExecutingTests:
         old = [test for test in tests if test.partition("::")[0] not in newer]
         importing = [test for test, text in (newer if called else _newer(0.0)).items() if _imports(text, path)]
         return [*importing, *old]
+
+    def _noted_in(self, contexts: Mapping[int, Sequence[str]], lines: range) -> set[str]:
+        return {test for line in lines for context in contexts.get(line, ()) for test in self._tests_of(context)}
 
     def _tests_of(self, context: str) -> set[str]:
         """Return the tests that see what was executed in a test: all of its file if a fixture did, which may be a
@@ -145,14 +145,22 @@ class DrawnPlace:
         return any(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) for n in self.around)
 
     @property
-    def lines(self) -> range:
-        assert isinstance(self.node, ast.expr | ast.stmt) and self.node.end_lineno is not None
-        return range(self.node.lineno, self.node.end_lineno + 1)
+    def areas(self) -> list[range]:
+        """Its lines, then those of the functions around it, from within: coverage does not see every line that is
+        executed, as on gRPC's own threads, or after an `await` at a loop's head.
+        """
+        functions = [n for n in reversed(self.around) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        return [_lines_of(node) for node in (self.node, *functions)]
 
     def draw_lot(self, seed: int) -> bytes:
         """Return what depends on the seed and on this code alone, neither on its file nor on other code."""
         words = f"{seed} {self.name} {ast.unparse(self.node)} {self.new} {self.number}"
         return hashlib.blake2b(words.encode(), digest_size=8).digest()
+
+
+def _lines_of(node: ast.AST) -> range:
+    assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno is not None
+    return range(node.lineno, node.end_lineno + 1)
 
 
 @cache
@@ -216,7 +224,7 @@ def _reads_clock(node: ast.AST) -> bool:
 def _mutant(place: DrawnPlace, tests: Sequence[str]) -> Mutant:
     file, node = place.path.relative_to(ROOT), place.node
     where = ".".join([*file.relative_to("dips").with_suffix("").parts, place.name]).removesuffix(".")
-    title = f"{file}:{place.lines.start}: {ast.unparse(node).splitlines()[0][:60]} → {place.new[:60]}"
+    title = f"{file}:{place.areas[0].start}: {ast.unparse(node).splitlines()[0][:60]} → {place.new[:60]}"
     change = grow(node, place.new, place.around, find_definitions(place.path)[place.name])
     return Mutant(title, where, *change, shlex.join(tests))
 

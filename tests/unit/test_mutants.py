@@ -154,20 +154,21 @@ def test_a_drawn_mutant_meets_what_executes_its_line(tmp_path: Path) -> None:
     contexts = {f"{name} (call)" if name.startswith("tests/unit/b") else name: {path: [3, 4]} for name in names}
     seconds = dict(zip(names, (LONGEST_S, 2.0, 2.5, 3.0), strict=False))
     executing = _note(tmp_path, contexts | {"tests/unit/test_config.py::t": {other: [3], path: [5]}}, seconds)
-    assert executing.of(path, range(3, 5), True) == [
+    assert executing.of(path, [range(3, 5)], True) == [
         "tests/unit/test_ids.py::t",
         "tests/unit/b.py::t",
         "tests/a.py::t[x (y)]",
     ]
-    assert "tests/unit/master/test_orders.py" in executing.of(path, range(6, 7), False), "it runs on import"
+    assert "tests/unit/master/test_orders.py" in executing.of(path, [range(6, 7)], False), "it runs on import"
     (tmp_path / "fixture").mkdir()
     executing = _note(tmp_path / "fixture", {"tests/a.py::t[x (y)] (setup)": {path: [3]}}, seconds)
-    assert executing.of(path, range(3, 4), True) == ["tests/a.py::t[x (y)]"], "the other one takes too long"
+    areas = [range(9, 10), range(3, 4)]  # what no test executes meets those of what is around it
+    assert executing.of(path, areas, True) == ["tests/a.py::t[x (y)]"], "the other one takes too long"
     executing = _note(tmp_path / "fixture", {"tests/a.py::t[x (y)] (setup)": {path: [3]}}, seconds | {names[0]: 4.0})
-    assert executing.of(path, range(3, 4), True) == ["tests/a.py::t[x (y)]", "tests/a.py::slow"]
+    assert executing.of(path, areas, True) == ["tests/a.py::t[x (y)]", "tests/a.py::slow"]
     os.utime(tmp_path / "data", (0, 0))
     with pytest.raises(ValueError, match=r"dips/ids\.py has changed since make coverage ran: run it again"):
-        ExecutingTests(tmp_path).of(path, range(3, 5), True)
+        ExecutingTests(tmp_path).of(path, [range(3, 5)], True)
     with pytest.raises(FileNotFoundError, match="run make coverage first"):
         ExecutingTests(tmp_path / "nowhere")
 
