@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
 from dips.client import OuterLoop
+from dips.client.parallel.devices import Device
 from dips.config import Shared
 from dips.errors import ConfigError, LocalProtocolError, Unavailable
 from dips.inside.mesh import MeshLoop
@@ -135,6 +136,31 @@ def test_a_sync_is_carried_out_by_whoever_reads_first(mesh: DeviceMesh) -> None:
         assert of.moved() == far, name
         assert of.loop.last_sync == SyncReport(number, (2,), 4, 1.0, (0,), 0, ()), name
     assert of.loop._sync.most_held_bytes == 4 * (9 + 4 + 3 * 9), "two sums, and one layer's outer state"
+
+
+class CopyingDevice(Device):
+    """The host as a device whose copies run on a stream of their own: it notes what waits for which of them."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.recorded, self.waits = list[Any](), list[tuple[int, bool]]()
+
+    def record_event(self) -> Any:
+        self.recorded.append(object())
+        return self.recorded[-1]
+
+    def wait_for_event(self, event: Any, *, all_streams: bool) -> None:
+        self.waits.append((self.recorded.index(event), all_streams))
+
+
+def test_a_forward_reads_a_layer_when_its_copies_are_complete(mesh: DeviceMesh) -> None:
+    """On whatever stream: FSDP gathers on one of its own."""
+    of = MeshTrained(mesh, steps=1)
+    device = of.loop._sync._device = CopyingDevice()
+    of.step()
+    assert device.waits == []
+    forward(of.model)
+    assert device.waits == [(layer, True) for layer in range(len(of.loop._sync.shards))]
 
 
 def test_the_outer_step_is_nesterovs(mesh: DeviceMesh) -> None:
