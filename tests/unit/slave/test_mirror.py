@@ -964,6 +964,35 @@ def test_a_restore_finds_a_full_disk_before_it_fetches(
     assert fetched == [] and not list((tmp_path / "s").glob("*@*"))
 
 
+def test_a_restore_that_has_failed_fetches_no_more(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer may take minutes: one of them is damaged, and those beside it are not fetched to their ends."""
+    monkeypatch.setattr(mirror_store, "STREAMS", 2)
+    written(tmp_path / "s", V1)
+    store, moved = MirrorStore(url, "r", "s"), list[int]()
+    copy_out(store, tmp_path / "s", V1, nothing)
+    name = f"{V1}/00001.safetensors"
+    with store.open_file(name) as file:
+        content = bytearray(file.read())
+    content[20] ^= 8  # of its header: it is found before a byte is counted
+    store.write_file(name, bytes(content))
+    both, open_file, before = threading.Barrier(2, timeout=10), store.open_file, {*threading.enumerate()}
+
+    def open_both(opened: str) -> Any:
+        both.wait()
+        if opened == name:
+            until(lambda: bool(moved))
+        return open_file(opened)
+
+    def await_failure(nbytes: int) -> None:
+        moved.append(nbytes)
+        until(lambda: len([t for t in {*threading.enumerate()} - before if t.name == "restore"]) == 1)
+
+    monkeypatch.setattr(store, "open_file", open_both)
+    with pytest.raises(CorruptSnapshot, match="its header is not that of layer"):
+        bring_back(store, tmp_path / "s", "r", "s", V1, await_failure)
+    assert len(moved) == 1, "θ of the layer beside it, and no momentum"
+
+
 def rot(store: MirrorStore, version: VersionId) -> None:
     """Flip the last bit of a copy."""
     name = f"{version}/00000.safetensors"
