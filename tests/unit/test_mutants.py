@@ -12,7 +12,7 @@ import coverage
 import pytest
 
 from tests.mutants.drawing import LONGEST_S, ExecutingTests, draw_mutants
-from tests.mutants.mutant import EQUIVALENT, LostAnchor, Mutant, apply, mutate
+from tests.mutants.mutant import EQUIVALENT, LostAnchor, Mutant, apply, find_definitions, mutate
 from tests.mutants.tables import MUTANTS, read_table
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,20 @@ LEAST = 600
 
 def _check_applies(mutant: Mutant) -> None:
     path, changed = mutate(mutant, ROOT)
-    compile(changed, str(path), "exec")
+    compile(_what_differs(path, changed), str(path), "exec", annotations.compiler_flag)
+
+
+def _what_differs(path: Path, changed: str) -> str:
+    """Return the statements of a module's top level in which a text differs from the file: all else compiles."""
+    before, after = path.read_text().split("\n"), changed.split("\n")
+    first = next(at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old != new)
+    last = next(at for at, (old, new) in enumerate(zip(before[::-1], after[::-1], strict=False)) if old != new)
+    (module,) = find_definitions(path)[""]
+    assert isinstance(module, ast.Module)
+    spans = [(min(n.lineno for n in (s, *getattr(s, "decorator_list", ()))) - 1, s.end_lineno) for s in module.body]
+    begin = max(begin for begin, _ in spans if begin <= first)
+    end = min(end for _, end in spans if end and end >= len(before) - last)
+    return "\n".join(after[begin : end + len(after) - len(before)])
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
