@@ -33,7 +33,7 @@ for path in asked:
 
 def test_without_it_every_word_is_there(tmp_path: Path) -> None:
     """A copy without the folder: daemons, the library of the ranks and the words of `dips` load."""
-    shutil.copytree(ROOT / "dips", tmp_path / "dips", ignore=shutil.ignore_patterns("__pycache__", "inside"))
+    shutil.copytree(ROOT / "dips", tmp_path / "dips", ignore=shutil.ignore_patterns("inside"))  # compiled as it is
     done = subprocess.run(
         [sys.executable, "-P", "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=100
     )
