@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
+import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ import typer.main
 import typer.testing
 from coverage import Coverage
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from dips.telemetry import logs
 from dips.transport import lane
@@ -61,6 +65,7 @@ RACING = tuple(  # real processes and sockets, on a machine that is not ours alo
     )
 )
 
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)  # a file says so of its tests
 COLLECTED_AFTER = (10_000, 20, 50)  # Python's own (700, 10, 10) walk over torch's and typer's objects again and again
 
 # A process makes its commands of their functions once; CliRunner would do so for each call.
@@ -86,6 +91,16 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of which every test would be deselected: their imports take each worker seconds."""
+    marks = [mark for mark in ("attacks", "chaos", "slow") if f"not {mark}" in config.option.markexpr]
+    if collection_path.parent == TESTS and collection_path.name in marks:
+        return True
+    if "slow" in marks and collection_path.suffix == ".py" and ALL_SLOW.search(collection_path.read_text()):
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the dearest files, so that no worker is left with one of them when the others are done."""
     if missing := [str(place) for place in (*(TESTS / name for name in DEAREST), *RACING) if not place.exists()]:
@@ -96,6 +111,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path in racing:
             item.add_marker("races")
+
+
+class Scheduling(LoadFileScheduling):
+    """Forgets a file whose tests are over: the base class counts all of a worker's at the end of each."""
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        super().mark_test_complete(node, item_index, duration)
+        path, units = self._split_scope(self.registered_collections[node][item_index]), self.assigned_work[node]
+        if all(units[path].values()):
+            del units[path]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 DIED = "dips/worker-died"  # in pytest's cache: of the last whole run
@@ -130,6 +160,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.set_threshold(*COLLECTED_AFTER)
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A worker that has told all ends at once: Python would free every object of every library, which takes seconds."""
+    if hasattr(config, "workerinput") and Coverage.current() is None:  # coverage writes what it measured
+        atexit.register(os._exit, 0)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -26,6 +26,7 @@ from dips.ids import VersionId
 from dips.slave.export import export_snapshot
 from tests.integration import cluster_harness as harness
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 # FOLLOW_FULL=1: four minutes on two busy cores.
 VERSIONS, KILLS = (100, 20) if os.environ.get("FOLLOW_FULL") else (20, 4)
 PROMPT, NEW_TOKENS = [1, 5, 9, 2], 12
@@ -90,8 +91,6 @@ def read(out: Path) -> list[Any]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("pull_codec", ["int8"])
 def test_each_completion_is_of_the_one_version_that_it_names(tmp_path: Path, pull_codec: str) -> None:
     """Over all versions and kills of slaves, without a pause; none mixes two (docs/architecture.md#invariant-6)."""

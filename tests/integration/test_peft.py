@@ -17,6 +17,7 @@ from tests.integration import cluster_harness as harness
 
 pytest.importorskip("peft", reason="peft is not installed: LoRA is NOT tested here")
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 H, VERSIONS = 6, 5
 
@@ -34,7 +35,6 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT 0.21 calls transformers so
 @pytest.mark.timeout(120)
 def test_clusters_share_adapters_and_nothing_else(tmp_path: Path) -> None:
