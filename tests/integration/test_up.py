@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,12 +19,14 @@ from dips.config import load_run
 from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
 from tests.forkserver.process import SERVER_NAME
-from tests.integration.cluster_harness import free_port
+from tests.integration.cluster_harness import ROOT, free_port
 from tests.waiting import until
 
 TRAIN = ["--", sys.executable, "train.py"]
 STEPS = 4  # H
 END_S = 60
+GUIDE = ROOT / "docs/guides/first-run.md"
+DAEMONS = {"dips-master": "dips.master.app", "dips-slave": "dips.slave.app"}
 
 
 def say(directory: Path, *words: str, code: int = 0) -> str:
@@ -87,6 +90,29 @@ def await_line(path: Path, pattern: str) -> None:
     )  # fmt: skip
 
 
+def guide_lines(section: str) -> list[list[str]]:
+    """The commands of a section of the first run's guide, in words."""
+    (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)^## ", GUIDE.read_text(), re.M | re.S)
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.M | re.S)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+
+
+def type_daemons(
+    place: Path, started: list[subprocess.Popen[str]], lines: Sequence[Sequence[str]]
+) -> tuple[list[subprocess.Popen[str]], list[list[str]]]:
+    """Start the daemons of these lines, each with an output NAME.txt; return them, and the words of `dips`."""
+    daemons, commands = list[subprocess.Popen[str]](), list[list[str]]()
+    for program, *words in lines:
+        if program == "dips":
+            commands.append(words)
+        elif program in DAEMONS:
+            with (place / f"{words[-1]}.txt").open("w") as output:
+                command = [sys.executable, "-m", DAEMONS[program], *words]
+                daemons.append(subprocess.Popen(command, cwd=place, stdout=output, stderr=subprocess.STDOUT, text=True))
+    started += daemons
+    return daemons, commands
+
+
 def versions_of(place: Path) -> int:
     ledger = Ledger.open(ledger_path(load_run(place / "dips.yaml")), readonly=True)
     try:
@@ -125,13 +151,21 @@ def test_the_first_model_is_found_beside_the_run_file(place: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_stop_lets_the_run_end_with_its_next_version(place: Path, started: list[subprocess.Popen[str]]) -> None:
-    """Asked in the middle of a run without an end; a second word says that it has ended; `extend` takes it back."""
+    """Asked in the middle of a run without an end. Then it goes on by the lines of the guide: daemons, a new target."""
     edit(place / "shared.yaml", ("tokens: 1500000 ", "tokens: 0 "))
     process = start_up(place, started)
     await_line(place / "up.txt", r"from v2@")
     last = int(re.search(r"ends with version (\d+)", say(place, "stop", "--config", "dips.yaml"))[1])  # type: ignore[index]
     assert process.wait(END_S) == 0, (place / "up.txt").read_text()
     assert versions_of(place) == last
+    daemons, commands = type_daemons(place, started, guide_lines("The end, and the model"))
+    for name in ("slave-0", "slave-1"):
+        await_line(place / f"{name}.txt", "ready")
+    (command,) = (words for words in commands if words[0] == "set")
+    assert f"it was finished at v{last}@" in say(place, *command)
+    for daemon in daemons:
+        daemon.terminate()
+        assert daemon.wait(END_S) == 0
 
 
 @pytest.mark.timeout(240)
