@@ -230,7 +230,7 @@ def _find_refusal(run: RunState, targets: Targets) -> str:
         return "epochs: this run leases no data (shared.data.ranges is 0): clusters bring their own"
     key, end = find_reached(run, targets)
     so_far = f"{run.tokens_accepted:,} tokens and {run.head.version:,} outer steps so far"
-    return f"then the run would end at once: {end} ({so_far}); set {key} to more, too" if end else ""
+    return f"then the run would end at once: {end} ({so_far}): {key} must be larger" if end else ""
 
 
 # ---- draining ------------------------------------------------------------------------------------------------------
