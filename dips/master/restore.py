@@ -370,11 +370,19 @@ def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
 
 
 def set_aside_old(config: RunFile, newest: int, log: Log) -> None:
-    """Move the ledger of a former master away, if it knows no term as new as this one, so that it can be restored."""
+    """Move the ledger of a former master away, if it knows no term as new as this one or is damaged, so that it can be
+    restored.
+    """
     path = genesis.ledger_path(config)
-    if not path.exists() or _find_place(path)[0] >= newest:
+    if not path.exists():
         return
-    Ledger.open(path, wall=time.time, verified=False).close()  # moves its WAL into the file
+    try:
+        if _find_place(path)[0] >= newest:
+            return
+        with refuse_damage(str(path)):
+            Ledger.open(path, wall=time.time, verified=False).close()  # moves its WAL into the file
+    except Corrupt as error:
+        log.warning("old_ledger_damaged", reason=str(error))  # as its machine left it; nobody reads it
     with hold_ledger(path):
         path.replace(path.with_name(OLD))
         remove_beside(path)

@@ -690,6 +690,26 @@ def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, en
     assert genesis.ledger_path(b).exists()
 
 
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.98])
+def test_a_damaged_ledger_of_a_former_master_stops_no_takeover(tmp_path: Path, ended: list[Any], left: float) -> None:
+    """Its machine crashed, and comes back as a standby: nobody reads what is set aside, and it is kept as it is."""
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master, waiting = stood_by(a, b)
+    path = genesis.ledger_path(b)
+    master.ledger.copy_to(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(left * len(whole))])
+    knew = master.ledger.read_state()
+    master.die()
+    keeper = waiting.take_over()
+    assert keeper is not None
+    ended.append(keeper)
+    with closing(Ledger.open(path)) as ledger:
+        assert ledger.read_state().versions == knew.versions
+    assert path.with_name(restore.OLD).stat().st_size == int(left * len(whole))
+
+
 def cloned(a: RunFile, b: RunFile, master: Serving) -> RunFile:
     """The run file of another machine, with a copy of this master's ledger."""
     b.master.directory.mkdir()
