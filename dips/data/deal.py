@@ -135,10 +135,10 @@ def deal_documents(sources: Sequence[Documents], ranges: int, seed: int, cut: in
     Errors  ConfigError if a source is empty, there are fewer tokens than ranges, or DOCUMENT holds no length of a piece
     """
     sizes = [int(source.tokens.sum()) for source in sources]
-    if not 1 <= ranges <= sum(sizes):
-        raise ConfigError(f"ranges: expected 1 to {sum(sizes)}, as many as there are tokens, got {ranges}")
     if 0 in sizes:
         raise ConfigError(f"source number {sizes.index(0) + 1} has no token")
+    if not 1 <= ranges <= sum(sizes):
+        raise ConfigError(f"ranges: expected 1 to {sum(sizes)}, as many as there are tokens, got {ranges}")
     pieces = [_cut_documents(source, cut) if cut else source for source in sources]
     if (longest := max(int(source.tokens.max()) for source in pieces)) > MOST_TOKENS:
         raise ConfigError(f"a document of {longest} tokens: expected at most {MOST_TOKENS}; cut it (--cut)")

@@ -221,7 +221,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[Document]:
                         raise ConfigError(f"{path}, row {row}: expected text under {key!r}, got {found}")
                     if text:
                         yield text, size * row // file.metadata.num_rows
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a column may hold any bytes as strings
         raise ConfigError(f"{path}: cannot be read to its end: {error}") from error
 
 

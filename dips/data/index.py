@@ -49,9 +49,17 @@ class TokenFile:
         return open_tokens(self.path, self.dtype, self.skip)
 
     def largest_token(self) -> int:
-        """Return the largest token of the whole file, which is read once."""
-        tokens = self.open()
-        return max((int(tokens[i : i + _SCAN].max()) for i in range(0, len(tokens), _SCAN)), default=0)
+        """Return the largest token of the whole file, which is read once. Raises ConfigError for one below 0."""
+        tokens, largest = self.open(), 0
+        for i in range(0, len(tokens), _SCAN):
+            part = tokens[i : i + _SCAN]
+            if (least := int(part.min())) < 0:
+                raise ConfigError(
+                    f"{self.path}: expected tokens of 0 or more, got {least}: another type than they were written with "
+                    f"({part.dtype}), or values that stand for no token"
+                )
+            largest = max(largest, int(part.max()))
+        return largest
 
 
 def open_tokens(path: Path, dtype: str, skip: int) -> Tokens:
@@ -80,7 +88,10 @@ def find_tokens(path: Path, dtype: str | None, eos: int | None, scan_tokens: int
     dtype, skip, listed = _numpy_header(path) if path.suffix == ".npy" else (dtype, 0, None)
     if dtype is None:
         raise ConfigError(f"{path}: the type of its tokens is not known: give --dtype uint16 or uint32")
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise ConfigError(f"--dtype: expected uint16 or uint32, got {dtype!r}") from error
     if kind.kind not in "iu":
         raise ConfigError(f"{path}: expected whole numbers as tokens, got {kind}")
     tokens = open_tokens(path, kind.str, skip)

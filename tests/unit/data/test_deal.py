@@ -117,6 +117,8 @@ def test_what_is_empty_is_named() -> None:
     """A source without a token, and a table without a row."""
     with pytest.raises(ConfigError, match="source number 2 has no token"):
         deal_documents([documents(5, 5), documents()], 2, 0)
+    with pytest.raises(ConfigError, match="source number 1 has no token"):
+        deal_documents([documents()], 2, 0)
     with pytest.raises(ConfigError, match="ranges"):
         deal_rows(0, 4, 0)
     with pytest.raises(ConfigError, match="sources: expected one for each of 4 rows, got 3"):

@@ -70,6 +70,15 @@ def test_two_frames_of_zstandard_are_both_read(tmp_path: Path) -> None:
     assert texts_of(path) == TEXTS * 2
 
 
+def test_strings_of_parquet_that_are_no_utf_8_are_named(tmp_path: Path) -> None:
+    """A writer may put any bytes into a column of strings."""
+    arrow: Any = importlib.import_module("pyarrow")
+    ends, text = arrow.array([0, 2], arrow.int32()).buffers()[1], arrow.py_buffer(b"\xff\xfe")
+    path = parquet(tmp_path / "a.parquet", text=arrow.Array.from_buffers(arrow.string(), 1, [None, ends, text]))
+    with pytest.raises(ConfigError, match=r"a\.parquet: cannot be read to its end: 'utf-8' codec"):
+        texts_of(path)
+
+
 def test_a_column_of_parquet_is_read(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", id=range(2000), text=TEXTS)
     found = list(read_documents(path, "text"))

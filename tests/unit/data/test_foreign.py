@@ -109,6 +109,17 @@ def test_a_megatron_index_that_is_wrong(tmp_path: Path, at: int) -> None:
         find_tokens(path, None, None)
 
 
+def test_tokens_of_another_type_than_they_were_written_with_are_refused(tmp_path: Path) -> None:
+    """Tokens above 32,767 that are read as int16 are below 0, where no embedding is; a type that is none is named."""
+    np.array([1, 40_000, 0], np.uint16).tofile(tmp_path / "t.bin")
+    source = (parse_source(f"x={tmp_path}/t.bin"),)
+    with pytest.raises(ConfigError, match=r"t\.bin: expected tokens of 0 or more, got -25536.*\(int16\)"):
+        build_dataset(BuildPlan(source, tmp_path / "set", 1, 0, dtype="int16", eos=0))
+    with pytest.raises(ConfigError, match="--dtype: expected uint16 or uint32, got 'u16'"):
+        build_dataset(BuildPlan(source, tmp_path / "set", 1, 0, dtype="u16", eos=0))
+    assert build_dataset(BuildPlan(source, tmp_path / "set", 1, 0, dtype="uint16", eos=0)).vocabulary == 40_001
+
+
 def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
     """A tokenizer.json is used, and its end token ends each document."""
     library = pytest.importorskip("tokenizers")
