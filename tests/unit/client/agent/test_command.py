@@ -157,10 +157,12 @@ async def test_a_process_that_the_kernel_does_not_end_holds_up_the_trainer_alone
 
     unused: Any = None
     runner = CommandRunner(play.core, unused, signals, Log(), start=unused)
-    launch = await trainer.CommandLaunch.start(["true"], {})
+    launch, goes_on = await trainer.CommandLaunch.start(["true"], {}), asyncio.Event()
+    asyncio.get_running_loop().call_later(0.01, goes_on.set)
     try:
         async with asyncio.timeout(10):
             assert await launch.kill_leftovers(runner._give_up_leftovers) == 1
+        assert goes_on.is_set(), "the loop did something else meanwhile"
         assert told == [("processes of the trainer do not end", [hangs])] * 2
         assert told_at[1] - told_at[0] > 0.09, "each time after UNDEAD_S"
     finally:

@@ -83,7 +83,7 @@ def test_a_checkpoint_is_known_by_its_parameters(tmp_path: Path, monkeypatch: py
 
 
 def test_data_goes_on_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved with range 1 trained in part: another process begins there."""
+    """Saved with range 1 trained in part: another process begins there; trained whole, behind it."""
     keys = {"shared": {"run": "r", "data": {"ranges": 4}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
     monkeypatch.setenv("DIPS_ALONE", "1")
@@ -96,11 +96,16 @@ def test_data_goes_on_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monk
         outer.mark_ranges((1,), begun)
         outer.step(tokens=8)
         state = outer.state_dict()
+        outer.mark_ranges(())
+        outer.step(tokens=8)
+        later = outer.state_dict()
     with OuterLoop(model) as outer:
         outer.load_state_dict(state)
         ranges = outer.ranges()
         assert next(ranges) == 1 and outer.range_begun == begun
         assert list(ranges) == [2, 3] and outer.range_begun is None
+        outer.load_state_dict(later)
+        assert next(outer.ranges()) == 2
 
 
 @pytest.mark.parametrize(("ahead", "first"), [((), 0), ((2, 3), 2)])
