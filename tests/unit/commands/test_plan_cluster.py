@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,7 +192,10 @@ def test_a_plan_is_handed_over() -> None:
     profile, model = parse_profile(MACHINES, "p"), parse_model(DECODER, "m")
     titan = make_plan(profile, model, Framework.TORCHTITAN)
     handed = hand_over(titan, Framework.TORCHTITAN)
-    assert len(handed.csv.splitlines()) == len(titan.stages) == 2
+    lines = handed.csv.splitlines()
+    assert len(lines) == len(titan.stages) == 2
+    computed = Counter(action for line in lines for action in re.findall(r"\d+([A-Z]+)\d+", line))
+    assert computed["F"] == computed["I"] + computed["B"] > 0 and set(computed) <= {"F", "I", "W", "B"}
     assert "--parallelism.pipeline_parallel_degree=2" in handed.flags
     named = next(flag for flag in handed.flags if "module_fqns" in flag)
     assert all(f"'layers.{i}'" in named for i in range(6))
