@@ -45,10 +45,8 @@ class LoadedTls:
         """Return the same with those former lists, too, that revoke more, whose authority is trusted, and that no later
         list of that authority has replaced.
         """
-        listed, present = (
-            _list_serials(self.lists),
-            [(self.find_signer(crl), crl.last_update_utc) for crl in self.lists],
-        )
+        listed = _list_serials(self.lists)
+        present = [(self.find_signer(crl), crl.last_update_utc) for crl in self.lists]
         kept = tuple(
             crl
             for crl in former
