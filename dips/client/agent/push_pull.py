@@ -188,8 +188,10 @@ def want_final_pull(s: AgentState) -> None:
 
 
 def want_pull(s: AgentState, _: PullWanted) -> None:
-    """Schedule the first pull of a trainer that begins without the run's parameters."""
-    s.sync.pull_due = True
+    """Schedule the pull that a trainer waits for: it begins without the run's parameters, or its script has put others
+    in their place, as those of a checkpoint that is overtaken.
+    """
+    s.trainer.must_pull = s.sync.pull_due = True
     end_transfer(s, "a pull is wanted")
 
 

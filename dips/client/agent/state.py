@@ -319,7 +319,7 @@ class TrainerAttempt:
     pull_ranks: int = 1
     keys: tuple[str, ...] = ()  # public keys of the ranks that transfer
     base: VersionId | None = None  # the version being trained on; None: no parameters of the run, or torn ones
-    must_pull: bool = False  # its work, done under a former incarnation, will be overwritten by a pull
+    must_pull: bool = False  # its work, of a former incarnation or base, will be overwritten by a pull
     attached: bool = False  # the trainer got the answer Attached
     starved: bool = False  # the trainer waits for a data range
     detached: bool = False  # the trainer closed the outer loop itself

@@ -8,7 +8,8 @@ Covers the pieces that this rank pushes. A push goes through
 
 So the codec's rounding error is sent with the next push, and a push that was not applied loses nothing: its progress is
 still in θ_local, and the former error is still owed (docs/rationale.md#38). The debt is dropped with the cluster's
-incarnation, with the trainer's process, and with a rollback of the lineage: another θ has no such debt.
+incarnation, with the trainer's process, and with a rollback of the lineage: another θ has no such debt. Where the run
+has come further again before this cluster pulls, no number tells it: one push's rounding error then goes to another θ.
 
 Costs 8 B per parameter that the rank pushes, for base and owed, beside the 4 B of the host buffer. fp32 runs have no
 Feedback. No torch, no socket; single-threaded, except for `encode_chunk`.

@@ -317,7 +317,8 @@ class OuterLoop:
 
     def pull(self) -> None:
         """Replace the model by the run's newest version, for example after loading parameters from elsewhere. The
-        training since the last push is lost; a push in flight is settled before. Collective.
+        training since the last push is lost; a push in flight is settled before. Waits until the version has come, also
+        for a master that is away. Collective.
         """
         if self._settle_work("pull"):
             self._outer_steps.pull_newest()

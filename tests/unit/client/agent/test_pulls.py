@@ -61,6 +61,38 @@ def test_a_failed_pull_is_tried_three_times_then_given_up(play: Play) -> None:
     assert isinstance(verdict, TrainOn) and play.s.trainer.base == GENESIS
 
 
+@pytest.mark.parametrize("why", ["refused", "the master is away", "it broke"])
+def test_a_pull_that_the_script_wants_is_not_given_up(play: Play, why: str) -> None:
+    """`outer.pull()`, or a checkpoint that is overtaken: the model holds what the script has loaded, and not the
+    version that pushes would be taken for differences to.
+    """
+    play.begin()
+    play.step(2)
+    want = PullWanted(1, next(play.number))
+    for play.now in (10.0, 30.0, 50.0, 70.0):
+        assert isinstance(play.send(want), AskAgain), play.now
+        if why == "the master is away":
+            play.lose_master(play.now)
+        elif why == "refused":
+            play.reply(Refused(2.0, "waits for ps1"))
+        else:
+            play.reply(grant(V1))
+            order = play.send(want)
+            assert isinstance(order, PullNow)
+            want = PullMoved(1, next(play.number), order.seq, False, "ps1 is gone", 0)
+            play.send(want)
+            play.reply(Acknowledged())
+    play.asked(PullRequested)
+    play.reply(grant(V1))
+    order = play.send(want)
+    assert isinstance(order, PullNow) and not order.merge
+    play.send(PullMoved(1, next(play.number), order.seq, True, "", 9))
+    assert play.s.trainer.base == V1 and play.s.account.lost == 20
+    play.reply(Acknowledged())
+    play.step()
+    play.push_until_accepted()
+
+
 def test_the_failures_of_a_pull_that_was_given_up_do_not_count_for_the_next(play: Play) -> None:
     """It is tried three times, too."""
     play.begin()
