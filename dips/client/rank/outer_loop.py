@@ -149,7 +149,7 @@ class OuterLoop:
         self._outer_steps = OuterSteps(
             self._config, self._state, self._agent_client, self._shard_transfer, self._reset_optimizers
         )
-        self._data_ranges = DataRanges(self._state, self._agent_client, self._outer_steps)
+        self._data_ranges = DataRanges(self._state, self._agent_client, self._outer_steps, self._tell_news)
         self._step_reports = StepReports(
             self._state, self._collectives, self._agent_client, pipelined=layout.adapter.staged
         )
@@ -605,8 +605,11 @@ class DataRanges:
     left.
     """
 
-    def __init__(self, state: OuterState, agent_client: AgentClient, outer_steps: OuterSteps) -> None:
+    def __init__(
+        self, state: OuterState, agent_client: AgentClient, outer_steps: OuterSteps, tell_news: Callable[[], None]
+    ) -> None:
         self._state, self._agent_client, self._outer_steps = state, agent_client, outer_steps
+        self._tell_news = tell_news  # of one outer step, before the next one hides them
         self._asked = 0
         self.begun: BegunRange | None = None  # the trained part of the last given range; None: nothing of it
 
@@ -627,6 +630,7 @@ class DataRanges:
                 raise LocalProtocolError(f"expected RangeGiven or RangesEnded from the agent, got {answer!r}")
             if (self._state.left and not answer.finished) or self._settle_ranges(answer):
                 return None
+            self._tell_news()
 
     def mark_position(self, left: Sequence[int], begun: BegunRange | None) -> None:
         """Set the position after the next inner step: only `left` have samples to train; `begun` is trained of the

@@ -47,7 +47,7 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 from tests.unit.client.parallel.late_device import Meeting, ThreadRanks, run_ranks
 
-V1, V2 = VersionId(1, 1), VersionId(2, 2)
+V1, V2, V3 = VersionId(1, 1), VersionId(2, 2), VersionId(3, 3)
 
 
 class ScriptedAgent:
@@ -509,6 +509,24 @@ def test_ranges_end_with_what_is_settled(directory: Path, monkeypatch: pytest.Mo
     told = [type(message).__name__ for message in agent.messages][3:]
     step, end = ["Stepped", "TokensCounted"], ["PushWanted", "PullMoved"]
     assert told == ["RangeWanted", *step, "RangeWanted", *end, *["RangeWanted"] * 2, "Detach"]
+
+
+def test_each_outer_step_at_the_end_of_the_data_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push in flight and the one of the rest, or one that is tried again: each has an outcome and a version."""
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    file = change_file(directory, shared={"run": "r", "data": {"ranges": 1}})
+    unsettled, settled = (messages.RangesEnded("", False, left) for left in (True, False))
+    accepted = [TrainOn("", 1, 0.25, messages.PushResult(1, seq, "accepted", "")) for seq in (2, 3)]
+    script = (unsettled, pull_now(V2, 2), accepted[0], unsettled, pull_now(V3, 3), accepted[1], settled)
+    agent = ScriptedAgent(
+        directory / "agent.sock", Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), *script, Noted()
+    )
+    versions = list[VersionId]()
+    with OuterLoop(nn.Linear(3, 2), file) as outer:
+        outer.on_version(versions.append)
+        assert list(outer.ranges()) == []
+        assert (versions, outer.accepted_pushes) == ([V2, V3], 2)
+    agent.join()
 
 
 def test_a_push_in_flight_at_the_end_of_the_data_is_settled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
