@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dips.commands.completing import complete_version
-from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master, open_ledger
+from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master, open_ledger, read_version
 from dips.config import load_run
 from dips.errors import ConfigError
 from dips.files import explain_unwritable
@@ -83,7 +83,7 @@ def _write_file(
     config: Path | None, master: str | None, credentials: Path | None, version: str | None, output: Path
 ) -> VersionId:
     peer = find_master(config, master, credentials, pulls=True)
-    wanted = _parse_version(version) if version else None
+    wanted = read_version(version) if version else None
     if config is not None:
         return _write_from_disks(config, wanted or _newest_on_disks(config), output)
     from dips.commands.export_lanes import export_over_lanes
@@ -109,13 +109,6 @@ def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> V
                 told = f"of run {run_file.shared.run} as in {config}, got one of run {manifest.run}"
                 raise ConfigError(f"{directory / str(version)}: expected a version {told}")
     return export_snapshot(directories, wanted, output)
-
-
-def _parse_version(version: str) -> VersionId:
-    try:
-        return VersionId.parse(version)
-    except ValueError as error:
-        raise ConfigError(f"--version: {error}") from error
 
 
 def _newest_on_disks(config: Path) -> VersionId | None:

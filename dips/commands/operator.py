@@ -12,10 +12,19 @@ import typer
 from rich.console import Console
 
 from dips.commands.completing import complete_change
-from dips.commands.options import AS_JSON, CLUSTER, CREDENTIALS, MASTER, SLAVE, WHOSE, find_master, slave_peer
+from dips.commands.options import (
+    AS_JSON,
+    CLUSTER,
+    CREDENTIALS,
+    MASTER,
+    SLAVE,
+    WHOSE,
+    find_master,
+    read_version,
+    slave_peer,
+)
 from dips.commands.status import ask_view
 from dips.errors import ConfigError, UnavailableMaster
-from dips.ids import VersionId
 from dips.protocol.effects import Acknowledged, Extended, Pending, Refused
 from dips.protocol.events import (
     DrainAllAsked,
@@ -262,19 +271,12 @@ def rollback(
       dips rollback v4100@r4107 --config dips.yaml
     """
     peer = find_master(config, master, credentials)
-    answer = _wait_until(peer, RollbackAsked(0, _read_version(version)), wait_s, f"back to {version}")
+    answer = _wait_until(peer, RollbackAsked(0, read_version(version)), wait_s, f"back to {version}")
     if isinstance(answer, Acknowledged):
         print(f"{version} is the head: clusters pull it and go on from there")
         return
     print(f"not rolled back: {answer.reason}")
     raise typer.Exit(1)
-
-
-def _read_version(text: str) -> VersionId:
-    try:
-        return VersionId.parse(text)
-    except ValueError as error:
-        raise ConfigError(f"version {text!r}: expected one as `dips history` names it, like v4100@r4107") from error
 
 
 # ---- finalise --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dips.commands.completing import complete_cluster, complete_slave
 from dips.config import RunFile, host_port, is_loopback, load_run
 from dips.errors import ConfigError
 from dips.identity.names import PeerRole
+from dips.ids import VersionId
 from dips.transport.endpoints import PULLERS, Endpoint, credentials_peer, master_peer
 from dips.transport.tls import TlsSource
 
@@ -34,6 +35,14 @@ CREDENTIALS = Annotated[
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 LOOKERS = (PeerRole.OPERATOR, PeerRole.VIEWER)
 OPERATOR = "operator"  # name whose certificate a command uses by default
+
+
+def read_version(text: str) -> VersionId:
+    """Return the version that somebody named. Raises ConfigError."""
+    try:
+        return VersionId.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"version {text!r}: expected one as `dips history` names it, like v4100@r4107") from error
 
 
 def open_ledger(config: RunFile) -> closing[Ledger]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
@@ -20,6 +19,7 @@ from dips import __version__, cli, files
 from dips.commands import demo
 from dips.errors import ConfigError, DipsError, FailedDisk, UnavailableMaster, treatment_of
 from dips.store.files import read_parameters
+from tests.run_files import write_run_file
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "torch_model_of_the_test:build"
@@ -46,16 +46,7 @@ words = ["build"]
 @pytest.fixture(name="run_file")
 def made_run_file(tmp_path: Path) -> Path:
     """A run file of two slaves."""
-    slave = {"master": "127.0.0.1:1", "initial_model": "m/initial"}
-    content = {
-        "shared": {"run": "r"},
-        "master": {"listen": "127.0.0.1:1", "directory": "m"},
-        "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
-        "tls": False,
-    }
-    path = tmp_path / "dips.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return write_run_file(tmp_path, listen="127.0.0.1:1")
 
 
 @pytest.fixture(name="factory")
@@ -240,7 +231,7 @@ def test_export_of_version_zero(run_file: Path, factory: str) -> None:
     initial = read_parameters(run_file.parent / "m/initial/v0@r0")
     assert all(np.array_equal(initial[name], tensor) for name, tensor in load_file(out).items())
     assert "snapshot" in str(refused(*words, "--version", "v1@r1"))
-    assert "a version name like v12@r17, got '12'" in str(refused(*words, "--version", "12"))
+    assert "version '12': expected one as `dips history` names it" in str(refused(*words, "--version", "12"))
 
 
 @pytest.mark.parametrize("words", [["--mirror", "--recover"], ["--mirror", "--no-kill"], ["--recover", "--no-kill"]])
