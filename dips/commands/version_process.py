@@ -14,8 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-from dips.commands.export_lanes import export_over_lanes
-from dips.commands.options import operator_peer
 from dips.config import RunFile, load_run
 from dips.errors import Unavailable
 from dips.identity.names import PeerRole
@@ -52,6 +50,9 @@ def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
     if all(find_version(s.directory / str(version), config.shared.run, s.name) for s in config.slaves):
         export_snapshot([s.directory for s in config.slaves], version, model)
         return
+    from dips.commands.export_lanes import export_over_lanes  # only then: most of a second to load, at each version
+    from dips.commands.options import operator_peer
+
     for left in reversed(range(TRIES)):
         try:
             export_over_lanes(operator_peer(config, PULLED_AS, PeerRole.PULLER), version, model, PULLED_AS)

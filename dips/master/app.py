@@ -312,7 +312,8 @@ async def _serve_http(
         config.shared.run, "master", read_status, prometheus.collect, runtime.explain_unready,
         daemon.list_disks(section.directory, section.mirror),
     )  # fmt: skip
-    await daemon.open_http(section.http, config.http_token, tls, subject, log, stack, page.make_routes(runtime))
+    routes = page.make_routes(runtime) if section.http is not None else ()
+    await daemon.open_http(section.http, config.http_token, tls, subject, log, stack, routes)
 
 
 def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
