@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -167,6 +168,11 @@ def blank() -> Model:
 
 
 def model(seed: int) -> Model:
+    return {i: drawn.copy() for i, drawn in _draw(seed).items()}
+
+
+@cache
+def _draw(seed: int) -> Model:
     rng = np.random.default_rng(seed)
     return {i: rng.standard_normal(MANIFEST.layers[i].numel).astype(np.float32) for i in LAYERS}
 
