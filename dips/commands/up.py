@@ -132,8 +132,10 @@ def _train(config: Path, run_file: RunFile, cluster_path: Path, cluster_file: Cl
             agent.end_by(time.monotonic() + END_GRACE_S)
             raise
         _tell_status(master)
-    print(f"next: dips history --config {config}; dips export --config {config} --output model.safetensors")
-    return agent.exit_code() or 0
+    code = agent.exit_code() or 0
+    if code == 0:
+        print(f"next: dips history --config {config}; dips export --config {config} --output model.safetensors")
+    return code
 
 
 def _watch_agent(running: LocalProcesses, agent: LocalProcess, master: Endpoint) -> None:

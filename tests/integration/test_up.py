@@ -188,7 +188,9 @@ def test_a_signal_ends_everything_in_order(place: Path, started: list[subprocess
 
 @pytest.mark.timeout(120)
 def test_what_is_missing_is_said(place: Path, tmp_path: Path) -> None:
-    """No run file, no model, no such command, a port that is taken: each a sentence, and nothing is left running."""
+    """No run file, no model, no such command, a port that is taken, another model than the run's: each a sentence, and
+    the last word; nothing is left running.
+    """
     assert "`dips new DIRECTORY` writes one" in say(tmp_path, "up", *TRAIN, code=78)
     assert "the training command 'no-such'" in say(place, "up", "--", "no-such", code=78)
     (place / "model.py").rename(place / "other.py")
@@ -204,3 +206,6 @@ def test_what_is_missing_is_said(place: Path, tmp_path: Path) -> None:
         taken.bind((host, int(port)))
         taken.listen()
         assert "master ended with exit code 78" in say(place, "up", *TRAIN, code=78)
+    (place / "model.py").write_text((place / "model.py").read_text().replace("256, 16, 1, 1, 16", "256, 8, 1, 1, 16"))
+    said = say(place, "up", *TRAIN, code=78)
+    assert "this model is not the run's" in said and "next: " not in said
