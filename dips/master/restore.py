@@ -221,15 +221,28 @@ def claim_term(store: MirrorStore, run: str, holder: str, *, claimable: bool, ab
     return lease if write_lease(store, run, lease) else None
 
 
-def write_lease(store: MirrorStore, run: str, lease: TermLease) -> bool:
-    """Write a lease, number 0 exclusively; return whether the term is its holder's."""
-    name = _name_lease(lease.term, lease.number)
-    content = seal(run, json.dumps(to_plain(lease)).encode())
-    if lease.number == 0:  # an answer that was lost leaves our own file
-        made = insist(lambda: store.create_whole(name, content))
-        return made or insist(lambda: store.read_file(name, MOST_LEASE_BYTES)) == content
-    insist(lambda: store.write_file(name, content))
+def write_lease(store: MirrorStore, run: str, lease: TermLease, claimed: bool = False) -> bool:
+    """Write a lease, and before it number 0, exclusively, unless the term is `claimed`; return whether the term is its
+    holder's.
+    """
+    if not claimed and not _claim_exclusively(store, run, replace(lease, number=0)):
+        return False
+    if lease.number:
+        insist(lambda: store.write_file(_name_lease(lease.term, lease.number), _seal_lease(run, lease)))
     return True
+
+
+def _claim_exclusively(store: MirrorStore, run: str, lease: TermLease) -> bool:
+    """Make number 0 of a term; return whether it is this holder's: an answer that was lost leaves our own file, which
+    may say otherwise whether a standby may claim.
+    """
+    name, ours = _name_lease(lease.term, 0), [_seal_lease(run, replace(lease, claimable=c)) for c in (True, False)]
+    made = insist(lambda: store.create_whole(name, _seal_lease(run, lease)))
+    return made or insist(lambda: store.read_file(name, MOST_LEASE_BYTES)) in ours
+
+
+def _seal_lease(run: str, lease: TermLease) -> bytes:
+    return seal(run, json.dumps(to_plain(lease)).encode())
 
 
 def remove_leases_before(store: MirrorStore, lease: TermLease) -> None:

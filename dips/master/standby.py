@@ -114,7 +114,7 @@ class LeaseKeeper:
         self._standbys: tuple[StandbyView, ...] = ()
         self._refused: set[str] = set()  # files of standbys that cannot be used
         self._mirror: BindableMirror | None = None
-        self._reason = ""
+        self._reason, self._claimed = "", claimed_at is not None
         self._tried = self._written = self._ended = self._hurry = False
         if claimed_at is not None:
             self._holder.on_written(self._holder.begin_write(bound, claimed_at), term, claimed_at)
@@ -190,7 +190,7 @@ class LeaseKeeper:
         claimable = self._may_be_claimed() and self._write_note()
         with self._changed:
             lease = self._holder.begin_write(claimable, begun)
-        ours = restore.write_lease(self._store, self._run, lease)
+        ours = self._claimed = restore.write_lease(self._store, self._run, lease, self._claimed)
         newest = restore.newest_term(self._store) if ours else lease.term + 1
         with self._changed:
             self._holder.on_written(lease, newest, self._clock())

@@ -480,6 +480,30 @@ def test_a_term_that_another_claimed_is_not_served(tmp_path: Path, url: str, end
         until(lambda k=keeper, o=ours: k._written if o else k.left_s() < 0, f"{name} has it: {ours}")
 
 
+def test_a_term_is_claimed_by_the_first_write_that_comes_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
+) -> None:
+    """The store was away when a second master on a copy of the ledger began, and is back: it is refused as ever, and
+    not served beside the first one in the same term."""
+    (tmp_path / "mirror").mkdir()
+    (a,) = begun(tmp_path, str(tmp_path / "mirror"), "a")
+    write_lease, away = restore.write_lease, {"copy"}
+
+    def write(store: MirrorStore, run: str, lease: TermLease, claimed: bool) -> bool:
+        if lease.holder in away:
+            away.clear()
+            raise FailedMirror("503 Slow Down")
+        return write_lease(store, run, lease, claimed)
+
+    monkeypatch.setattr(restore, "write_lease", write)
+    first, second = (LeaseKeeper(mirror(a), "r", 7, name, tmp_path / name, LOG) for name in ("a", "copy"))
+    ended += [first, second]
+    assert first.start(5.0) and first._written
+    second.start(5.0)
+    until(lambda: second._written or second.left_s() < 0, "it has an answer")
+    assert second.left_s() < 0 and first.left_s() > 0
+
+
 async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path: Path, url: str) -> None:
     """It could not serve such a run: `dips status` names it, and the request is refused until it has gone."""
     a, b = begun(tmp_path, url, "a", "b")
@@ -608,10 +632,10 @@ async def test_a_master_that_begins_bound_tells_nothing_that_its_mirror_lacks(
     def fail(*arguments: object) -> None:
         raise FailedMirror("quota exceeded")
 
-    def write_first(store: MirrorStore, run: str, lease: TermLease) -> bool:
+    def write_first(store: MirrorStore, run: str, lease: TermLease, claimed: bool) -> bool:
         if lease.number and not takes_leases.is_set():
             fail()
-        return write_lease(store, run, lease)
+        return write_lease(store, run, lease, claimed)
 
     monkeypatch.setattr(restore, "write_base", fail)
     monkeypatch.setattr(restore, "write_lease", write_first)
@@ -856,7 +880,7 @@ def test_a_lease_that_cannot_be_used_is_refused_in_a_sentence(
     assert says in waiting.standby.watch.reason and waiting.standby.counts.refused == 1
     master.write([RoundReserved(1, 0.0)])
     number = int(name[11:21]) + 1
-    assert restore.write_lease(store, "r", TermLease(master.term, number, "a", True))
+    assert restore.write_lease(store, "r", TermLease(master.term, number, "a", True), claimed=True)
     assert waiting.look() is StandbyState.READY
     master.end()
 
