@@ -27,6 +27,7 @@ from dips.master.journal import SEGMENTS_KEPT, Journal
 from dips.master.ledger import Ledger
 from dips.master.page import MasterPage
 from dips.master.runtime import (
+    BASE,
     ClusterServicer,
     ManifestDesk,
     MasterOutside,
@@ -162,6 +163,7 @@ async def serve(
             if found is None:
                 return 0
             config = config.model_copy(update={"master": config.master.model_copy(update={"listen": found})})
+        (config.master.directory / BASE).unlink(missing_ok=True)  # of a killed process: the ledger may need its room
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)
         row = _check_agrees(config, ledger)

@@ -139,14 +139,7 @@ class Ledger:
 
     def copy_to(self, path: Path) -> None:
         """Write the whole file, with the contents of its WAL, to another one, which is replaced; it is not durable."""
-        path.unlink(missing_ok=True)
-        try:
-            with closing(sqlite3.connect(path)) as copy:
-                copy.execute("PRAGMA synchronous = OFF")
-                self._db.backup(copy)
-        except sqlite3.OperationalError as error:
-            refuse_failing(error, str(path))
-            raise
+        _copy_whole(self._db, path)
 
     def read_state(self) -> LedgerState:
         """Return the state from which a new master starts; raise Corrupt if rows contradict each other."""
@@ -301,12 +294,26 @@ def _keep_former(db: sqlite3.Connection, form: int) -> None:
         return
     kept = path.with_name(path.stem + FORMER.format(form))
     aside = kept.with_suffix(".tmp")
-    aside.unlink(missing_ok=True)
-    with closing(sqlite3.connect(aside)) as copy:
-        db.backup(copy)
+    _copy_whole(db, aside)
     sync_path(aside)
     aside.replace(kept)
     sync_path(path.parent)
+
+
+def _copy_whole(db: sqlite3.Connection, path: Path) -> None:
+    """Write a ledger's file to another one, which is replaced; one that fails leaves no part, which would keep the last
+    room of the ledger's own disk.
+    """
+    path.unlink(missing_ok=True)
+    try:
+        with closing(sqlite3.connect(path)) as copy:
+            copy.execute("PRAGMA synchronous = OFF")
+            db.backup(copy)
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, sqlite3.OperationalError):
+            refuse_failing(error, str(path))
+        raise
 
 
 @contextmanager

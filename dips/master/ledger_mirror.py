@@ -200,8 +200,10 @@ class LedgerMirror:
             self._base_due = False  # a queue that overflows from here on needs another one
         try:
             number, copy = self._take_base()
-            restore.write_base(self._store, self._run, self._term, number, copy)
-            copy.unlink(missing_ok=True)
+            try:
+                restore.write_base(self._store, self._run, self._term, number, copy)
+            finally:
+                copy.unlink(missing_ok=True)
             if not self._is_newest():
                 return
         except BaseException:

@@ -149,6 +149,14 @@ def no_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_a_copy_for_which_there_is_no_room_leaves_none_of_it(path: Path) -> None:
+    """For the mirror it lies on the ledger's own disk, which the next transaction needs."""
+    with closing(Ledger.open(path)) as ledger:
+        with no_room(), pytest.raises(FailedDisk, match="SQLite cannot use this ledger"):
+            ledger.copy_to(path.with_name("copy"))
+        assert not list(path.parent.glob("copy*"))
+
+
 def test_a_disk_that_fails_is_not_a_damaged_ledger(path: Path) -> None:
     """Nobody is told to move it away: not who opens it, and not who writes."""
     with no_room(), pytest.raises(FailedDisk, match=f"{path}: SQLite cannot use this ledger"):

@@ -33,7 +33,7 @@ from dips.master import genesis, restore, standby
 from dips.master.app import serve
 from dips.master.genesis import BOUND
 from dips.master.ledger import Ledger
-from dips.master.runtime import MasterOutside, OperatorServicer
+from dips.master.runtime import BASE, MasterOutside, OperatorServicer
 from dips.master.standby import LeaseKeeper, Standby
 from dips.protocol.effects import Acknowledged
 from dips.protocol.records import RoundReserved
@@ -940,5 +940,20 @@ async def test_a_standby_serves_the_slaves_that_its_run_file_names_by_then(tmp_p
     either: list[asyncio.Future[Any]] = [serving, ready]
     await asyncio.wait(either, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
     assert ready.done(), serving
+    signal.raise_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(serving, 20.0) == 0
+
+
+async def test_what_a_killed_master_left_of_a_copy_is_gone_when_it_serves(tmp_path: Path) -> None:
+    """It may have filled the disk: with it there no term could begin. Without a mirror nothing else removes it."""
+    (tmp_path / "mirror").mkdir()
+    (config,) = begun(tmp_path, str(tmp_path / "mirror"), "a", listen=f"127.0.0.1:{free_port()}")
+    alone = config.model_copy(update={"master": config.master.model_copy(update={"mirror": None})})
+    (tmp_path / "a" / BASE).write_bytes(b"a half")
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(alone, tmp_path / "a.yaml", LOG, ready.set_result))
+    either: list[asyncio.Future[Any]] = [serving, ready]
+    await asyncio.wait(either, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
+    assert ready.done() and not (tmp_path / "a" / BASE).exists(), serving
     signal.raise_signal(signal.SIGTERM)
     assert await asyncio.wait_for(serving, 20.0) == 0
