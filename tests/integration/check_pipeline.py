@@ -1075,8 +1075,14 @@ def refused(_: int) -> dict[str, list[str]]:
         def build_frozen() -> Iterator[Any]:
             yield from ((name, layer.requires_grad_(name == "head")) for name, layer in UNEQUAL.build())
 
-        def unfreeze() -> None:
-            for part in tuned.parts:
+        def build_frozen_tie() -> Iterator[Any]:
+            for name, layer in replace(UNEQUAL, tied=True).build():
+                if name == "embed":
+                    layer.weight.requires_grad_(False)
+                yield name, layer
+
+        def unfreeze(pipe: Pipeline) -> None:
+            for part in pipe.parts:
                 part.requires_grad_()
 
         other = OTHER.plan if rank == 2 else UNEQUAL.plan
@@ -1085,9 +1091,12 @@ def refused(_: int) -> dict[str, list[str]]:
         short = (inputs[:-1], targets[:-1])
         checkpoint = pipe.state_dict() if rank else {**pipe.state_dict(), "model": {}}
         tuned = Pipeline(build_frozen, UNEQUAL.plan, loss=summed_loss, optimizer=adamw)
+        shares = Pipeline(build_frozen_tie, UNEQUAL.plan, loss=summed_loss, optimizer=adamw)
         found = {
             "frozen": told(lambda: tuned.step((inputs, targets))),
-            "unfrozen": told(lambda: (unfreeze(), tuned.step((inputs, targets)))),
+            "unfrozen": told(lambda: (unfreeze(tuned), tuned.step((inputs, targets)))),
+            "frozen, shared": told(lambda: shares.step((inputs, targets))),
+            "unfrozen, shared": told(lambda: (unfreeze(shares), shares.step((inputs, targets)))),
             "ranks": told(lambda: make_pipeline(ALONE)),
             "no file": told(lambda: Pipeline(UNEQUAL.build, "/nowhere/plan.yaml", loss=summed_loss)),
             "model": told(lambda: Pipeline(build_otherwise, UNEQUAL.plan, loss=summed_loss)),

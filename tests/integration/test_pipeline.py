@@ -256,6 +256,8 @@ REFUSED = {
     "then": "nothing",
     "frozen": "nothing",
     "unfrozen": "embed.weight: was unfrozen after Pipeline was made, and no optimizer has it",
+    "frozen, shared": "nothing",
+    "unfrozen, shared": "embed.weight: was unfrozen after Pipeline was made, and several layers share it",
     "NaN": "Diverged: the loss of step 1 is nan",
     "NaN, clipped": "Diverged: the norm of the gradient is nan in step 1, which was not taken",
     "closed": "this Pipeline is closed",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -83,11 +83,13 @@ class PipelinePart(nn.Module):
 class LayerShapes:
     """All layers of the model without memory, to find the shapes of what goes over borders."""
 
-    def __init__(self, named: Mapping[str, nn.Module], ties: Mapping[str, str]) -> None:
+    def __init__(self, named: Mapping[str, nn.Module], ties: Mapping[str, str], apart: Collection[str]) -> None:
         self._named = dict(named)
         self.names = list(named)
         self.ties = dict(ties)
         """Trainable parameters that an earlier layer has, too: by their name, that of the earlier one."""
+        self.apart = frozenset(apart)
+        """Frozen parameters that several layers have: each holds its own copy."""
 
     def trace(self, inputs: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Return shape and dtype of each layer's output for inputs of a micro-batch.
@@ -120,6 +122,7 @@ def build_layers(build: Build, seed: int, wanted: Sequence[range]) -> tuple[list
     kept: list[dict[str, nn.Module]] = [{} for _ in wanted]
     shapes: dict[str, nn.Module] = {}
     ties: dict[str, str] = {}
+    apart: set[str] = set()
     owners: dict[int, tuple[weakref.ref[Any], str]] = {}  # of parameters and layers seen so far
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -128,6 +131,7 @@ def build_layers(build: Build, seed: int, wanted: Sequence[range]) -> tuple[list
                 raise ConfigError(f"build: expected layers of different names, got {name} twice")
             shared = _check_layer(name, layer, owners)
             ties |= {path: first for path, (first, trained) in shared.items() if trained}
+            apart |= {each for path, (first, trained) in shared.items() if not trained for each in (path, first)}
             # Parameters and buffers are not copied: the memo has their counterparts already.
             tensors = [*layer.parameters(), *layer.buffers()]
             memo: dict[int, Any] = {id(t): _as_meta(t) for t in tensors}
@@ -135,7 +139,7 @@ def build_layers(build: Build, seed: int, wanted: Sequence[range]) -> tuple[list
             for layers, numbers in zip(kept, wanted, strict=True):
                 if number in numbers:
                     layers[name] = copy.deepcopy(layer) if shared else layer
-    return kept, LayerShapes(shapes, ties)
+    return kept, LayerShapes(shapes, ties, apart)
 
 
 def _list_layers(made: Any) -> Iterator[tuple[str, nn.Module]]:

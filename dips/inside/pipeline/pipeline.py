@@ -319,6 +319,13 @@ class Pipeline:
         )
 
     def _check_batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> int:
+        shared = (named for part in self.parts for named in part.named_parameters() if named[0] in self._shapes.apart)
+        for name, p in shared:
+            if p.requires_grad:
+                raise ConfigError(
+                    f"{name}: was unfrozen after Pipeline was made, and several layers share it, which would train it "
+                    "apart: unfreeze it before"
+                )
         for name, p in (named for part in self._frozen for named in part.named_parameters()):
             if p.requires_grad:
                 raise ConfigError(

@@ -95,6 +95,7 @@ def test_a_shared_parameter_is_held_by_each_layer() -> None:
 
     (kept,), shapes = build_layers(build, 0, [range(5)])
     assert shapes.ties == {"1.0.weight": "0.weight", "2.weight": "0.weight"}
+    assert shapes.apart == {"3.weight", "3.bias", "4.0.weight", "4.0.bias"}
     weights = [next(layer.parameters()) for layer in kept.values()]
     assert len({id(weight) for weight in weights}) == 5
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
