@@ -241,6 +241,8 @@ def _pull_instead(s: AgentState, why: str) -> messages.Healed:
 
 def _restore_progress(s: AgentState, saved: messages.Saved) -> None:
     base = s.trainer.base = VersionId.parse(saved.base)
+    if s.trainer.must_pull:  # its lease ran out meanwhile, and the checkpoint has replaced what a pull was to
+        s.trainer.must_pull = s.sync.pull_due = False
     s.account.lost -= min(saved.tokens, s.account.lost)  # tokens of this incarnation that are restored and so not lost
     s.account.carried = Portion(
         saved.tokens, saved.inner_steps, saved.ranges, saved.loss_sum, saved.losses, _carried_part(s, saved)

@@ -84,6 +84,19 @@ def test_resumed_in_a_new_incarnation(play: Play) -> None:
     assert other.send(RangeWanted(1, 1)) == RangeGiven(6)
 
 
+def test_resumed_though_the_lease_ran_out_while_it_was_loaded(play: Play) -> None:
+    """No pull comes over what it brings: it was told as resumed, and its tokens were lost all the same."""
+    found, other = saved_in(play), Play()
+    other.begin(inc=2)
+    other.answer_heartbeat(ClusterStanding.GONE)
+    other.reply(Joined(3, 3, GENESIS, NONE_YET, (5, 6, 7)))
+    assert other.s.trainer.must_pull
+    assert isinstance(other.send(Resume(1, found)), Resumed)
+    other.step(2)
+    other.push_until_granted()
+    assert other.s.account.frozen.tokens == 60 and other.s.account.lost == 0
+
+
 def test_ranges_that_others_were_given_heal_it(play: Play) -> None:
     """What was got of them is kept for training; the model is pulled."""
     found, other = saved_in(play), Play()
