@@ -29,9 +29,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing.process import BaseProcess
-from multiprocessing.queues import Queue
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -162,29 +162,54 @@ def end_in_order() -> None:
     signal.signal(signal.SIGTERM, unwind)
 
 
-def end_process(process: subprocess.Popen[bytes]) -> None:
-    """End a benchmark that is not over in order: only it knows what it made."""
+def end_process(process: subprocess.Popen[Any], within_s: float = END_S) -> None:
+    """End a process that is not over in order, for only it knows what it made, or by SIGKILL where it does not end."""
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(END_S)
+            process.wait(within_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def gather_ranks(ranks: Sequence[BaseProcess], queue: Queue[Any], within_s: float) -> list[Any]:
-    """Start the processes of ranks; return what each puts into the queue, as it comes. None of them is left."""
-    for process in ranks:
-        process.start()
-    try:
-        return [queue.get(timeout=within_s) for _ in ranks]
-    finally:
+def play_ranks(
+    play: Callable[..., Any], given: Sequence[tuple[Any, ...]], within_s: float, start: str = "fork"
+) -> list[Any]:
+    """Call `play(*given[rank])` in a process for each rank, which are one gloo group; return what they returned. No
+    process is left.
+    """
+    context = get_context(start)
+    queue = context.Queue()
+    with TemporaryDirectory() as directory:
+        ranks = [
+            context.Process(target=_play_rank, args=(play, rank, len(given), words, directory, queue))  # type: ignore[attr-defined]
+            for rank, words in enumerate(given)
+        ]
         for process in ranks:
-            process.join(RANK_END_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.start()
+        try:
+            told = dict(queue.get(timeout=within_s) for _ in ranks)
+        finally:
+            for process in ranks:
+                process.join(RANK_END_S)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    return [told[rank] for rank in range(len(given))]
+
+
+def _play_rank(
+    play: Callable[..., Any], rank: int, ranks: int, words: tuple[Any, ...], directory: str, queue: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    queue.put((rank, play(*words)))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def report(bench: Bench, took_s: float) -> dict[str, Any]:

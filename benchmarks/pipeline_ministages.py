@@ -8,8 +8,6 @@ that needs the most, by its account, and seconds of a step.
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import Bench, gather_ranks
+from benchmarks.harness import Bench, play_ranks
 from benchmarks.pipeline_rank import Slow, spell_plan
 from dips.inside.pipeline import EmulatedDevice, Pipeline
 from dips.inside.planning.profile import GBIT_BYTES
@@ -101,14 +99,7 @@ def compare_ministages(bench: Bench) -> None:
 def run_ministages(bench: Bench, run: MinistageRun, microbatches: int) -> MinistageRun:
     """Run two steps, and return what came of the second; `microbatches` of each rank."""
     plan = plan_ministages(run, microbatches)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        ranks = [
-            context.Process(target=_play_rank, args=(rank, directory, plan, run, microbatches, queue))
-            for rank in range(STAGES * RANKS)
-        ]
-        found = gather_ranks(ranks, queue, TIMEOUT_S)
+    found = play_ranks(_play_rank, [(plan, run, microbatches)] * (STAGES * RANKS), TIMEOUT_S)
     seconds = max(of[1] for of in found) - min(of[0] for of in found)
     made = replace(run, seconds=seconds, nbytes=max(of[2] for of in found), gradients=max(of[3] for of in found))
     bench.say(f"{made}")
@@ -145,11 +136,8 @@ def plan_ministages(run: MinistageRun, microbatches: int) -> dict[str, Any]:
     return spell_plan(pipeline, simulate(pipeline), range(0, LAYERS + 1, each), 1, recompute=True)
 
 
-def _play_rank(
-    rank: int, directory: str, plan: dict[str, Any], run: MinistageRun, microbatches: int, queue: Any
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=STAGES * RANKS)
+def _play_rank(plan: dict[str, Any], run: MinistageRun, microbatches: int) -> tuple[float, float, float, float]:
+    """Return when the second step began and ended, and the bytes at its peaks: in all, and of gradients."""
     pipe = Pipeline(
         lambda: (WideLayer() for _ in range(LAYERS)),
         plan,
@@ -166,7 +154,5 @@ def _play_rank(
         pipe.step((batch, 0 * batch))
         end_s = time.monotonic()
     memory = pipe.memory
-    queue.put((begin_s, end_s, memory.peak_bytes, memory.peaks[MemoryCategory.GRADIENTS]))
     pipe.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    return begin_s, end_s, memory.peak_bytes, memory.peaks[MemoryCategory.GRADIENTS]

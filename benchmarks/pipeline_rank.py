@@ -11,10 +11,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -27,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import gather_ranks
+from benchmarks.harness import play_ranks
 from benchmarks.line_program import print_answer, read_requests
 from benchmarks.namespaces import LINK
 from dips.inside.pipeline import Pipeline
@@ -115,27 +113,16 @@ def measure_step(pipeline: SimulatedPipeline, played: Prediction, steps: int) ->
     parts = len(pipeline.stages) * pipeline.ministages
     plan = spell_plan(pipeline, played, range(parts + 1), 1)
     places = [(s, device) for s, stage in enumerate(pipeline.stages) for device in stage.devices]
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        ranks = [
-            context.Process(
-                target=_play_rank, args=(rank, len(places), directory, plan, parts, *place, steps, queue)
-            )
-            for rank, place in enumerate(places)
-        ]  # fmt: skip
-        found = gather_ranks(ranks, queue, TIMEOUT_S)
+    found = play_ranks(_play_rank, [(plan, parts, *place, steps) for place in places], TIMEOUT_S)
     took = [max(ends) - min(begins) for begins, ends in zip(*(list(zip(*each, strict=True)) for each in (
         [of[0] for of in found], [of[1] for of in found])), strict=True)]  # fmt: skip
     return median(took), max(of[2] for of in found)
 
 
 def _play_rank(
-    rank: int, count: int, directory: str, plan: dict[str, Any], parts: int, stage: int, device: PipelineDevice,
-    steps: int, queue: Any,
-) -> None:  # fmt: skip
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=count)
+    plan: dict[str, Any], parts: int, stage: int, device: PipelineDevice, steps: int
+) -> tuple[list[float], list[float], int]:
+    """Return when each step began and ended, and the actions of a step."""
     stages = len(plan["pipeline"]["stages"])
     # Of other stages' layers only the shape counts.
     seconds = [device.seconds[part // stages] for part in range(parts)]
@@ -153,10 +140,8 @@ def _play_rank(
         begins.append(time.monotonic())
         pipe.step((batch, 0 * batch))
         ends.append(time.monotonic())
-    queue.put((begins[1:], ends[1:], len(pipe._gear.train_order)))  # the first step makes connections and buffers
     pipe.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    return begins[1:], ends[1:], len(pipe._gear.train_order)  # the first step makes connections and buffers
 
 
 # ---- in a namespace --------------------------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import Bench, gather_ranks
+from benchmarks.harness import Bench, play_ranks
 from benchmarks.pipeline_rank import TIMEOUT_S, spell_plan
 from dips.commands.profile import SAMPLES, fit_line, measure_layers
 from dips.inside.pipeline import Pipeline
@@ -66,14 +64,14 @@ class RealDecoder(nn.Module):
 
 def compare_real(bench: Bench) -> None:
     """Seconds of a step of real layers, beside those that are simulated from what each rank measured of them."""
-    planner = plan_ranks(_on_ranks(_measure))
+    planner = plan_ranks(play_ranks(_measure, [()] * 2, TIMEOUT_S))
     groups = tuple((device,) for device in planner.devices)
     for name, (schedule, samples, ministages) in PLANS.items():
         cuts = planner.cut_layers(groups, ministages, samples)
         assert cuts is not None
         choice, prediction = planner.finish(PipelineChoice(schedule, groups, cuts, samples, ministages))
         plan = spell_plan(planner.make_pipeline(choice), prediction, cuts, samples)
-        found = _on_ranks(_play, plan, 3 if bench.quick else 7)
+        found = play_ranks(_play, [(plan, 3 if bench.quick else 7)] * 2, TIMEOUT_S)
         steps = [tuple(zip(*of_ranks, strict=True)) for of_ranks in zip(*found, strict=True)]
         took = median(max(ends) - min(begins) for begins, ends in steps)
         off = 100 * abs(took / prediction.seconds - 1)
@@ -107,23 +105,6 @@ def plan_ranks(rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> Planner:
     layers = [{"name": layer, **{key: row[key] for key in needs}} for layer, row in rows[0].items()]
     model = parse_model({"name": "real", "batch": BATCH, "sequence": TOKENS, "layers": layers}, "real")
     return Planner(profile, replace(model, recompute=False))
-
-
-def _on_ranks(work: Callable[..., Any], *given: Any) -> list[Any]:
-    """Return what some work returns on two ranks, in their order."""
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        ranks = [context.Process(target=_work, args=(rank, directory, work, given, queue)) for rank in range(2)]
-        return [told for _, told in sorted(gather_ranks(ranks, queue, TIMEOUT_S), key=lambda row: row[0])]
-
-
-def _work(rank: int, directory: str, work: Callable[..., Any], given: tuple[Any, ...], queue: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    queue.put((rank, work(*given)))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _measure() -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import gather_ranks
+from benchmarks.harness import play_ranks
 from dips.inside.planning.plan import Framework, hand_over, make_plan
 from dips.inside.planning.profile import ClusterProfile, ModelProfile, parse_model, parse_profile
 
@@ -41,16 +40,8 @@ def play_csv(speeds: Sequence[float], batch: int) -> tuple[float, list[int]]:
     with tempfile.TemporaryDirectory() as directory:
         csv = Path(directory) / "schedule.csv"
         csv.write_text(handed.csv)
-        context = multiprocessing.get_context("fork")
-        queue = context.Queue()
-        ranks = [
-            context.Process(
-                target=_play_rank,
-                args=(rank, len(choice.groups), directory, choice.cuts, batch // choice.samples, queue),
-            )
-            for rank in range(len(choice.groups))
-        ]
-        worst = max(gather_ranks(ranks, queue, TIMEOUT_S))
+        given = (str(csv), choice.cuts, batch // choice.samples)
+        worst = max(play_ranks(_play_rank, [given] * len(choice.groups), TIMEOUT_S))
     return worst, [b - a for a, b in zip(choice.cuts, choice.cuts[1:], strict=False)]
 
 
@@ -63,18 +54,17 @@ def _sum_of_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).sum()
 
 
-def _play_rank(rank: int, ranks: int, directory: str, cuts: Sequence[int], microbatches: int, queue: Any) -> None:
+def _play_rank(csv: str, cuts: Sequence[int], microbatches: int) -> float:
     """One rank: its parts of the model, the whole schedule, its gradients against one process."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     layers, parts = _make_layers(cuts[-1]), len(cuts) - 1
-    own = {part: nn.Sequential(*layers[cuts[part] : cuts[part + 1]]) for part in range(rank, parts, ranks)}
+    mine = range(dist.get_rank(), parts, dist.get_world_size())
+    own = {part: nn.Sequential(*layers[cuts[part] : cuts[part + 1]]) for part in mine}
     stages = [PipelineStage(module, part, parts, torch.device("cpu")) for part, module in own.items()]
     schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=_sum_of_squares, scale_grads=False)
-    schedule._load_csv(f"{directory}/schedule.csv")
+    schedule._load_csv(csv)
     torch.manual_seed(1)
     inputs, target = torch.randn(2 * microbatches, WIDTH).double(), torch.randn(2 * microbatches, WIDTH).double()
     last: dict[str, Any] = {"target": target, "losses": []} if parts - 1 in own else {}
@@ -87,9 +77,7 @@ def _play_rank(rank: int, ranks: int, directory: str, cuts: Sequence[int], micro
         for parameter, want in zip(module.parameters(), wanted, strict=True):
             assert parameter.grad is not None and want.grad is not None
             worst = max(worst, float((parameter.grad - want.grad).abs().max() / want.grad.abs().max()))
-    queue.put(worst)
-    dist.barrier()
-    dist.destroy_process_group()
+    return worst
 
 
 def read_layout(speeds: Sequence[float], batch: int) -> tuple[list[int], list[int]]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import gather_ranks
+from benchmarks.harness import play_ranks
 from benchmarks.pipeline_rank import Slow
 from benchmarks.record import ROOT
 
@@ -59,14 +56,8 @@ def play_shares(
     shares    by a name: of each rank, its samples of a step and the micro-batches that they are cut into
     Returns   by name: median seconds of a step, and the loss of the last
     """
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        ranks = [
-            context.Process(target=_play_rank, args=(rank, list(sample_s), dict(shares), steps, directory, queue))
-            for rank in range(len(sample_s))
-        ]
-        found = gather_ranks(ranks, queue, TIMEOUT_S)
+    given = [(seconds, dict(shares), steps) for seconds in sample_s]
+    found = play_ranks(_play_rank, given, TIMEOUT_S, start="spawn")
     return {
         name: (
             median(max(took) for took in zip(*(of[name][0] for of in found), strict=True)),
@@ -76,30 +67,25 @@ def play_shares(
     }
 
 
-def _play_rank(
-    rank: int, sample_s: list[float], shares: dict[str, Sequence[Share]], steps: int, directory: str, queue: Any
-) -> None:
-    torch.set_num_threads(1)
+def _play_rank(sample_s: float, shares: dict[str, Sequence[Share]], steps: int) -> dict[str, tuple[list[float], float]]:
+    """Return the seconds of each step and the loss of the last, by the shares' name."""
     spec = importlib.util.spec_from_file_location("unequal_gpus", ROOT / "configs" / "examples" / "unequal_gpus.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=len(sample_s))
     found = {}
     for name, of in shares.items():
         torch.manual_seed(0)
-        model = example.shard(SleptDecoder(sample_s[rank]), of)
+        model = example.shard(SleptDecoder(sample_s), of)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batch = (torch.arange(sum(n for n, _ in of))[:, None] + torch.arange(9)) % BYTES
         took, loss = [], 0.0
         for _ in range(steps + 1):
             dist.barrier()
             begun = time.perf_counter()
-            loss = float(example.compute_gradients(model, batch, of, rank))
+            loss = float(example.compute_gradients(model, batch, of, dist.get_rank()))
             optimizer.step()
             optimizer.zero_grad()
             took.append(time.perf_counter() - begun)
         found[name] = took[1:], loss  # the first step makes buffers
-    queue.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from benchmarks.harness import end_process
 from benchmarks.namespaces import End
 from benchmarks.record import ROOT
 from dips.client.agent.trainer import list_descendants
@@ -97,13 +98,7 @@ class Processes:
     def end(self) -> None:
         """SIGTERM, then SIGKILL for those that do not end."""
         for _, process in reversed(self._running):
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_process(process, END_S)
 
 
 class WholeRun:

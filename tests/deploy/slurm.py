@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from benchmarks.harness import end_process
 from tests.integration.cluster_harness import free_port
 from tests.waiting import until
 
@@ -91,12 +91,7 @@ class Slurm:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for process in reversed(self._processes):
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_process(process, END_S)
 
     def submit(self, *words: str, environment: dict[str, str]) -> int:
         """sbatch; return the job's number."""

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import end_process
 from tests.integration.cluster_harness import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_commands, pytest.mark.timeout(400)]
@@ -188,13 +189,7 @@ def ends_all() -> Iterator[list[subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
     yield started
     for process in reversed(started):
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_process(process, END_S)
 
 
 def test_the_readme_alone_makes_a_run(
