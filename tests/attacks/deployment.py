@@ -12,7 +12,7 @@ import ssl
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -192,6 +192,13 @@ class AttackedRun:
 
     def read_refusals(self, daemon: str) -> dict[str, float]:
         return {reason: float(value) for reason, value in _COUNT.findall(self._scrape(daemon))}
+
+    def going_on(self) -> Iterator[None]:
+        """Around a test: the run beside it goes on, and no daemon has taken more memory than it may."""
+        before = self.read_standing()
+        yield
+        self.require_rounds(before)
+        self.require_memory()
 
     def read_standing(self) -> RunProgress:
         text = self._scrape("master")

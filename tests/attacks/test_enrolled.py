@@ -41,10 +41,7 @@ JUST_BELOW = (1 << 20) - 64  # bytes: 1 MiB is refused by gRPC itself
 
 @pytest.fixture
 def run_goes_on(leasing: AttackedRun) -> Iterator[None]:
-    before = leasing.read_standing()
-    yield
-    leasing.require_rounds(before)
-    leasing.require_memory()
+    yield from leasing.going_on()
 
 
 @contextmanager

@@ -38,10 +38,7 @@ def store_of(run: AttackedRun) -> MirrorStore:
 
 @pytest.fixture(autouse=True)
 def run_goes_on(mirrored: AttackedRun) -> Iterator[None]:
-    before = mirrored.read_standing()
-    yield
-    mirrored.require_rounds(before)
-    mirrored.require_memory()
+    yield from mirrored.going_on()
 
 
 @contextmanager

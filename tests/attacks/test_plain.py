@@ -39,10 +39,7 @@ LANE_CLOSED_S = HANDSHAKE_MS / 1000 + 4.0
 
 @pytest.fixture(autouse=True)
 def run_goes_on(plain: AttackedRun) -> Iterator[None]:
-    before = plain.read_standing()
-    yield
-    plain.require_rounds(before)
-    plain.require_memory()
+    yield from plain.going_on()
 
 
 def tell(plain: AttackedRun, daemon: str, method: str, said: object) -> str:

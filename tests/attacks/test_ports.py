@@ -31,10 +31,7 @@ DAEMONS = ("master", "ps0", "west")
 
 @pytest.fixture(autouse=True)
 def run_goes_on(secured: AttackedRun) -> Iterator[None]:
-    before = secured.read_standing()
-    yield
-    secured.require_rounds(before)
-    secured.require_memory()
+    yield from secured.going_on()
 
 
 # ---- HTTP ----------------------------------------------------------------------------------------------------------

@@ -52,10 +52,7 @@ ENDS_S = 10.0  # left of a certificate that ends in the middle of something
 
 @pytest.fixture(autouse=True)
 def run_goes_on(secured: AttackedRun) -> Iterator[None]:
-    before = secured.read_standing()
-    yield
-    secured.require_rounds(before)
-    secured.require_memory()
+    yield from secured.going_on()
 
 
 def join(cluster: str) -> events.ClusterJoined:
