@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 import structlog
 import xxhash
-import yaml
 
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, FailedMirror
@@ -40,6 +39,7 @@ from dips.store import mirror as mirror_files
 from dips.store.mirror import MirrorStore, bring_back, copy_out
 from dips.store.tensorfile import PIECE_BYTES
 from dips.view.judging import Severity, judge_slave
+from tests.run_files import write_run_file
 from tests.unit.master.test_ledger import committed
 from tests.unit.master.test_ledger_mirror import TENSORS, Term, like
 from tests.unit.protocol.scripted_run import ScriptedRun
@@ -346,12 +346,7 @@ def mirrored_config(store: RealStore, tmp_path: Path, monkeypatch: pytest.Monkey
     """A run whose ledger's mirror is in the store."""
     monkeypatch.setattr(mirror_files, "AGAIN_S", 0.01)
     monkeypatch.setattr(ledger_mirror, "BACKOFF_S", (0.02, 0.1))
-    slave = {"name": "s0", "master": "127.0.0.1:1", "directory": "s0", "initial_model": "m/initial"}
-    master = {"directory": "m", "mirror": f"s3://{BUCKET}/mirror"}
-    (tmp_path / "dips.yaml").write_text(
-        yaml.safe_dump({"shared": {"run": "r"}, "master": master, "slaves": [slave], "tls": False})
-    )
-    config = load_run(tmp_path / "dips.yaml")
+    config = load_run(write_run_file(tmp_path, ["s0"], mirror=f"s3://{BUCKET}/mirror"))
     genesis.make_run(config, TENSORS)
     return config
 

@@ -42,6 +42,7 @@ from dips.store.mirror import MirrorStore, copy_out
 from tests.damage import load_parameters
 from tests.guillotine import Guillotine, Killed
 from tests.power_cut import PowerCut
+from tests.run_files import write_run_file
 
 V1 = VersionId(1, 1)
 SHAPES = {"a.w": (3,), "b.w": (2, 2)}
@@ -54,10 +55,7 @@ def tensors(value: float) -> dict[str, np.ndarray]:
 @pytest.fixture
 def config(tmp_path: Path) -> RunFile:
     """A run of two slaves at v1@r1: θ is 1 and m is 5 everywhere, both lie on both disks."""
-    slaves = [{"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial"} for n in ("s0", "s1")]
-    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "tls": False}
-    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
-    config = load_run(tmp_path / "dips.yaml")
+    config = load_run(write_run_file(tmp_path))
     row = genesis.make_run(config, tensors(0.0))
     manifest = Manifest.from_json(row.manifest)
     for name, layers in row.placement:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -26,6 +25,7 @@ from dips.outer_step import nesterov_step
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
 from dips.store.files import write_version
+from tests.run_files import write_run_file
 
 TOKENS = torch.arange(12).view(1, 12)
 V3 = VersionId(3, 4)
@@ -63,15 +63,7 @@ class Exported:
     """A run whose slaves hold v3@r4 of a trained model."""
 
     def __init__(self, directory: Path, trained: nn.Module) -> None:
-        slave = {"master": "127.0.0.1:1", "initial_model": "m/i.safetensors"}
-        content = {
-            "shared": {"run": "r"},
-            "master": {"directory": "m"},
-            "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
-            "tls": False,
-        }
-        self.file = directory / "dips.yaml"
-        self.file.write_text(yaml.safe_dump(content))
+        self.file = write_run_file(directory)
         tensors = {name: t.detach().numpy() for name, t in full_parameters(trained)[0].items()}
         row = make_run(load_run(self.file), {n: np.zeros_like(t) for n, t in tensors.items()}, wall=lambda: 0.0)
         manifest = Manifest.from_json(row.manifest)

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -16,6 +15,7 @@ from dips.commands.history import draw_audit
 from dips.master.ledger import Ledger
 from dips.protocol.options import TunedOption
 from dips.protocol.records import ClusterQuarantined, OperatorActed, OptionsTuned, RunRow
+from tests.run_files import write_run_file
 
 ROWS = (
     OperatorActed("alice.operator", "tune", "outer.lr=0.5", "done", False, 1e9),
@@ -25,9 +25,6 @@ ROWS = (
 
 @pytest.fixture(name="run_file")
 def made_run_file(tmp_path: Path) -> Path:
-    slave = {"name": "s", "directory": "s", "master": "127.0.0.1:1", "initial_model": "m/model.safetensors"}
-    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": [slave], "tls": False}
-    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     (tmp_path / "m").mkdir()
     row = RunRow("r", "c0ff1e", '{"format": 1, "layers": []}', (("s", (0,)),), ("0" * 32,), (1.0,))
     ledger = Ledger.create(tmp_path / "m" / "ledger.sqlite", row)
@@ -35,7 +32,7 @@ def made_run_file(tmp_path: Path) -> Path:
     changes = (TunedOption("outer.lr", 0.5), TunedOption("timing.window_s", 0.0, off=True))
     ledger.write_records([OptionsTuned(changes, 1.0), ROWS[0], ClusterQuarantined("west", "why", 2.0), ROWS[1]])
     ledger.close()
-    return tmp_path / "dips.yaml"
+    return write_run_file(tmp_path, ["s"])
 
 
 def type_words(*words: str) -> str:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from dips import cli
@@ -29,6 +28,7 @@ from dips.protocol.events import (
 from dips.protocol.options import Targets, TunedOption
 from dips.protocol.tunable import TUNABLE
 from dips.transport.endpoints import Endpoint
+from tests.run_files import write_run_file
 
 MASTER = ("--master", "127.0.0.1:1")
 DONE, AWAY = Acknowledged(), UnavailableMaster("nobody answers")
@@ -156,10 +156,7 @@ def test_a_cluster_that_is_not_quarantined_is_not_readmitted(ops: Operator) -> N
 
 @pytest.fixture(name="own")
 def words_of_itself(tmp_path: Path) -> tuple[str, ...]:
-    slave = {"name": "s0", "directory": "s0", "master": "127.0.0.1:1", "initial_model": "m/initial"}
-    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": [slave], "tls": False}
-    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
-    return ("drain", "s0", "--self", "--config", str(tmp_path / "dips.yaml"))
+    return ("drain", "s0", "--self", "--config", str(write_run_file(tmp_path, ["s0"])))
 
 
 def test_a_slave_asks_until_it_may_end(ops: Operator, own: tuple[str, ...]) -> None:

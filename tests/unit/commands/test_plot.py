@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from dips.cli import cli
@@ -34,6 +33,7 @@ from dips.protocol.records import (
     VersionResult,
 )
 from dips.view.points import list_points
+from tests.run_files import write_run_file
 
 V1, V2, V3 = VersionId(1, 1), VersionId(2, 3), VersionId(2, 4)
 
@@ -51,15 +51,7 @@ def committed(version: VersionId, parent: VersionId, *pushes: tuple[str, int, fl
 @pytest.fixture(name="run_file")
 def run_with_a_story(tmp_path: Path) -> Path:
     """Two versions in the lineage, one that was rolled back, a skipped round and an open one."""
-    content = {
-        "shared": {"run": "r"},
-        "master": {"directory": "m"},
-        "slaves": [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/i.safetensors"}],
-        "tls": False,
-    }
-    path = tmp_path / "dips.yaml"
-    path.write_text(yaml.safe_dump(content))
-    config = load_run(path)
+    config = load_run(path := write_run_file(tmp_path, ["s"]))
     make_run(config, {"w": np.zeros(3, np.float32)}, force=False, wall=lambda: 0.0)
     ledger = Ledger.open(ledger_path(config))
     skipped = (OutcomeRow(PushId("a", 1, 2), OutcomeKind.SKIPPED, "lost", 10, 4, 1.0, 0.0, ()),)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from dips.config import load_run
 from dips.errors import FailedDisk, StaleTerm
@@ -23,6 +22,7 @@ from dips.protocol.records import ProtocolRaised, RoundReserved, RunRow
 from dips.protocol.releases import OLDEST_PROTOCOL
 from dips.store.mirror import MirrorStore
 from tests.disk_calls import DiskCalls
+from tests.run_files import write_run_file
 
 MANIFEST = Manifest.from_shapes([("a.w", (4,))])
 ROW = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (1.0,))
@@ -115,14 +115,12 @@ def test_a_ledger_that_begins_with_dips_seed_is_whole_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no WAL lies beside it that SQLite would play into it."""
-    slaves = [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/initial"}]
-    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "tls": False}
-    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
+    config = load_run(write_run_file(tmp_path, ["s"]))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "ledger.sqlite-wal").write_bytes(b"of a ledger that somebody removed")
     proposed = waiting.propose_run({"a.w": np.ones(4, np.float32)}, Grouping())
     disk = DiskCalls(tmp_path / "m", monkeypatch)
-    waiting.begin_run(load_run(tmp_path / "dips.yaml"), proposed, lambda: 0.0)
+    waiting.begin_run(config, proposed, lambda: 0.0)
     assert disk.calls[disk.calls.index("fsync .beginning") :] == [
         "fsync .beginning",
         "fsync .beginning/ledger.sqlite",

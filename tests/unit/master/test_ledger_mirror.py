@@ -21,7 +21,6 @@ from typing import IO, Any
 import numpy as np
 import pytest
 import structlog
-import yaml
 
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, Corrupt, CorruptLedger, FailedMirror, StaleTerm
@@ -35,6 +34,7 @@ from dips.protocol.view import LedgerMirrorView
 from dips.store.files import ASIDE
 from dips.store.mirror import MirrorStore
 from tests.power_cut import PowerCut, fell_behind
+from tests.run_files import write_run_file
 from tests.waiting import until
 
 INITIAL = (genesis.INITIAL_SHARED, genesis.INITIAL_VERSION)
@@ -46,12 +46,7 @@ TENSORS = {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)}
 def config(tmp_path: Path) -> RunFile:
     """A run of two slaves whose ledger is mirrored to another directory."""
     (tmp_path / "mirror").mkdir()
-    slaves = [{"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial"} for n in ("s0", "s1")]
-    content = {
-        "shared": {"run": "r"}, "master": {"directory": "m", "mirror": "mirror"}, "slaves": slaves, "tls": False,
-    }  # fmt: skip
-    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
-    config = load_run(tmp_path / "dips.yaml")
+    config = load_run(write_run_file(tmp_path, mirror="mirror"))
     genesis.make_run(config, TENSORS)
     return config
 

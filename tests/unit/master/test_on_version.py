@@ -43,6 +43,7 @@ from dips.protocol.records import (
 from dips.protocol.view import VersionProcessView
 from dips.store.files import write_version
 from dips.telemetry import logs
+from tests.run_files import write_run_file
 from tests.waiting import eventually, until
 
 RESULT_S = 30.0  # a process that hangs must have been killed before
@@ -81,14 +82,8 @@ class Place:
 
     def __init__(self, directory: Path, **on_version: Any) -> None:
         (directory / "module_of_on_version.py").write_text(textwrap.dedent(MODULE))
-        content = {
-            "shared": {"run": "r"},
-            "master": {"directory": "m", "keep_every": 2, "on_version": {"every": 2, **on_version}},
-            "slaves": [{"name": "s", "master": "127.0.0.1:1", "directory": "s", "initial_model": "m/i.safetensors"}],
-            "tls": False,
-        }
-        self.file, self.directory = directory / "dips.yaml", directory
-        self.file.write_text(yaml.safe_dump(content))
+        self.file = write_run_file(directory, ["s"], keep_every=2, on_version={"every": 2, **on_version})
+        self.directory = directory
         self.config: RunFile = load_run(self.file)
         row = make_run(self.config, {"w": np.ones(3, np.float32)}, force=False, wall=lambda: 0.0)
         self.manifest = Manifest.from_json(row.manifest)

@@ -21,15 +21,13 @@ from dips.master.app import cli
 from dips.master.ledger import Ledger
 from dips.master.restore import SPARE
 from dips.protocol.records import IncarnationGiven, RangesLeased, RoundReserved, VersionsRetired
+from tests.run_files import write_run_file
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunFile:
     """A run of two slaves whose ledger has seen term 2, round 5, one cluster and one incarnation of each slave."""
-    slaves = [{"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial"} for n in ("s0", "s1")]
-    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "tls": False}
-    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
-    config = load_run(tmp_path / "dips.yaml")
+    config = load_run(write_run_file(tmp_path))
     genesis.make_run(config, {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)})
     with recover.open_ledger(config) as ledger:
         ledger.start_term()
