@@ -10,12 +10,11 @@ import pytest
 import yaml
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
-from dips.cli import cli
 from dips.errors import ConfigError, DipsError
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
+from tests.typed import type_dips
 
 TINY = str(Path(__file__).parent / "train_tiny.py")
 VERSIONS, EVERY = 5, 2
@@ -40,15 +39,6 @@ def file_of_a_master_elsewhere(run: harness.Run) -> Path:
     return path
 
 
-def export(*words: str) -> str:
-    """Run the command in this process; raise what it raised."""
-    done = CliRunner().invoke(cli, ["export", *words])
-    if isinstance(done.exception, DipsError):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 @pytest.mark.timeout(120)
 def test_versions_come_over_the_lanes(tmp_path: Path) -> None:
     """Before a run and after it, which takes no notice: bit for bit what the disks hold, and the file says of what.
@@ -69,14 +59,14 @@ def test_versions_come_over_the_lanes(tmp_path: Path) -> None:
         run.start_slaves()
         told = tmp_path / "master.log"
         run.until(lambda: told.read_text().count('"slave_ready"') == len(run.slaves), 60, "all slaves have registered")
-        assert "v0@r0" in export("--master", run.address, "--output", str(elsewhere / "first.safetensors"))
+        assert "v0@r0" in type_dips("export", "--master", run.address, "--output", str(elsewhere / "first.safetensors"))
         first = load_file(elsewhere / "first.safetensors")
         assert first.keys() == tensors.keys() and all(np.array_equal(first[name], t) for name, t in tensors.items())
 
         run.wait(run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")]), 60)
         lanes, disks = elsewhere / "lanes.safetensors", tmp_path / "disks.safetensors"
-        export("--master", run.address, "--output", str(lanes))
-        export("--config", str(run.file), "--output", str(disks))
+        type_dips("export", "--master", run.address, "--output", str(lanes))
+        type_dips("export", "--config", str(run.file), "--output", str(disks))
         assert lanes.read_bytes() == disks.read_bytes()
         with safe_open(lanes, "np") as file:
             head = file.metadata()["version"]
@@ -90,18 +80,20 @@ def test_versions_come_over_the_lanes(tmp_path: Path) -> None:
         assert passed == {"export.puller": (2, True), "on-version.puller": (2, True)}
 
         older, of_disks = elsewhere / "older.safetensors", tmp_path / "older.safetensors"
-        export("--master", run.address, "--output", str(older), "--version", "v2@r2")
-        export("--config", str(run.file), "--output", str(of_disks), "--version", "v2@r2")
+        type_dips("export", "--master", run.address, "--output", str(older), "--version", "v2@r2")
+        type_dips("export", "--config", str(run.file), "--output", str(of_disks), "--version", "v2@r2")
         assert older.read_bytes() == of_disks.read_bytes() != lanes.read_bytes()
         result, expected = rounds[1].result, sum(float(t.sum()) for t in load_file(older).values())
         assert result is not None and result.ok and result.numbers == {"sum": expected}, result
         with pytest.raises(ConfigError, match=f"no longer on its disks; the slaves keep {head}, v4@r4, v2@r2"):
-            export("--master", run.address, "--output", str(elsewhere / "old.safetensors"), "--version", "v1@r1")
+            type_dips(
+                "export", "--master", run.address, "--output", str(elsewhere / "old.safetensors"), "--version", "v1@r1"
+            )
         assert not (elsewhere / "old.safetensors").exists() and len(list(elsewhere.iterdir())) == 3
 
 
 def test_a_master_that_does_not_answer(tmp_path: Path) -> None:
     """Said with its address; nothing is left."""
     with pytest.raises(DipsError, match=r"127\.0\.0\.1:1"):
-        export("--master", "127.0.0.1:1", "--output", str(tmp_path / "x.safetensors"))
+        type_dips("export", "--master", "127.0.0.1:1", "--output", str(tmp_path / "x.safetensors"))
     assert not list(tmp_path.iterdir())

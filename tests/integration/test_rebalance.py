@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from benchmarks import namespaces
-from dips import cli
 from dips.ids import VersionId, reads_only
 from dips.store.files import staged_path, staged_versions
 from tests.damage import load_parameters
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 from tests.integration.test_constant_model import HERE, OUTER, reference
+from tests.typed import type_dips
 
 TWO, THREE = ["ps0", "ps1"], ["ps0", "ps1", "ps2"]
 # A push in bf16 is off by up to half a step, 2⁻⁹ of a difference below 1. Momentum adds to that for two versions, then
@@ -30,13 +29,6 @@ TWO, THREE = ["ps0", "ps1"], ["ps0", "ps1", "ps2"]
 # What is owed at the end is not in the last version: 2⁻⁹ of each cluster's last difference (at most 0.6), times
 # lr · (1 + momentum), and half a step of an int8 update: 1.9e-3.
 ROUNDED, SETTLED = 3e-3, 2e-3
-
-
-def dips(*words: str) -> str:
-    """Type a word of `dips`, in this process."""
-    done = CliRunner().invoke(cli.cli, list(words))
-    assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
-    return done.stdout
 
 
 def parameters(version: VersionId, roots: Sequence[Path], *, staged: bool = False) -> dict[str, bytes]:
@@ -58,8 +50,8 @@ def rebalance(run: harness.Run, slaves: list[str]) -> None:
     run.write_run_file()
     for name in slaves:
         (run.directory / name).mkdir(exist_ok=True)
-    assert "moved: " in dips("rebalance", "--config", str(run.file), "--dry-run")
-    dips("rebalance", "--config", str(run.file))
+    assert "moved: " in type_dips("rebalance", "--config", str(run.file), "--dry-run")
+    type_dips("rebalance", "--config", str(run.file))
     run.until(lambda: master.code is not None, 30, "the master ends")
     assert master.code == 78
     for process in daemons:
@@ -102,7 +94,7 @@ def test_two_three_two_in_the_middle_of_a_run(tmp_path: Path) -> None:
         run.until(lambda: gone.code is not None, 30, "ps2 ends")
         began = run.head().version
         run.until(lambda: run.head().version > began + 2, 60, "versions on two slaves again")
-        dips("stop", "--config", str(run.file))
+        type_dips("stop", "--config", str(run.file))
         for cluster in clusters:
             run.wait(cluster, 120)
         with run.ledger() as ledger:

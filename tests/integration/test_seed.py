@@ -11,27 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
 
-from dips.cli import cli
 from dips.errors import ConfigError, Denied, DipsError
 from dips.identity.names import PeerRole
 from dips.store.files import read_parameters
 from tests.enrolled import enroll_all
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
+from tests.typed import type_dips
 
 TINY = str(Path(__file__).parent / "train_tiny.py")
 VERSIONS = 2
-
-
-def dips_word(*words: str) -> str:
-    """Run a command in this process; raise what it raised."""
-    done = CliRunner().invoke(cli, [*words])
-    if isinstance(done.exception, DipsError):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 def model_of(number: int) -> dict[str, np.ndarray]:
@@ -53,7 +43,7 @@ def run(tmp_path: Path) -> Iterator[harness.Run]:
 
 def states_of(run: harness.Run) -> dict[str, str]:
     """What `dips status` says of each slave, or of the run that waits."""
-    picture = json.loads(dips_word("status", "--master", run.address, "--json"))
+    picture = json.loads(type_dips("status", "--master", run.address, "--json"))
     return {"run": picture.get("waiting", ""), **{name: s["state"] for name, s in picture["slaves"].items()}}
 
 
@@ -65,17 +55,17 @@ def test_a_run_begins_without_a_shared_disk(run: harness.Run, tmp_path: Path) ->
     master = run.start_master()
     run.until(lambda: "no_ledger" in (tmp_path / "master.log").read_text(), 30, "the master waits")
     assert "waits for the first model" in states_of(run)["run"]
-    assert "waits for the first model" in dips_word("status", "--master", run.address)
+    assert "waits for the first model" in type_dips("status", "--master", run.address)
     slaves = run.start_slaves()
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
 
-    assert "every slave has the first model" in dips_word(*seed)
+    assert "every slave has the first model" in type_dips(*seed)
     run.until(lambda: states_of(run)["ps0"] == states_of(run)["ps1"] == "ready", 30, "the slaves serve it")
     with pytest.raises(ConfigError, match="expected the first model of this run, got another: they differ in"):
-        dips_word(*other)
+        type_dips(*other)
     run.wait(west, 60)
     with pytest.raises(ConfigError, match="this run has begun, and takes no first model any more"):
-        dips_word(*seed)
+        type_dips(*seed)
 
     for process in (*slaves, master):
         process.terminate()
@@ -92,18 +82,18 @@ def test_what_crashes_on_the_way_is_nothing_or_whole(run: harness.Run, tmp_path:
     master = run.start_master()
     run.until(lambda: "no_ledger" in (tmp_path / "master.log").read_text(), 30, "the master waits")
     with pytest.raises(DipsError, match=r"not here: ps0, ps1|cannot be reached"):
-        dips_word(*seed[:-1], "0")
+        type_dips(*seed[:-1], "0")
     master.kill()
     run.start_master()
     slaves = run.start_slaves()
-    assert "every slave has the first model" in dips_word(*seed)
+    assert "every slave has the first model" in type_dips(*seed)
 
     slaves[0].kill()
     kept = (tmp_path / "ps1" / "v0@r0").stat().st_mtime_ns
     shutil.rmtree(tmp_path / "ps0")
     run.start_slave("ps0")
     run.until(lambda: states_of(run)["ps0"] == "restoring", 30, "it waits for the model again")
-    assert "every slave has the first model" in dips_word(*seed)
+    assert "every slave has the first model" in type_dips(*seed)
     run.until(lambda: states_of(run)["ps0"] == states_of(run)["ps1"] == "ready", 30, "the slaves serve it")
     assert (tmp_path / "ps1" / "v0@r0").stat().st_mtime_ns == kept, "what is there is not brought again"
 
@@ -126,7 +116,7 @@ def test_a_secured_run_is_seeded_and_a_slave_drains_itself(tmp_path: Path) -> No
         run.until(lambda: "no_ledger" in (tmp_path / "master.log").read_text(), 30, "the master waits")
 
         def word(*words: str, who: str = "alice.operator") -> str:
-            return dips_word(*words, "--master", run.address, "--credentials", str(tmp_path / "certs" / f"{who}.crt"))
+            return type_dips(*words, "--master", run.address, "--credentials", str(tmp_path / "certs" / f"{who}.crt"))
 
         seed = ("seed", "--model", str(tmp_path / "one.safetensors"), "--wait-s", "60")
         with pytest.raises(Denied, match="a certificate of operator, got that of viewer 'eve'"):
@@ -139,6 +129,6 @@ def test_a_secured_run_is_seeded_and_a_slave_drains_itself(tmp_path: Path) -> No
 
         run.until(ready, 30, "the slaves serve it")
         drain = ("drain", "ps0", "--self", "--config", str(run.file), "--wait-s", "30")
-        assert "ps0 may be stopped: drained" in dips_word(*drain)
+        assert "ps0 may be stopped: drained" in type_dips(*drain)
         assert json.loads(word("status", "--json"))["slaves"]["ps0"]["state"] == "draining"
-        assert "ps0 may be stopped: drained" in dips_word(*drain), "said again, it is drained still"
+        assert "ps0 may be stopped: drained" in type_dips(*drain), "said again, it is drained still"

@@ -7,23 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import dips
-from dips.cli import cli
 from tests.integration import train_constant as script
 from tests.integration.cluster_harness import Process, daemon, free_port
 from tests.integration.test_up import edit
+from tests.typed import type_dips
 from tests.waiting import until
 
 TINY = str(Path(__file__).parent / "train_tiny.py")
 ROUNDS = 5
 FACTORY = "tests.integration.train_constant:ConstantModel"
-
-
-def say(*words: str) -> None:
-    done = CliRunner().invoke(cli, words)
-    assert done.exit_code == 0, done.output + repr(done.exception)
 
 
 @pytest.mark.timeout(120)
@@ -32,10 +26,10 @@ def test_the_first_run_of_a_new_user(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     tmp_path = tmp_path / "first-run"
     run_file, cluster_file = tmp_path / "dips.yaml", tmp_path / "cluster.yaml"
-    say("new", str(tmp_path), "--bare", "--listen", address)
+    type_dips("new", str(tmp_path), "--bare", "--listen", address)
     edit(tmp_path / "shared.yaml", ("versions: 0 ", f"versions: {ROUNDS} "))
     edit(cluster_file, ("cluster: my-cluster ", "cluster: berlin "), ("aligned: 64 ", "aligned: 1 "))
-    say("init", "--config", str(run_file), "--factory", FACTORY, "--seed", "1")
+    type_dips("init", "--config", str(run_file), "--factory", FACTORY, "--seed", "1")
 
     commands = {
         "master": [*daemon("master"), "--config", str(run_file)],
@@ -51,8 +45,8 @@ def test_the_first_run_of_a_new_user(tmp_path: Path) -> None:
         for process in reversed(processes):
             process.terminate()
 
-    say("plot", "--config", str(run_file), "--output", str(tmp_path / "plots"))
+    type_dips("plot", "--config", str(run_file), "--output", str(tmp_path / "plots"))
     with (tmp_path / "plots" / "loss.csv").open(newline="") as file:
         assert [row["version"] for row in csv.DictReader(file)] == [f"v{n}@r{n}" for n in range(1, ROUNDS + 1)]
-    say("export", "--config", str(run_file), "--output", str(tmp_path / "model.safetensors"))
+    type_dips("export", "--config", str(run_file), "--output", str(tmp_path / "model.safetensors"))
     assert dips.load(script.ConstantModel(), tmp_path / "model.safetensors") == f"v{ROUNDS}@r{ROUNDS}"

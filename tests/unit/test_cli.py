@@ -20,6 +20,7 @@ from dips.commands import demo
 from dips.errors import ConfigError, DipsError, FailedDisk, UnavailableMaster, treatment_of
 from dips.store.files import read_parameters
 from tests.run_files import write_run_file
+from tests.typed import type_dips
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "torch_model_of_the_test:build"
@@ -59,22 +60,15 @@ def made_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return FACTORY
 
 
-def said(*words: str) -> str:
-    """Run a word that succeeds; return what it printed."""
-    result = CliRunner().invoke(cli.cli, words)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 def refused(*words: str) -> DipsError:
     """Run a word that fails; return its error."""
-    result = CliRunner().invoke(cli.cli, words)
-    assert isinstance(result.exception, DipsError), result.output
-    return result.exception
+    with pytest.raises(DipsError) as raised:
+        type_dips(*words)
+    return raised.value
 
 
 def init(run_file: Path, *words: str) -> str:
-    return said("init", "--config", str(run_file), *words)
+    return type_dips("init", "--config", str(run_file), *words)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +96,13 @@ def init(run_file: Path, *words: str) -> str:
 )
 def test_help_teaches(word: str) -> None:
     """Every word says what it does and shows an example that stands on a line of its own."""
-    text = said(*word.split(), "--help")
+    text = type_dips(*word.split(), "--help")
     assert re.search(rf"^ +Example:\n +dips {word}", text, re.MULTILINE)
 
 
 def test_version() -> None:
     """--version says it."""
-    assert said("--version") == f"dips {__version__}\n"
+    assert type_dips("--version") == f"dips {__version__}\n"
 
 
 def test_init_by_factory(run_file: Path, factory: str) -> None:
@@ -218,8 +212,8 @@ def test_history_of_a_new_run(run_file: Path, factory: str) -> None:
     """A run without rounds has an empty history; a directory without a ledger is named so."""
     refused("history", "--config", str(run_file))
     init(run_file, "--factory", factory)
-    assert "rounds" in said("history", "--config", str(run_file))
-    assert said("history", "--config", str(run_file), "--json") == ""
+    assert "rounds" in type_dips("history", "--config", str(run_file))
+    assert type_dips("history", "--config", str(run_file), "--json") == ""
 
 
 def test_export_of_version_zero(run_file: Path, factory: str) -> None:
@@ -227,7 +221,7 @@ def test_export_of_version_zero(run_file: Path, factory: str) -> None:
     init(run_file, "--factory", factory)
     out = run_file.parent / "out.safetensors"
     words = ("export", "--config", str(run_file), "--output", str(out))
-    assert said(*words).startswith("wrote v0@r0")
+    assert type_dips(*words).startswith("wrote v0@r0")
     initial = read_parameters(run_file.parent / "m/initial/v0@r0")
     assert all(np.array_equal(initial[name], tensor) for name, tensor in load_file(out).items())
     assert "snapshot" in str(refused(*words, "--version", "v1@r1"))

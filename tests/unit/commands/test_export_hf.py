@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 import dips
-from dips.cli import cli
 from dips.client.parallel import full_parameters
 from dips.config import load_run
 from dips.errors import ConfigError, CorruptSnapshot, DipsError
@@ -26,6 +24,7 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
 from dips.store.files import write_version
 from tests.run_files import write_run_file
+from tests.typed import type_dips
 
 TOKENS = torch.arange(12).view(1, 12)
 V3 = VersionId(3, 4)
@@ -83,12 +82,7 @@ class Exported:
 
     def export(self, output: Path, *words: str, version: VersionId | None = V3) -> str:
         asked = [] if version is None else ["--version", str(version)]
-        line = ["export", "--config", str(self.file), "--output", str(output), *asked, *words]
-        done = CliRunner().invoke(cli, line)
-        if isinstance(done.exception, DipsError):
-            raise done.exception
-        assert done.exit_code == 0, done.output
-        return done.output
+        return type_dips("export", "--config", str(self.file), "--output", str(output), *asked, *words)
 
 
 @pytest.fixture(name="trained", scope="module")

@@ -16,6 +16,7 @@ from dips.master.ledger import Ledger
 from dips.protocol.options import TunedOption
 from dips.protocol.records import ClusterQuarantined, OperatorActed, OptionsTuned, RunRow
 from tests.run_files import write_run_file
+from tests.typed import type_dips
 
 ROWS = (
     OperatorActed("alice.operator", "tune", "outer.lr=0.5", "done", False, 1e9),
@@ -35,17 +36,11 @@ def made_run_file(tmp_path: Path) -> Path:
     return write_run_file(tmp_path, ["s"])
 
 
-def type_words(*words: str) -> str:
-    done = CliRunner().invoke(cli.cli, list(words))
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def test_the_audit_is_listed(run_file: Path) -> None:
-    said = [json.loads(line) for line in type_words("history", "-c", str(run_file), "--audit", "--json").splitlines()]
+    said = [json.loads(line) for line in type_dips("history", "-c", str(run_file), "--audit", "--json").splitlines()]
     assert [OperatorActed(**row) for row in said] == list(ROWS)
     assert [row["caller"] for row in said] == ["alice.operator", "eve.viewer"]
-    newest = type_words("history", "-c", str(run_file), "--audit", "--json", "--last", "1")
+    newest = type_dips("history", "-c", str(run_file), "--audit", "--json", "--last", "1")
     assert json.loads(newest)["action"] == "drain"
     out = io.StringIO()
     Console(file=out, width=120).print(draw_audit(ROWS))
@@ -55,17 +50,17 @@ def test_the_audit_is_listed(run_file: Path) -> None:
 
 
 def test_what_was_tuned_stands_among_the_rounds(run_file: Path) -> None:
-    said = [json.loads(line) for line in type_words("history", "-c", str(run_file), "--json").splitlines()]
+    said = [json.loads(line) for line in type_dips("history", "-c", str(run_file), "--json").splitlines()]
     assert [(row["kind"], row["key"], row["value"]) for row in said] == [
         ("tuned", "outer.lr", 0.5),
         ("tuned", "timing.window_s", None),
     ]
-    assert "timing.window_s = off" in type_words("history", "-c", str(run_file))
+    assert "timing.window_s = off" in type_dips("history", "-c", str(run_file))
 
 
 def test_what_looks_says_json(run_file: Path) -> None:
     """Empty, but the names are there."""
-    assert json.loads(type_words("plot", "-c", str(run_file), "--json")) == {"pushes": [], "results": []}
+    assert json.loads(type_dips("plot", "-c", str(run_file), "--json")) == {"pushes": [], "results": []}
     (run_file.parent / "s").mkdir()
     said = json.loads(CliRunner().invoke(cli.cli, ["verify", "-c", str(run_file), "--json"]).stdout)
     assert said.keys() == {"intact", "verdict", "slaves"} and said["intact"]

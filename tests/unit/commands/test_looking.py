@@ -43,16 +43,11 @@ from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES
 from dips.transport.endpoints import master_peer
 from dips.wire.chunks import encode_body
 from tests.enrolled import Enrolled
+from tests.typed import type_dips
 from tests.unit.view.views import make_run as make_view
 
 ROOT = Path(__file__).parents[3]
 RUN = "july"
-
-
-def type_words(*words: str, code: int = 0) -> str:
-    done = CliRunner().invoke(cli.cli, list(words))
-    assert done.exit_code == code, done.output + repr(done.exception)
-    return done.output
 
 
 class FilesToCheck:
@@ -184,24 +179,24 @@ def test_half_a_certificate_is_looked_at_and_a_list_of_revoked_ones_missed(files
 def test_check_and_config_show_say_json(files: FilesToCheck) -> None:
     files.check()
     good, bad = ("--config", str(files.run_file)), ("--config", str(files.cluster_file))
-    said = json.loads(type_words("check", *good, "--json"))
+    said = json.loads(type_dips("check", *good, "--json"))
     assert said["ok"] and {tuple(row) for row in said["rows"]} == {("what", "verdict", "seen", "remedy", "silent")}
     files.cluster_file.write_text("cluster: west\n")
-    assert not json.loads(type_words("check", *good, *bad, "--json", code=78))["ok"]
-    assert "FAIL" in type_words("check", *bad, code=78)
-    assert json.loads(type_words("config", "show", good[1]))["shared"]["heartbeat_s"] == 2.0
+    assert not json.loads(type_dips("check", *good, *bad, "--json", code=78))["ok"]
+    assert "FAIL" in type_dips("check", *bad, code=78)
+    assert json.loads(type_dips("config", "show", good[1]))["shared"]["heartbeat_s"] == 2.0
 
 
 def test_peers_are_asked_for_a_cluster_file_by_itself(files: FilesToCheck) -> None:
     """With its run file it is compared with that: no master needs to run, and none can be compared with."""
     files.check()
     run, cluster = ("--config", str(files.run_file)), ("--config", str(files.cluster_file))
-    assert "nothing is wrong; 1 note\n" in type_words("check", *run, *cluster)
+    assert "nothing is wrong; 1 note\n" in type_dips("check", *run, *cluster)
     with pytest.raises(ConfigError, match="give cluster files only"):
         CliRunner().invoke(cli.cli, ["check", *run, *cluster, "--model", "m"], catch_exceptions=False)
     files.cluster["master"] = NOBODY
     files.check()
-    said = type_words("check", *cluster, code=69)
+    said = type_dips("check", *cluster, code=69)
     assert f"{files.cluster_file}: master: the master at {NOBODY} cannot be reached" in said
 
 
@@ -245,15 +240,15 @@ def test_the_newest_lines_of_logs_are_printed(files: FilesToCheck) -> None:
         (path := files.directory / directory).mkdir(parents=True)
         (path / f"{name}.log").write_bytes(b"".join(b"line %d \xff\n" % i for i in range(count)))
     words = ("logs", "-c", str(files.run_file))
-    lines = type_words(*words).splitlines()
+    lines = type_dips(*words).splitlines()
     assert len(lines) == 20 + 3 and lines[-1].startswith("master | line 29") and lines[0].startswith("s0     | line 0")
-    assert [line[:12] for line in type_words(*words, "s0", "-n", "2").splitlines()] == ["s0 | line 1 ", "s0 | line 2 "]
-    assert type_words(*words, "-n", "0") == ""
+    assert [line[:12] for line in type_dips(*words, "s0", "-n", "2").splitlines()] == ["s0 | line 1 ", "s0 | line 2 "]
+    assert type_dips(*words, "-n", "0") == ""
     with pytest.raises(ConfigError, match="no log of s9; there are those of s0, master"):
         CliRunner().invoke(cli.cli, [*words, "s9"], catch_exceptions=False)
     long = b"x" * (3 * logs.BLOCK)
     (files.directory / "m/slaves/s0.log").write_bytes(b"first\n" + long + b"\nlast\n")
-    assert type_words(*words, "s0", "-n", "2") == f"s0 | {long.decode()}\ns0 | last\n", "longer than a block"
+    assert type_dips(*words, "s0", "-n", "2") == f"s0 | {long.decode()}\ns0 | last\n", "longer than a block"
 
 
 def test_the_log_that_a_process_writes_now_is_printed(files: FilesToCheck) -> None:
@@ -263,9 +258,9 @@ def test_the_log_that_a_process_writes_now_is_printed(files: FilesToCheck) -> No
         (path := files.directory / directory / "s0.log").parent.mkdir(parents=True)
         path.write_text(f"in {directory}\n")
         os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age_s))
-    assert type_words("logs", "-c", str(files.run_file)) == "s0 | in m/slaves\n"
+    assert type_dips("logs", "-c", str(files.run_file)) == "s0 | in m/slaves\n"
     os.utime(files.directory / "logs" / "s0.log")
-    assert type_words("logs", "-c", str(files.run_file)) == "s0 | in logs\n"
+    assert type_dips("logs", "-c", str(files.run_file)) == "s0 | in logs\n"
 
 
 def test_logs_are_followed_by_whole_lines(files: FilesToCheck, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +279,7 @@ def test_logs_are_followed_by_whole_lines(files: FilesToCheck, monkeypatch: pyte
         path.write_bytes(steps.pop(0))
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=sleep))
-    said = type_words("logs", "-c", str(files.run_file), "--follow")
+    said = type_dips("logs", "-c", str(files.run_file), "--follow")
     assert [line[:12] for line in said.splitlines()] == [
         "west | one", "west | two", "west | three", "west | new", "west | yyyyy"
     ]  # fmt: skip
@@ -304,9 +299,9 @@ def test_a_follower_writes_where_it_is_told_or_beside_its_command(
 
     monkeypatch.setattr(follow, "_follow", follow_run)
     words = ("follow", "--master", NOBODY)
-    type_words(*words, "--output", str(tmp_path / "m.safetensors"))
-    type_words(*words, "--output", str(tmp_path / "m.safetensors"), "--command", "evaluate 'a b'")
-    type_words(*words, "--command", "evaluate")
+    type_dips(*words, "--output", str(tmp_path / "m.safetensors"))
+    type_dips(*words, "--output", str(tmp_path / "m.safetensors"), "--command", "evaluate 'a b'")
+    type_dips(*words, "--command", "evaluate")
     assert asked[:2] == [(tmp_path / "m.safetensors", command, True) for command in ([], ["evaluate", "a b"])]
     aside, command, was_there = asked[2]
     assert command == ["evaluate"] and was_there and not aside.parent.exists()
@@ -423,7 +418,7 @@ def test_a_slave_is_planned_as_it_counts_itself(files: FilesToCheck) -> None:
     files.run["slaves"][0].update(slots=3, pinned=2)
     files.check()
     words = ("plan", "memory", "--config", str(files.run_file), "--parameters", "2001", "--json")
-    plan = json.loads(type_words(*words))
+    plan = json.loads(type_dips(*words))
     assert [s["parameters"] for s in plan["slaves"]] == [1000, 1001] and plan["model"] == 2001
     assert plan["slaves"][0]["memory_bytes"] == MemorySum(1000, 3, 2, TRANSIT_BYTES + COPIES_BYTES).total_bytes
     assert plan["slaves"][0]["disk_bytes"] == 1000 * 8 * 3  # two that stay and the one that is written
@@ -439,18 +434,18 @@ def test_a_disk_has_room_for_what_stays_while_a_mirror_lags(files: FilesToCheck)
     for slave in files.run["slaves"]:
         slave["mirror"] = f"{slave['name']}-mirror"
     files.check()
-    assert json.loads(type_words(*words))["slaves"][0]["disk_bytes"] == 1000 * 8 * 5
+    assert json.loads(type_dips(*words))["slaves"][0]["disk_bytes"] == 1000 * 8 * 5
     files.run["master"].update(keep_every=10, keep_most=24)
     files.check()
-    assert json.loads(type_words(*words))["slaves"][0]["disk_bytes"] == 1000 * 8 * (5 + 24)
+    assert json.loads(type_dips(*words))["slaves"][0]["disk_bytes"] == 1000 * 8 * (5 + 24)
 
 
 def test_a_round_costs_what_disk_and_link_take() -> None:
     """The heaviest slave's snapshot over its disk's rate, the cluster's push and pull over its link's."""
     words = ("plan", "memory", "--parameters", "2000000000", "--slaves", "4", "--disk-mb", "125", "--link-gbit", "8")
-    cost = json.loads(type_words(*words, "--json"))["round"]
+    cost = json.loads(type_dips(*words, "--json"))["round"]
     assert (cost["push_s"], cost["persist_s"], cost["pull_s"], cost["start_s"]) == (8.0, 32.0, 8.0, 64.0)
-    said = type_words(*words)
+    said = type_dips(*words)
     assert "links of 1,000 MB/s and disks of 125 MB/s: 48.0 s beside the inner steps" in said
     assert "4.00 GB on the heaviest slave's disk, before the version counts: 32.0 s" in said
     assert "room for 3 snapshots of 4.00 GB" in said
@@ -469,7 +464,7 @@ def test_ranks_and_links_follow_the_codecs(files: FilesToCheck) -> None:
     files.cluster["overlap"] = "full"
     files.check()
     plan = json.loads(
-        type_words(
+        type_dips(
             *("plan", "memory", "--config", str(files.run_file), "--cluster", str(files.cluster_file)),
             *("--parameters", "65536", "--ranks", "4", "--json"),
         )
@@ -494,14 +489,14 @@ def test_ranks_are_planned_as_they_count_themselves() -> None:
 
 def test_a_plan_of_a_real_model_and_for_kubernetes() -> None:
     words = ("plan", "memory", "--factory", "dips.demo.model:build")
-    assert "1,070,464 parameters" in type_words(*words)
-    proposed = yaml.safe_load(type_words(*words, "--kubernetes", "--cpus", "6"))
+    assert "1,070,464 parameters" in type_dips(*words)
+    proposed = yaml.safe_load(type_dips(*words, "--kubernetes", "--cpus", "6"))
     assert proposed.keys() == {"master", "slave-0", "slave-1"}
     resources = proposed["slave-0"]["resources"]
     assert resources["requests"]["cpu"] == "6" and "cpu" not in resources["limits"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
-    assert "name the model" in type_words("plan", "memory", code=2)
-    assert "name the model" in type_words("plan", "memory", "--parameters", "3", "--factory", "a:b", code=2)
+    assert "name the model" in type_dips("plan", "memory", code=2)
+    assert "name the model" in type_dips("plan", "memory", "--parameters", "3", "--factory", "a:b", code=2)
 
 
 # ---- completion ----------------------------------------------------------------------------------------------------
@@ -547,12 +542,12 @@ def test_a_clusters_check_looks_at_the_agents_certificate(files: FilesToCheck) -
 
 def check_cluster(files: FilesToCheck, code: int) -> str:
     files.check()
-    return type_words("check", "--config", str(files.cluster_file), code=code)
+    return type_dips("check", "--config", str(files.cluster_file), code=code)
 
 
 def test_certificates_are_shown_as_json(tmp_path: Path) -> None:
     files = Enrolled(tmp_path, RUN).enroll("west", PeerRole.CLUSTER)
-    said = json.loads(type_words("certs", "show", str(files.cert), "--json"))
+    said = json.loads(type_dips("certs", "show", str(files.cert), "--json"))
     assert said.keys() == {"file", "who", "state", "serial", "until"} and said["state"] == "valid"
     assert said["who"] == "cluster 'west' of run 'july'"
 
@@ -597,7 +592,7 @@ def test_a_check_keeps_paths_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     content: dict[str, Any] = {"shared": {"run": RUN}, "cluster": "west", "master": NOBODY, "directory": str(directory)}
     content["tls"] = False
     (file := tmp_path / "west.yaml").write_text(yaml.safe_dump(content))
-    said = type_words("check", "--config", str(file), code=69)
+    said = type_dips("check", "--config", str(file), code=69)
     assert str(directory) in said
     assert f"FAIL  {file}: master: the master at {NOBODY} cannot be reached" in said
     assert "\n      start the master, or correct the key `master`" in said

@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 import structlog
 import yaml
-from typer.testing import CliRunner
 
-from dips import cli
 from dips.commands import rebalancing
 from dips.commands.rebalancing import rebalance_run
 from dips.config import load_run
@@ -38,6 +36,7 @@ from dips.transport.endpoints import Endpoint, master_peer
 from tests.damage import flip_bit
 from tests.guillotine import Guillotine, Killed
 from tests.power_cut import PowerCut
+from tests.typed import type_dips
 from tests.unit.slave.test_snapshots import MANIFEST, arrays, opened, same
 
 V1, V2, V3 = VersionId(1, 1), VersionId(2, 3), VersionId(3, 4)
@@ -127,19 +126,12 @@ def made_run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def dips(*words: str) -> str:
-    """Type a word of `dips`; raise what it raises."""
-    done = CliRunner().invoke(cli.cli, list(words), catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
 def test_a_dry_run_tells_moves_and_memory_and_changes_nothing(run: Path) -> None:
     """Also while the master runs, and where the slaves' directories are on other hosts."""
     for i in range(3):
         (run / f"s{i}").rmdir()
     with closing(Ledger.open(run / "m" / genesis.LEDGER)) as ledger:
-        told = dips("rebalance", "--config", str(run / "three.yaml"), "--dry-run")
+        told = type_dips("rebalance", "--config", str(run / "three.yaml"), "--dry-run")
         assert dict(ledger.run_row().placement).keys() == {"s0", "s1"}
     assert "run r: the layers lie on s0, s1" in told and "→ s2" in told
     assert "moved: " in told and " of 7 layers" in told and told.count("layers, memory ") == 3
@@ -163,7 +155,7 @@ def spoil_shared(run: Path) -> None:
 def test_a_plan_that_cannot_be(run: Path, spoil: Any, told: str) -> None:
     spoil(run)
     with pytest.raises(ConfigError, match=told):
-        dips("rebalance", "--config", str(run / "three.yaml"), "--dry-run")
+        type_dips("rebalance", "--config", str(run / "three.yaml"), "--dry-run")
 
 
 def test_directories_that_cannot_be(run: Path) -> None:

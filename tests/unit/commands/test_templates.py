@@ -23,6 +23,7 @@ from dips.commands.new import CLUSTER, RUN, SHARED, read_template
 from dips.config import ClusterFile, OnVersionSection, RunFile, Shared, load_cluster, load_run
 from dips.errors import ConfigError, LocalProtocolError
 from dips.protocol.options import Options
+from tests.typed import type_dips
 
 COMMENTED = re.compile(r"^( *)# ( *[a-z_]+:(?: .*)?)$", re.MULTILINE)
 MODELS = {RUN: RunFile, SHARED: Shared, CLUSTER: ClusterFile}
@@ -89,8 +90,7 @@ def test_a_key_that_no_template_shows_is_found() -> None:
 
 
 def write_all(directory: Path, *words: str) -> Path:
-    done = CliRunner().invoke(cli, ["new", str(directory), *(words or ["--bare"])])
-    assert done.exit_code == 0, done.output
+    type_dips("new", str(directory), *(words or ["--bare"]))
     return directory / RUN
 
 
