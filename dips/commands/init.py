@@ -71,6 +71,10 @@ def _from_factory(spec: str, seed: int, share_buffers: tuple[str, ...]) -> tuple
         parameters, frozen = full_parameters(made, share_buffers)
     except ConfigError as error:
         raise ConfigError(f"--factory {spec}: {error}") from error
+    if frozen and not parameters:
+        raise ConfigError(f"--factory {spec}: expected parameters that train; all {len(frozen)} are frozen")
+    if empty := [name for name, tensor in parameters.items() if tensor.is_meta]:
+        raise ConfigError(f"--factory {spec}: expected parameters with values; {empty[0]} is on meta")
     wrong = [name for name, tensor in parameters.items() if tensor.dtype is not torch.float32]
     if wrong:
         raise ConfigError(f"--factory {spec}: expected parameters in float32; {wrong[0]} is not")

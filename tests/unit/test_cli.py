@@ -37,6 +37,11 @@ def frozen():
     return model
 def nothing():
     return 7
+def empty():
+    with torch.device("meta"):
+        return build()
+def all_frozen():
+    return build().requires_grad_(False)
 def wide(width):
     return torch.nn.Linear(width, 3)
 model = build()
@@ -154,6 +159,8 @@ def test_init_by_file(run_file: Path, factory: str) -> None:
         (["--factory", "no_such_module:build"], "No module named 'no_such_module'"),
         (["--factory", "torch_model_of_the_test:bild"], "has no attribute 'bild'"),
         (["--factory", "torch_model_of_the_test:nothing"], "expected a torch.nn.Module, got int"),
+        (["--factory", "torch_model_of_the_test:empty"], "expected parameters with values; 0.weight is on meta"),
+        (["--factory", "torch_model_of_the_test:all_frozen"], "expected parameters that train; all 6 are frozen"),
         (["--factory", ":build"], "expected MODULE:FUNCTION, got ':build'"),
         (["--factory", "torch_model_of_the_test:"], "expected MODULE:FUNCTION"),
         (["--factory", ".torch_model_of_the_test:build"], "expected MODULE:FUNCTION"),
