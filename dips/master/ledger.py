@@ -166,6 +166,10 @@ class Ledger:
         with _one_moment(self._db):
             return read(self._db, number, limit)
 
+    def find_round_before(self, count: int) -> int:
+        """Return the number of the round before the newest `count` ones; 0 if there is none."""
+        return ledger_history.find_round_before(self._db, count)
+
     def find_unprocessed(self, every: int) -> VersionId | None:
         """Return the next version for `master.on_version`: each `every`-th one gets a VersionResult."""
         return find_unprocessed(self._db, every)

@@ -46,6 +46,12 @@ def read_newest(db: sqlite3.Connection) -> list[RoundHistory]:
     return rounds
 
 
+def find_round_before(db: sqlite3.Connection, count: int) -> int:
+    """Return the number of the round before the newest `count` ones; 0 if there is none."""
+    row = db.execute("SELECT round FROM rounds ORDER BY round DESC LIMIT 1 OFFSET ?", (count,)).fetchone()
+    return int(row[0]) if row else 0
+
+
 def read_rounds_after(db: sqlite3.Connection, number: int, limit: int) -> list[RoundHistory]:
     """Return the first `limit` rounds above a number, oldest first."""
     return _read_rounds(db, f"{_ROUNDS} WHERE r.round > ? ORDER BY r.round LIMIT ?", (number, limit))

@@ -161,6 +161,34 @@ def test_the_page_of_a_new_master_has_the_rounds_before_it(ledger: Ledger) -> No
     assert [point[0] for point in document["curves"]["run"]] == [20, 30]
 
 
+def test_a_new_master_recalls_the_newest_rounds_for_its_page_a_few_at_a_time(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand rounds of a thousand clusters would take 700 MB. The curve begins with what the lineage had before
+    them, and a version that was undone counts no further."""
+    monkeypatch.setattr("dips.master.page.ROUNDS_RECALLED", 4)
+    monkeypatch.setattr("dips.master.page.AT_ONCE", 3)
+    rolled_back(ledger)
+    for n in range(2, 6):
+        after = V1 if n == 2 else VersionId(n - 1, n + 2)
+        ledger.write_records([RoundReserved(n + 3, 0.0), committed(VersionId(n, n + 3), after, PushId("a", 1, n + 3))])
+    counts, read = list[int](), ledger.read_rounds_after
+
+    def read_few(*arguments: Any) -> Any:
+        counts.append(len(rounds := read(*arguments)))
+        return rounds
+
+    monkeypatch.setattr(ledger, "read_rounds_after", read_few)
+    monkeypatch.setattr(ledger, "read_history", None)
+    page = MasterPage({})
+    page.recall_ledger(ledger, ledger.read_state())
+    runtime: Any = SimpleNamespace(build_view=RunView)
+    document = page.read_state(runtime)
+    assert counts == [3, 1, 0]
+    assert [told["round"] for told in document["history"]] == [8, 7, 6, 5]
+    assert [point[0] for point in document["curves"]["run"]] == [20, 30, 40, 50]
+
+
 def test_ranges_that_are_trained_in_part(ledger: Ledger) -> None:
     """The newest Outcome that names a range counts; a skipped one changes nothing, a settled range is no part."""
 

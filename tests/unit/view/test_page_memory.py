@@ -7,7 +7,6 @@ from itertools import pairwise
 
 from dips.errors import DifferentModel, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.master.page import recall_rounds
 from dips.outer_step import nesterov_step
 from dips.protocol.effects import Failed, Note, Reply
 from dips.protocol.enums import OutcomeKind, RoundResult, Severity
@@ -105,12 +104,15 @@ def test_a_master_that_starts_again_goes_on_with_the_curve() -> None:
     """With its ledger's newest rounds, behind the tokens of all before them; one that was skipped made no version."""
     v3, v4, v5 = (VersionId(n, n) for n in (3, 4, 5))
     seen, skipped = PageMemory(), replace(applied(v5, v4, None), version=None, parent=None, kind="skipped", folds=())
-    recall_rounds(seen, [applied(v3, VersionId(2, 2), None), applied(v4, v3, None), skipped], v4, 1000)
+    seen.begin_lineage(VersionId(2, 2), 800)
+    for r in (applied(v3, VersionId(2, 2), None), applied(v4, v3, None), skipped):
+        seen.recall_round(r)
     assert [p.tokens for p in seen.curves.run.list_points()] == [900, 1000]
     see(seen, 5.0, version(6, after=4))
     assert [p.tokens for p in seen.curves.run.list_points()] == [900, 1000, 1100]
     new = PageMemory()
-    recall_rounds(new, [applied(VersionId(1, 1), GENESIS, None)], VersionId(1, 1), 100)
+    new.begin_lineage(GENESIS, 0)
+    new.recall_round(applied(VersionId(1, 1), GENESIS, None))
     assert [p.tokens for p in new.curves.run.list_points()] == [100]
 
 
