@@ -17,8 +17,10 @@ __version__ = "0.2.0.dev0"
 def load(model: torch.nn.Module, file: Path | str) -> str | None:
     """Load a version that `dips export` wrote into a plain module; return the version's name, None if it is not there.
 
-    The file must hold every trainable parameter of the model and nothing else, in fp32, of its shape and finite; one
-    name of a tied parameter is enough. Otherwise raises ConfigError or CorruptSnapshot, and leaves the model unchanged.
+    The file must hold every trainable parameter of the model, and nothing that the model has not, in fp32, of its shape
+    and finite; one name of a tied parameter is enough. Of a model that is frozen as a whole, for inference, what the
+    file holds is filled, and what it lacks is warned of. Otherwise raises ConfigError or CorruptSnapshot, and leaves
+    the model unchanged.
 
         model = build()
         dips.load(model, "model.safetensors")

@@ -61,16 +61,22 @@ def _match_names(path: Path | str, model: nn.Module, there: set[str]) -> dict[st
     """Map each name in the file to its parameter (a tied parameter may have any of its names) or its buffer."""
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            aliases.setdefault(parameter, []).append(plain_name(name))
+        aliases.setdefault(parameter, []).append(plain_name(name))
     found: dict[str, torch.Tensor] = {plain_name(name): buffer for name, buffer in model.named_buffers()}
     found = {name: buffer for name, buffer in found.items() if name in there and buffer.dtype.is_floating_point}
     found |= {name: parameter for parameter, names in aliases.items() for name in names if name in there}
-    missing = [names[0] for names in aliases.values() if not there & set(names)]
+    lacking = {p: names[0] for p, names in aliases.items() if not there & set(names)}
+    missing = [name for parameter, name in lacking.items() if parameter.requires_grad]
     unknown = sorted(there - found.keys())
     if missing or unknown:
         parts = [f"{what}: {join_some(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
         raise ConfigError(f"{path}: is not of this model; {'; '.join(parts)}; frozen parameters are not in a version")
+    if lacking and not any(parameter.requires_grad for parameter in aliases):  # a model that is made for inference
+        warnings.warn(
+            f"{path} does not hold {join_some(list(lacking.values()))}, which stay as the model has them: right for "
+            "the base of adapters, wrong for what the run trains",
+            stacklevel=4,
+        )
     for name, tensor in found.items():
         if isinstance(tensor, DTensor) or tensor.is_meta:
             raise ConfigError(

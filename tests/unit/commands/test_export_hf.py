@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import closing
 from pathlib import Path
 
@@ -230,6 +231,22 @@ def test_load_names_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(b"torn")
     with pytest.raises(CorruptSnapshot, match="no whole safetensors file"):
         dips.load(nn.Linear(2, 2), tmp_path / "m.safetensors")
+
+
+def test_a_model_that_is_frozen_for_inference_is_filled(tmp_path: Path) -> None:
+    """As is one of adapters, by what the file holds of it; what that lacks is told, since nothing says what trains."""
+    model = nn.Linear(2, 2).requires_grad_(False)
+    save_file({"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}, tmp_path / "m.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dips.load(model, tmp_path / "m.safetensors")
+    assert torch.equal(model.weight, torch.full((2, 2), 3.0)) and not model.bias.any()
+    save_file({"weight": torch.full((2, 2), 4.0)}, tmp_path / "m.safetensors")
+    with pytest.warns(UserWarning, match=r"m\.safetensors does not hold bias, which stay as the model has them"):
+        dips.load(model, tmp_path / "m.safetensors")
+    assert torch.equal(model.weight, torch.full((2, 2), 4.0))
+    with pytest.raises(ConfigError, match="unknown: weight"):
+        dips.load(nn.Sequential(model), tmp_path / "m.safetensors")
 
 
 def test_frozen_parameters_stay_the_modules_own(tmp_path: Path) -> None:
