@@ -89,8 +89,10 @@ class HttpConnection(H11Protocol):
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """Count a request that h11 rejects."""
+        """Count a request that h11 rejects. If that is for its body, what its headers have begun says no more."""
         count_refusal("http_request")
+        if self.cycle is not None:
+            self.cycle.disconnected = True
         super().send_400_response(msg)
 
     def on_response_complete(self) -> None:

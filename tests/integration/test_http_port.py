@@ -166,6 +166,20 @@ async def test_what_is_not_http_is_answered_and_counted() -> None:
     assert refusals_by_reason()["http_request"] == before + 1
 
 
+async def test_a_body_that_is_none_writes_no_log() -> None:
+    """Anybody who reaches the port, before any check of who reads, could fill the disk with tracebacks: the request was
+    answered twice, once for its headers and once for its body, and the second answer failed.
+    """
+    with capture_logs() as told:
+        async with serving(subject()) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+            writer.close()
+            assert (await ask(port, "/healthz"))[0] == 200
+    assert [row["event"] for row in told] == []
+
+
 async def test_a_connection_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether its client is idle, or does not read the answer: with TLS the next one shows a newer certificate."""
     monkeypatch.setattr(server, "CONNECTION_S", 0.05)
