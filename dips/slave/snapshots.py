@@ -24,6 +24,7 @@ from dips.protocol.manifest import Layer, Manifest
 from dips.slave.ports import READ_AT_START, Arrays
 from dips.store.files import (
     ASIDE,
+    HALF_REMOVED,
     REBALANCE_LOCK,
     STAGING,
     delete_version,
@@ -43,7 +44,7 @@ from dips.store.version import MANIFEST_FILE, OLD_LAYOUT, VersionManifest, diges
 from dips.telemetry.logs import Log
 
 _LOCK = ".lock"
-FilesState = tuple[tuple[str, int, int, int], ...]  # changes with the files of a version: name, inode, size, time
+FilesState = tuple[tuple[str | int, ...], ...]  # changes with the files of a version, and with who may read them
 MOST_READS = 3  # of a snapshot that its disk refuses to read, before it is passed over: an error may pass
 
 # ---- first model ----------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ class InitialModel:
 
 
 def files_state(folder: Path) -> FilesState:
-    """Return a value that differs if the files of a version were replaced or changed."""
+    """Return a value that differs if the files of a version were replaced or changed, or may be read by others."""
     try:
         return _state_of(folder.iterdir())
     except OSError:
@@ -176,7 +177,8 @@ def _state_of(files: Iterable[Path]) -> FilesState:
         found = [(file.name, file.stat()) for file in files]
     except OSError:
         return ()
-    return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found))
+    # Not by the time of the last change of any kind: a copy to the mirror links the files.
+    return tuple(sorted((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_mode, s.st_uid, s.st_gid) for name, s in found))
 
 
 # ---- snapshots ------------------------------------------------------------------------------------------------------
@@ -495,8 +497,11 @@ class Snapshots:
         another owner, which the master knows by its name alone, is left for a person.
 
         A reader whose source is a map of the file keeps it: Linux frees an unlinked file, and its disk space, when its
-        last map is gone. Each removal counts as progress. Raise the first error after all were tried.
+        last map is gone. Each removal counts as progress. Raise the first error after all were tried. What former
+        deletions have left goes, too: it has lost its name, so that nobody asks for it.
         """
+        for left in self._directory.glob(f"{HALF_REMOVED}*"):
+            shutil.rmtree(left, ignore_errors=True)
         failed = list[OSError]()
         for version in versions:
             try:

@@ -37,6 +37,7 @@ from dips.store.version import (
 )
 
 ASIDE = ".unfinished-"  # prefix of incomplete or half-removed versions, which are removed when the slave starts
+HALF_REMOVED = f"{ASIDE}old-"  # of the latter, which go with the next deletion, too
 LISTING_BYTES = 4096  # for each parameter in a manifest: name, shape, digests; an upper bound
 SYNC_THREADS = 8  # files that are synced at a time
 Owner = tuple[str, str, int]  # run, slave and incarnation
@@ -354,7 +355,7 @@ def put_version(aside: Path, path: Path) -> None:
 
 def delete_version(path: Path) -> None:
     """Remove a version, renamed first, so that a half-removed one is never taken for a whole one."""
-    aside = path.with_name(f"{ASIDE}old-{path.name}")
+    aside = path.with_name(f"{HALF_REMOVED}{path.name}")
     if aside.exists():  # of one that could not be removed before
         shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)

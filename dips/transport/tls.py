@@ -1,7 +1,7 @@
 """This process's certificate on gRPC, reloaded for new connections when the files change.
 
-Files that do not fit (half of a renewal, a missing Secret) are reported, and the loaded ones stay in use; a revocation
-list that fits is used in any case.
+Files that do not fit (half of a renewal, a missing Secret) or cannot be read are reported, and the loaded ones stay in
+use; a revocation list that fits is used in any case.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TlsSource:
         self._report, self._clock, self._lock = report, clock, threading.Lock()
         self._look: Future[None] | None = None  # the one that has not ended, or not been heard
         self._looked, self._stamp = clock(), self._take_stamp()
-        self._loaded, self._problem = self._load(), ""
+        self._loaded, self._problem, self._list_problem = self._load(), "", ""
 
     @property
     def run(self) -> str:
@@ -84,17 +84,21 @@ class TlsSource:
         return ""
 
     def _look_again(self) -> None:
+        """Load files that have changed, or were of no use at the last look: who may read them changes no stamp."""
         stamp = self._take_stamp()
-        if stamp == self._stamp:
+        if stamp == self._stamp and not self._problem:
             return
         try:
             self._require_revocations()
-            new, self._problem = self._load(), ""
-            self._use_files(new)
+            new = self._load()
         except ConfigError as error:
-            self._problem = f"the new files are not used: {error}"
-            self._report(self._problem)
+            problem, self._problem = self._problem, f"the new files are not used: {error}"
+            if problem != self._problem:
+                self._report(self._problem)
             self._take_revocations()
+        else:
+            self._problem = ""
+            self._use_files(new)
         self._stamp = stamp
 
     def _take_revocations(self) -> None:
@@ -103,8 +107,9 @@ class TlsSource:
             self._require_revocations()
             lists = read_lists(self.files, self._loaded.authorities)
         except ConfigError as error:
-            if str(error) not in self._problem:
-                self._report(f"the new revocation list is not used: {error}")
+            problem, self._list_problem = self._list_problem, f"the new revocation list is not used: {error}"
+            if problem != self._list_problem and str(error) not in self._problem:
+                self._report(self._list_problem)
             return
         if lists != self._loaded.lists:
             self._use_files(replace(self._loaded, lists=lists))
@@ -114,13 +119,15 @@ class TlsSource:
         or by that of another authority.
         """
         self._loaded = new.keep_revoked(self._loaded.lists)
+        problem, self._list_problem = self._list_problem, ""
         if len(self._loaded.lists) > len(new.lists):
-            lacks = (
+            self._list_problem = (
                 f"tls: {self.files.crl} lacks what it had revoked, which stays revoked: bring the newest list of each "
                 f"authority in {self.files.ca}, one behind the other"
             )
-            self._problem = self._problem or lacks
-            self._report(lacks)
+            self._problem = self._problem or self._list_problem
+            if problem != self._list_problem:
+                self._report(self._list_problem)
 
     def _require_revocations(self) -> None:
         """Raise ConfigError if the list is gone that revoked something: nobody is let in again by a missing file."""

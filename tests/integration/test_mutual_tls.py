@@ -301,6 +301,40 @@ class TestWithoutRestart:
         with pytest.raises(ConfigError, match="cannot be read: File name too long"):
             source_of(files, "west", PeerRole.CLUSTER)
 
+    def test_a_disk_that_answers_with_an_error_is_asked_again(self, enrolled: Enrolled, tmp_path: Path) -> None:
+        """As one of a network whose server starts anew: slaves and agents ended at their next heartbeat."""
+        clock, problems, disk = HandClock(), [], tmp_path / "disk"
+        disk.symlink_to(enrolled.enroll("west", PeerRole.CLUSTER).cert.parent)
+        files = TlsFiles.beside(disk / "west.cluster.crt")
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock, report=problems.append)
+        first = ours.read_current()
+        disk.unlink()
+        disk.symlink_to("n" * 300)  # no name of a file is as long
+        for _ in range(3):
+            clock.now += LOOK_S
+            assert ours.read_current() is first
+        assert "File name too long" in problems[0] and len(problems) == len(set(problems))
+        disk.unlink()
+        disk.symlink_to(enrolled.directory)
+        clock.now += LOOK_S
+        assert (ours.read_current().cert, ours.find_problem()) == (first.cert, "")
+
+    def test_what_a_refused_renewal_says_to_do_helps(self, enrolled: Enrolled) -> None:
+        """Who may read a file changes neither its size nor its time: the certificate before was used to its end."""
+        clock, problems = HandClock(), []
+        files = enrolled.enroll("west", PeerRole.CLUSTER)
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock, report=problems.append)
+        first = ours.read_current()
+        enrolled.enroll("west", PeerRole.CLUSTER)
+        files.key.chmod(0o644)
+        for _ in range(3):
+            clock.now += LOOK_S
+            assert ours.read_current() is first
+        assert len(problems) == 1 and problems[0].endswith("chmod 600 it")
+        files.key.chmod(0o600)
+        clock.now += LOOK_S
+        assert (ours.read_current().cert, ours.find_problem()) == (files.cert.read_bytes(), "")
+
     def test_a_list_that_vanishes_lets_nobody_in_again(self, enrolled: Enrolled) -> None:
         """Without crl.pem beside the certificate nothing is revoked; one that revoked something is missed."""
         clock, problems = HandClock(), []

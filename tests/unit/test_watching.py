@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dips.config.watching import ConfigWatch, explain_key, find_changes, keep_wa
 from dips.daemon import watch_file
 from dips.slave.app import list_foreign_keys
 from dips.telemetry import logs
+from tests.unit.slave.test_snapshots import as_nobody
 
 
 class EditedRunFile:
@@ -157,6 +159,22 @@ def test_no_bytes_of_a_file_end_who_looks_at_it(story: EditedRunFile, added: byt
     assert story.look() is None and "null byte" in story.said[-1]
     story.write(shared="shared.yaml", log_level="error")
     assert story.look() is not None
+
+
+def test_a_file_that_may_be_read_after_all_is_taken_over() -> None:
+    """An editor that ran as root has saved it: who may read a file changes neither its size nor its time."""
+    with TemporaryDirectory() as made:  # pytest's own are closed to others
+        directory = Path(made)
+        directory.chmod(0o777)
+        story = EditedRunFile(directory)
+        with as_nobody(*directory.iterdir()):
+            story.look()
+            story.write(log_level="debug")
+            story.path.chmod(0)
+            assert story.look() is None and "Permission denied" in story.said[-1]
+            story.path.chmod(0o600)
+            taken = story.look()
+            assert taken is not None and taken[0].log_level == "debug"
 
 
 def test_slaves_that_come_or_go_are_one_change(story: EditedRunFile) -> None:

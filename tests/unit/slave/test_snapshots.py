@@ -426,6 +426,26 @@ def test_a_snapshot_that_cannot_be_removed_holds_nothing_up() -> None:
             snapshots.close()
 
 
+def test_what_a_disk_has_removed_by_half_goes_with_the_next() -> None:
+    """It has lost its name, and nobody would ask for it again until its slave's next start: 50 GB for each."""
+    with TemporaryDirectory() as made:  # pytest's own are closed to others
+        path = Path(made) / "s"
+        path.parent.chmod(0o777)
+        snapshots, theta = opened(path), arrays((0, 1, 2, 3), 1)
+        for version in (V1, V2):
+            snapshots.write_snapshot(version, theta, theta)
+        snapshots.close()
+        (path / str(V1)).chmod(0o555)
+        with as_nobody(path, *path.rglob("*")):
+            snapshots = opened(path)
+            with pytest.raises(OSError, match="Permission denied"):
+                snapshots.delete_snapshots((V1,))
+            (path / f"{ASIDE}old-{V1}").chmod(0o755)
+            snapshots.delete_snapshots((V2,))
+            assert [p.name for p in path.iterdir()] == [".lock"]
+            snapshots.close()
+
+
 def test_what_a_disk_refuses_for_a_moment_is_not_taken_for_damaged() -> None:
     """The run would be rolled back to the version before: a slave says what it holds once the disk has answered, or
     has refused again and again; the same for a load, after which it says that it holds the version still.
@@ -457,6 +477,8 @@ def test_what_a_disk_refuses_for_a_moment_is_not_taken_for_damaged() -> None:
                 with pytest.raises(OSError, match="Permission denied"):
                     snapshots.complete_versions()
             assert (snapshots.complete_versions(), snapshots.unread_versions()) == ((V1,), ())
+            layer.chmod(0o600)
+            assert snapshots.complete_versions() == (V1, V2), "somebody has repaired it"
             snapshots.close()
 
 
