@@ -42,11 +42,14 @@ from dips.transport.backoff import Backoff
 # The master takes another process of a slave that was heard just now for a rival. A process that holds the directory's
 # lock knows that the former one has ended, and proves that it holds the directory by the former nonce, which no other
 # peer knows: so a slave that is restarted at once need not wait. A copy of the directory proves nothing, since its lock
-# is another file. Not fsynced: after a reboot the old process has been silent for long enough.
+# is another file; nor does a clone of its disk, or a file system that another host has mounted, too: there the former
+# process may live where the machine was started another time. Not fsynced: after a reboot the old process has been
+# silent for long enough.
 
 
 FILE = "process.json"
 NONCE_CHARS = 64  # most characters; ours have 32
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: random, of each start of a machine
 
 
 class LastProcess:
@@ -59,12 +62,14 @@ class LastProcess:
         """Return the nonce of the last process here that the master gave an incarnation; empty if unknown."""
         try:
             found = json.loads(self._path.read_text())
-            nonce, inode = found["nonce"], found["lock_inode"]
-            ours = isinstance(nonce, str) and len(nonce) <= NONCE_CHARS and inode == self._lock.stat().st_ino
+            nonce = found["nonce"]
+            ours = (
+                isinstance(nonce, str) and len(nonce) <= NONCE_CHARS and found.items() >= self._describe_lock().items()
+            )
             return nonce if ours else ""
         except FileNotFoundError:
             return ""
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._log.warning("last_process_not_read", path=str(self._path), error=str(error))
             return ""
 
@@ -74,10 +79,14 @@ class LastProcess:
         """
         aside = self._path.with_suffix(".new")
         try:
-            aside.write_text(json.dumps({"nonce": nonce, "lock_inode": self._lock.stat().st_ino}))
+            aside.write_text(json.dumps({"nonce": nonce, **self._describe_lock()}))
             aside.replace(self._path)
         except OSError as error:
             self._log.warning("last_process_not_written", path=str(self._path), error=str(error))
+
+    def _describe_lock(self) -> dict[str, object]:
+        """Return what tells this directory's lock from all others that somebody may hold now."""
+        return {"lock_inode": self._lock.stat().st_ino, "boot": BOOT_ID.read_text().strip()}
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dips.slave import registration
 from dips.slave.registration import FILE, LastProcess
 from dips.telemetry.logs import configure_log
 
@@ -31,6 +32,18 @@ def test_a_copy_of_a_directory_proves_nothing(tmp_path: Path) -> None:
     last_process(tmp_path / "held").keep_nonce("first")
     shutil.copytree(tmp_path / "held", tmp_path / "copy")
     assert last_process(tmp_path / "copy").read_nonce() == ""
+
+
+def test_a_clone_of_a_disk_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files have the same numbers, and the process before may live on the machine that was cloned: the clone took
+    its place, and with its older snapshots the run went back.
+    """
+    last_process(tmp_path).keep_nonce("first")
+    (tmp_path / "boot_id").write_text("another start, of another machine\n")
+    with monkeypatch.context() as cloned:
+        cloned.setattr(registration, "BOOT_ID", tmp_path / "boot_id")
+        assert last_process(tmp_path).read_nonce() == ""
+    assert last_process(tmp_path).read_nonce() == "first"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"nonce": 7, "lock_inode": 1}', "\x00" * 9, '{"nonce": "'])
