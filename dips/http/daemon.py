@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from ipaddress import ip_address
@@ -34,6 +35,7 @@ from dips.http.server import CERTIFICATE, MAX_HEADER_BYTES, HttpServer, bind_soc
 from dips.identity import certificates
 from dips.identity.certificates import identity_of, utc_now
 from dips.identity.names import PeerRole
+from dips.tasks import call_apart
 from dips.telemetry import metrics
 from dips.telemetry.logs import Log
 from dips.telemetry.metrics import LAG_S, Histogram
@@ -51,6 +53,7 @@ PROBES = frozenset({"/healthz", "/readyz"})  # the kubelet has no certificate; t
 READERS = frozenset({PeerRole.OPERATOR, PeerRole.VIEWER})  # besides the daemon's own name
 LEAST_TOKEN, MOST_TOKEN = 16, 4096  # characters
 LOOK_S = 1.0  # least time between two checks of the token's file
+SILENT_S = 1.0  # for its disk to answer; then the loaded one stays in use until it does
 SCHEME = "bearer "
 
 
@@ -69,6 +72,7 @@ class ReaderToken:
         """Read the token; raise ConfigError if it is not usable. `report` is called if a later one is not."""
         self._path, self._report, self._clock, self._lock = path, report, clock, threading.Lock()
         self._looked, self._digest, self._told = clock(), self._read_digest(), ""
+        self._look: Future[None] | None = None  # the last one
 
     def matches(self, token: str) -> bool:
         """Whether it is the token, compared in constant time."""
@@ -77,15 +81,19 @@ class ReaderToken:
     def _current_digest(self) -> bytes:
         with self._lock:
             now = self._clock()
-            if now - self._looked >= LOOK_S:
-                self._looked = now
-                try:
-                    self._digest, self._told = self._read_digest(), ""
-                except ConfigError as error:
-                    if str(error) != self._told:
-                        self._told = str(error)
-                        self._report(f"the new token is not used: {error}")
+            if now - self._looked >= LOOK_S and (self._look is None or self._look.done()):
+                self._looked, self._look = now, call_apart(self._look_again, "http token")
+                with suppress(TimeoutError):
+                    self._look.result(SILENT_S)
             return self._digest
+
+    def _look_again(self) -> None:
+        try:
+            self._digest, self._told = self._read_digest(), ""
+        except (ConfigError, OSError) as error:
+            if str(error) != self._told:
+                self._told = str(error)
+                self._report(f"the new token is not used: {error}")
 
     def _read_digest(self) -> bytes:
         token = certificates.read_key_pem(self._path, "http_token").decode("ascii", "replace").strip()

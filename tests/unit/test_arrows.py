@@ -63,7 +63,8 @@ MAY: dict[str, set[str]] = {
     | {"dips.telemetry.refusals"},
     "dips.view": LOW | {"dips.protocol", "dips.telemetry"},
     "dips.master": BELOW_ROLES - {"dips.outer"} | {"dips.view"},
-    "dips.http": LOW | {"dips.config", "dips.identity", "dips.telemetry", "dips.transport", "dips.__init__"},
+    "dips.http": LOW
+    | {"dips.config", "dips.identity", "dips.tasks", "dips.telemetry", "dips.transport", "dips.__init__"},
     "dips.slave": BELOW_ROLES,
     # The command and the doors of a training script bring the agent and the library together; these never meet.
     "dips.client": BELOW_ROLES - {"dips.outer"} | {"dips.data"},

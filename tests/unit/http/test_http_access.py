@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from dips.errors import ConfigError
+from dips.http import daemon
 from dips.http.daemon import (
     CERTIFICATE,
     LEAST_TOKEN,
@@ -154,6 +157,25 @@ def test_a_token_is_replaced_without_a_restart(tmp_path: Path) -> None:
     for now[0] in (3.0, 5.0):
         assert token.matches("f" * 32)
     assert len(told) == 1 and "the new token is not used" in told[0]
+
+
+def test_a_silent_disk_under_the_token_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are checked on the port's one loop: probes had no answer, and a supervisor kills who gives none.
+
+    A read of a FIFO waits for its writer, as one of a network's disk for its server.
+    """
+    monkeypatch.setattr(daemon, "SILENT_S", 0.05)
+    now, file = [0.0], token_file(tmp_path)
+    token = ReaderToken(file, lambda problem: None, clock=lambda: now[0])
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    for now[0] in (1.0, 2.0, 3.0):
+        assert token.matches(TOKEN)
+    looks = [thread for thread in threading.enumerate() if thread.name == "http token"]
+    assert len(looks) == 1, "one thread waits for it, however long it is silent"
+    file.write_text("f" * 32)  # the disk answers
+    looks[0].join(10.0)
+    assert token.matches("f" * 32)
 
 
 @pytest.mark.parametrize(
