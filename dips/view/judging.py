@@ -85,7 +85,9 @@ def _judged_cluster(c: ClusterView, newest: Heard | None, now: float, run: RunVi
     heartbeat, heard_s, lost = c.heartbeat, c.heard_s, c.tokens_lost
     if newest is not None and isinstance(newest[0], ClusterHeartbeat):
         heartbeat, heard_s, lost = newest[0], now - newest[1], lost + newest[0].tokens_lost
-    word, severity, why = judge_cluster(c, heartbeat, _silent_s(heard_s, run, heartbeat_s), run.finished is not None)
+    word, severity, why = judge_cluster(
+        c, heartbeat, _silent_s(heard_s, c.since_s, run, heartbeat_s), run.finished is not None
+    )
     return replace(c, heartbeat=heartbeat, heard_s=heard_s, tokens_lost=lost, word=word, severity=severity, why=why)
 
 
@@ -93,7 +95,7 @@ def _judged_slave(s: SlaveView, newest: Heard | None, now: float, run: RunView, 
     heartbeat, heard_s = s.heartbeat, s.heard_s
     if newest is not None and isinstance(newest[0], SlaveHeartbeat):
         heartbeat, heard_s = newest[0], now - newest[1]
-    word, severity, why = judge_slave(s, heartbeat, _silent_s(heard_s, run, heartbeat_s))
+    word, severity, why = judge_slave(s, heartbeat, _silent_s(heard_s, s.since_s, run, heartbeat_s))
     return replace(s, heartbeat=heartbeat, heard_s=heard_s, word=word, severity=severity, why=why)
 
 
@@ -105,12 +107,12 @@ def judge_cluster(
     why, held = "" if c.cause in PLAIN else c.reason, _explain_quarantine(c)
     if c.state is ClusterState.GONE:
         why = f"quarantined {held}; {c.reason}" if held else why
-        quiet = c.cause in QUIET or finished
+        quiet = c.cause in QUIET or finished or c.reads  # nothing waits for who only pulls
         return ("left", Severity.PLAIN, why) if quiet else ("gone", Severity.ATTENTION, why)
     if held:
         return "quarantined", Severity.ATTENTION, f"{held}; {c.reason}"
     if silent_s is not None:
-        return "silent", Severity.ATTENTION, _explain_silence(silent_s, heartbeat is not None, c.state)
+        return "silent", Severity.ATTENTION, _explain_silence(silent_s, c.state)
     if heartbeat is not None and trainer is TrainerState.DEAD:
         crashing = any(remark.subject is RemarkSubject.CRASH for remark in heartbeat.remarks)  # which says how
         return ("crashing", Severity.ATTENTION, "") if crashing else ("stopped", Severity.ATTENTION, c.reason)
@@ -141,7 +143,7 @@ def judge_slave(s: SlaveView, heartbeat: SlaveHeartbeat | None, silent_s: float 
         work = heartbeat.work if heartbeat is not None else None
         return word, Severity.ATTENTION, s.reason if work is None else f"{s.reason}; {work.describe_progress()}"
     if silent_s is not None:
-        return "silent", Severity.ATTENTION, _explain_silence(silent_s, heartbeat is not None, s.state)
+        return "silent", Severity.ATTENTION, _explain_silence(silent_s, s.state)
     if heartbeat is not None and heartbeat.disk_free < LEAST_FREE * heartbeat.disk_total:
         share = heartbeat.disk_free / heartbeat.disk_total
         return word, Severity.ATTENTION, f"its disk is nearly full: {share:.1%} are free"
@@ -150,15 +152,14 @@ def judge_slave(s: SlaveView, heartbeat: SlaveHeartbeat | None, silent_s: float 
     return word, Severity.GOOD, "" if s.cause is SlaveCause.SERVES else s.reason
 
 
-def _silent_s(heard_s: float | None, run: RunView, heartbeat_s: float) -> float | None:
-    """Since when nothing was heard, if that is too long; one never heard counts from this master's start."""
-    since = run.uptime_s if heard_s is None else heard_s
-    return since if since > SILENT_HEARTBEATS * heartbeat_s else None
+def _silent_s(heard_s: float | None, since_s: float, run: RunView, heartbeat_s: float) -> float | None:
+    """Since when nothing was heard, if that is too long; of one that was never heard, since it came or this master."""
+    silent_s = min(since_s, run.uptime_s) if heard_s is None else heard_s
+    return silent_s if silent_s > SILENT_HEARTBEATS * heartbeat_s else None
 
 
-def _explain_silence(silent_s: float, was_heard: bool, state: str) -> str:
-    when = f"for {silent_s:.0f} s" if was_heard else "since this master started"
-    return f"no heartbeat {when}; it was {state}"
+def _explain_silence(silent_s: float, state: str) -> str:
+    return f"no heartbeat for {silent_s:.0f} s; it was {state}"
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------

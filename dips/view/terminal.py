@@ -98,7 +98,7 @@ def counts_line(view: RunView) -> str:
     """How the rounds so far have ended, and whether clusters meet in them."""
     rounds, met = view.rounds, view.met
     ended = f"{rounds.applied} applied, {rounds.unchanged} unchanged, {rounds.skipped} skipped"
-    if len(view.clusters) < 2 or not met.versions:
+    if sum(not c.reads for c in view.clusters.values()) < 2 or not met.versions:
         return ended
     return f"{ended}; {met.all} of the last {met.versions} with all clusters"
 

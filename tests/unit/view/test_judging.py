@@ -75,6 +75,7 @@ def test_a_view_travels_as_json() -> None:
         (make_cluster("gone", "ended"), "left", Severity.PLAIN),
         (make_cluster("gone", "silent"), "gone", Severity.ATTENTION),
         (make_cluster("gone", "gave_up"), "gone", Severity.ATTENTION),
+        (make_cluster("gone", "silent", reads=True), "left", Severity.PLAIN),
         (make_cluster(heard_s=4.0), "training", Severity.GOOD),
         (make_cluster(heard_s=4.1), "silent", Severity.ATTENTION),
         (make_cluster(cause="follows"), "following", Severity.GOOD),
@@ -103,7 +104,7 @@ def test_a_cluster_has_a_word(cluster: ClusterView, word: str, severity: Severit
         (make_slave(), "ready", Severity.GOOD),
         (make_slave("lost", "silent"), "lost", Severity.BROKEN),
         (make_slave("restoring", "loads"), "restoring", Severity.ATTENTION),
-        (make_slave(heard_s=None), "silent", Severity.ATTENTION),
+        (make_slave(heard_s=None, since_s=9.0), "silent", Severity.ATTENTION),
         (make_slave(disk_free=4, disk_total=100), "ready", Severity.ATTENTION),
         (make_slave(disk_free=5, disk_total=100), "ready", Severity.GOOD),
         (make_slave(mirror=MirrorView(failing=True, reason="full")), "ready", Severity.ATTENTION),
@@ -115,11 +116,16 @@ def test_a_slave_has_a_word(slave: SlaveView, word: str, severity: Severity) -> 
 
 
 def test_silence_is_counted_from_the_last_heartbeat() -> None:
-    """Or from this master's start, for a slave of which it has heard nothing."""
-    late, unheard = make_slave(heard_s=9.0), replace(make_slave(heard_s=None), heartbeat=None)
-    slaves = make_run(slaves={"late": late, "unheard": unheard}).slaves
-    assert slaves["late"].why == "no heartbeat for 9 s; it was ready"
-    assert slaves["unheard"].why == "no heartbeat since this master started; it was ready"
+    """Or from when it came, or this master's start, for a slave of which it has heard nothing."""
+    late, unheard = make_slave(heard_s=9.0), replace(make_slave(heard_s=None, since_s=200.0), heartbeat=None)
+    came, new = replace(unheard, since_s=5.0), replace(unheard, since_s=2.0)
+    slaves = make_run(slaves={"late": late, "unheard": unheard, "came": came, "new": new}).slaves
+    assert {name: s.why for name, s in slaves.items()} == {
+        "late": "no heartbeat for 9 s; it was ready",
+        "unheard": "no heartbeat for 100 s; it was ready",
+        "came": "no heartbeat for 5 s; it was ready",
+        "new": "",
+    }
 
 
 def test_a_slave_that_restores_says_how_far_it_is() -> None:

@@ -140,8 +140,9 @@ def test_clusters_that_cannot_meet_are_named() -> None:
     """Windows that heartbeats cannot steer are said, and nothing is said where there is nothing to meet."""
     warning = "windows every 1.4 s are too short"
     assert f"pace: {warning}" in drawn(render_status(replace(STATUS, pace_warning=warning)))
-    alone = replace(STATUS, clusters={"berlin": STATUS.clusters["berlin"]})
-    assert "all clusters" not in drawn(render_status(alone))
+    one = STATUS.clusters["berlin"]
+    for alone in ({"berlin": one}, {"berlin": one, "ada.operator": replace(one, reads=True)}):
+        assert "all clusters" not in drawn(render_status(replace(STATUS, clusters=alone)))
     two = replace(STATUS, clusters={name: STATUS.clusters[name] for name in ("berlin", "tokyo")})
     assert "17 of the last 20 with all clusters" in drawn(render_status(two))
     assert "all clusters" not in drawn(render_status(replace(two, met=MetView())))
