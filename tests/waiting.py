@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 PAUSE_S = 0.01
+TURN_S = 0.001  # on an event loop, whose tasks may go on to what is awaited next
 
 
 def until(holds: Callable[[], object], what: object = "", within_s: float = 20.0, pause_s: float = PAUSE_S) -> None:
@@ -21,4 +22,4 @@ async def eventually(holds: Callable[[], object], within_s: float = 20.0) -> Non
     """Wait until `holds()` while the event loop runs; raise TimeoutError after `within_s`."""
     async with asyncio.timeout(within_s):
         while not holds():
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(TURN_S)

@@ -41,6 +41,10 @@ class LoadedTls:
         """Return the authority that has signed this list; None if it is none of ours."""
         return _find_signer(revocations, self.authorities)
 
+    def with_lists(self, lists: tuple[x509.CertificateRevocationList, ...]) -> LoadedTls:
+        """Return the same with other revocation lists."""
+        return replace(self, lists=lists, revoked=_list_serials(lists))
+
     def keep_revoked(self, former: Iterable[x509.CertificateRevocationList]) -> LoadedTls:
         """Return the same with those former lists, too, that revoke more, whose authority is trusted, and that no later
         list of that authority has replaced.
@@ -54,8 +58,7 @@ class LoadedTls:
             and (ours := self.find_signer(crl)) is not None
             and not any(signer == ours and at > crl.last_update_utc for signer, at in present)
         )
-        lists = (*self.lists, *kept)
-        return replace(self, lists=lists, revoked=_list_serials(lists))
+        return replace(self, lists=(*self.lists, *kept), revoked=self.revoked | _list_serials(kept))
 
 
 def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from datetime import datetime
 from typing import Any, cast
 
@@ -112,7 +111,7 @@ class TlsSource:
                 self._report(self._list_problem)
             return
         if lists != self._loaded.lists:
-            self._use_files(replace(self._loaded, lists=lists))
+            self._use_files(self._loaded.with_lists(lists))
 
     def _use_files(self, new: LoadedTls) -> None:
         """Use these files, and of the former revocation lists what they lack: nobody is let in again by an older list,

@@ -17,7 +17,8 @@ from benchmarks import namespaces
 from dips.protocol.manifest import Manifest
 from tests.chaos import train_falling
 from tests.damage import load_parameters
-from tests.integration.test_rebalance import HOSTS, Apart, dips, made_hosts
+from tests.integration.test_rebalance import HOSTS, Apart, made_hosts
+from tests.typed import type_dips
 
 __all__ = ["made_hosts"]
 
@@ -53,7 +54,7 @@ def test_a_lost_disk_is_made_up_for_from_another_host(
         cluster = run.start_cluster("west", [sys.executable, train_falling.__file__], steps=3)
         run.until(lambda: run.head().version >= 2, 240, "versions")
         saved = tmp_path / "saved.safetensors"
-        dips("export", "--config", str(run.file), "--output", str(saved))
+        type_dips("export", "--config", str(run.file), "--output", str(saved))
         exported = run.head().version
         run.until(lambda: run.head().version > exported + 5, 240, "versions after the export")
 

@@ -95,7 +95,7 @@ async def test_an_answer_that_orders_nothing_wakes_the_rank(play: Play) -> None:
 async def test_each_heartbeat_is_followed_by_the_next(play: Play) -> None:
     """Answered or not, with the time between two; the last message is the farewell."""
     async with running(play, {}, fails_first=2, problem="tls: expired") as (_, master):
-        await eventually(lambda: len(master.heartbeats) == 5)
+        await eventually(lambda: len(master.heartbeats) >= 5)
     assert master.heartbeats[0].remarks[0].text == "certificate: tls: expired"
     assert [type(event) for event in master.asked] == [ClusterLeft]
 
