@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -357,9 +358,10 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     monkeypatch.setattr(journal_module, "RETRY_S", 0.0)
     journal = bare(tmp_path)
     until(lambda: journal.read_status().bytes > 0)
-    hangs = True
+    hangs, reached = True, threading.Event()
 
     def hang() -> None:
+        reached.set()
         until(lambda: not hangs)
 
     journal._writer._file = Full(journal._writer._file, hang)  # type: ignore[assignment, arg-type]
@@ -367,7 +369,7 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
         journal._log = structlog.get_logger()
         for at in range(1000):
             journal.record_step(Ticked(), float(at), [])
-            assert journal.read_status().waiting <= 100
+            assert reached.wait(20.0) and journal.read_status().waiting <= 100
     assert "a disk that does not keep up" in logs[0]["why"] and len(logs) == 1
     assert not journal.is_segment_due(), "before what waits is written, a new segment would wait, too"
     hangs = False
