@@ -488,9 +488,10 @@ def test_a_first_model_that_a_disk_refuses_for_a_moment_is_looked_at_again() -> 
         path = Path(made) / "s"
         path.parent.chmod(0o777)
         opened(path).close()
-        manifest = path.parent / "initial" / str(GENESIS) / MANIFEST_FILE
+        initial = path.parent / "initial"
+        manifest = initial / str(GENESIS) / MANIFEST_FILE
         manifest.chmod(0)
-        with as_nobody(path, *path.rglob("*"), manifest):
+        with as_nobody(path, *path.rglob("*"), initial, *initial.rglob("*")):
             snapshots = opened(path)
             assert not snapshots.holds_initial()
             manifest.chmod(0o600)
