@@ -11,6 +11,7 @@ from random import Random
 
 from dips.dataclass import replace
 from dips.errors import Busy, FailedMirror, Stale, Unavailable
+from dips.files import read_boot_id
 from dips.ids import VersionId
 from dips.protocol.effects import LoadVersion, Registered, RegisterLater
 from dips.protocol.events import SlaveRegistered
@@ -49,7 +50,6 @@ from dips.transport.backoff import Backoff
 
 FILE = "process.json"
 NONCE_CHARS = 64  # most characters; ours have 32
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: random, of each start of a machine
 
 
 class LastProcess:
@@ -86,7 +86,7 @@ class LastProcess:
 
     def _describe_lock(self) -> dict[str, object]:
         """Return what tells this directory's lock from all others that somebody may hold now."""
-        return {"lock_inode": self._lock.stat().st_ino, "boot": BOOT_ID.read_text().strip()}
+        return {"lock_inode": self._lock.stat().st_ino, "boot": read_boot_id()}
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------

@@ -39,9 +39,8 @@ def test_a_clone_of_a_disk_proves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     its place, and with its older snapshots the run went back.
     """
     last_process(tmp_path).keep_nonce("first")
-    (tmp_path / "boot_id").write_text("another start, of another machine\n")
     with monkeypatch.context() as cloned:
-        cloned.setattr(registration, "BOOT_ID", tmp_path / "boot_id")
+        cloned.setattr(registration, "read_boot_id", lambda: "another start, of another machine")
         assert last_process(tmp_path).read_nonce() == ""
     assert last_process(tmp_path).read_nonce() == "first"
 
