@@ -87,6 +87,7 @@ def test_what_crashes_on_the_way_is_nothing_or_whole(run: harness.Run, tmp_path:
     run.start_master()
     slaves = run.start_slaves()
     assert "every slave has the first model" in type_dips(*seed)
+    run.until(lambda: states_of(run)["ps0"] == states_of(run)["ps1"] == "ready", 30, "the slaves serve it")
 
     slaves[0].kill()
     kept = (tmp_path / "ps1" / "v0@r0").stat().st_mtime_ns
