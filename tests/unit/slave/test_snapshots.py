@@ -398,52 +398,51 @@ def as_nobody(*owned: Path) -> Iterator[None]:
         os.seteuid(user)
 
 
+@contextmanager
+def beside_an_undeletable_v1() -> Iterator[Path]:
+    """The directory of a slave with V1 and V2, as a user who may not remove what V1 holds."""
+    with TemporaryDirectory() as made:  # pytest's own are closed to others
+        path = Path(made) / "s"
+        path.parent.chmod(0o777)
+        snapshots, theta = opened(path), arrays((0, 1, 2, 3), 1)
+        for version in (V1, V2):
+            snapshots.write_snapshot(version, theta, theta)
+        snapshots.close()
+        (path / str(V1)).chmod(0o555)
+        with as_nobody(path, *path.rglob("*")):
+            yield path
+
+
 def test_a_snapshot_that_cannot_be_removed_holds_nothing_up() -> None:
     """Root has brought it back from a backup: the others go, the slave starts again, and when it may be removed it
     goes, too.
     """
-    with TemporaryDirectory() as made:  # pytest's own are closed to others
-        path = Path(made) / "s"
-        path.parent.chmod(0o777)
+    with beside_an_undeletable_v1() as path:
         snapshots, theta = opened(path), arrays((0, 1, 2, 3), 1)
-        for version in (V1, V2):
-            snapshots.write_snapshot(version, theta, theta)
+        with pytest.raises(OSError, match="Permission denied"):
+            snapshots.delete_snapshots((V1, V2))
+        left = path / f"{ASIDE}old-{V1}"
+        assert sorted(path.iterdir()) == [path / ".lock", left]
+        snapshots.write_snapshot(V1, theta, theta)
+        with capture_logs() as logs:
+            snapshots = reopened(snapshots, path)
+        assert [(line["path"], line["remedy"]) for line in logs] == [(str(left), "remove it")]
+        left.chmod(0o755)
+        snapshots.delete_snapshots((V1,))
+        assert [p.name for p in path.iterdir()] == [".lock"]
         snapshots.close()
-        (path / str(V1)).chmod(0o555)
-        with as_nobody(path, *path.rglob("*")):
-            snapshots = opened(path)
-            with pytest.raises(OSError, match="Permission denied"):
-                snapshots.delete_snapshots((V1, V2))
-            left = path / f"{ASIDE}old-{V1}"
-            assert sorted(path.iterdir()) == [path / ".lock", left]
-            snapshots.write_snapshot(V1, theta, theta)
-            with capture_logs() as logs:
-                snapshots = reopened(snapshots, path)
-            assert [(line["path"], line["remedy"]) for line in logs] == [(str(left), "remove it")]
-            left.chmod(0o755)
-            snapshots.delete_snapshots((V1,))
-            assert [p.name for p in path.iterdir()] == [".lock"]
-            snapshots.close()
 
 
 def test_what_a_disk_has_removed_by_half_goes_with_the_next() -> None:
     """It has lost its name, and nobody would ask for it again until its slave's next start: 50 GB for each."""
-    with TemporaryDirectory() as made:  # pytest's own are closed to others
-        path = Path(made) / "s"
-        path.parent.chmod(0o777)
-        snapshots, theta = opened(path), arrays((0, 1, 2, 3), 1)
-        for version in (V1, V2):
-            snapshots.write_snapshot(version, theta, theta)
+    with beside_an_undeletable_v1() as path:
+        snapshots = opened(path)
+        with pytest.raises(OSError, match="Permission denied"):
+            snapshots.delete_snapshots((V1,))
+        (path / f"{ASIDE}old-{V1}").chmod(0o755)
+        snapshots.delete_snapshots((V2,))
+        assert [p.name for p in path.iterdir()] == [".lock"]
         snapshots.close()
-        (path / str(V1)).chmod(0o555)
-        with as_nobody(path, *path.rglob("*")):
-            snapshots = opened(path)
-            with pytest.raises(OSError, match="Permission denied"):
-                snapshots.delete_snapshots((V1,))
-            (path / f"{ASIDE}old-{V1}").chmod(0o755)
-            snapshots.delete_snapshots((V2,))
-            assert [p.name for p in path.iterdir()] == [".lock"]
-            snapshots.close()
 
 
 def test_what_a_disk_refuses_for_a_moment_is_not_taken_for_damaged() -> None:
