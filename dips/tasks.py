@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from math import inf
 from typing import Any, TypeVar
 
@@ -42,6 +42,38 @@ def call_apart(work: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
+
+
+class SpacedLooks:
+    """Looks at files now and then, apart: a disk may be silent, and an event loop may ask. For one caller at a time."""
+
+    def __init__(
+        self,
+        look: Callable[[], None],
+        name: str,
+        every_s: float,
+        patience_s: float,
+        clock: Callable[[], float],
+        call: Callable[[Callable[[], None], str], Future[None]] = call_apart,
+    ) -> None:
+        """
+        every_s     least time between the begins of two looks
+        patience_s  how long one is waited for, as long as a disk that works may take
+        """
+        self._look, self._name, self._every_s, self._patience_s = look, name, every_s, patience_s
+        self._clock, self._call = clock, call
+        self._looked = clock()
+        self._under_way: Future[None] | None = None  # the one that has not ended, or not been heard
+
+    def look_if_due(self) -> None:
+        """Look, if none is under way; raise what a look has raised, however late."""
+        now = self._clock()
+        if now - self._looked >= self._every_s and self._under_way is None:
+            self._looked, self._under_way = now, self._call(self._look, self._name)
+            wait([self._under_way], self._patience_s)
+        if self._under_way is not None and self._under_way.done():
+            ended, self._under_way = self._under_way, None
+            ended.result()
 
 
 class Alarm:

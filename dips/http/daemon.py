@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from ipaddress import ip_address
@@ -35,7 +34,7 @@ from dips.http.server import CERTIFICATE, MAX_HEADER_BYTES, HttpServer, bind_soc
 from dips.identity import certificates
 from dips.identity.certificates import identity_of, utc_now
 from dips.identity.names import PeerRole
-from dips.tasks import call_apart
+from dips.tasks import SpacedLooks
 from dips.telemetry import metrics
 from dips.telemetry.logs import Log
 from dips.telemetry.metrics import LAG_S, Histogram
@@ -70,9 +69,9 @@ class ReaderToken:
 
     def __init__(self, path: Path, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         """Read the token; raise ConfigError if it is not usable. `report` is called if a later one is not."""
-        self._path, self._report, self._clock, self._lock = path, report, clock, threading.Lock()
-        self._looked, self._digest, self._told = clock(), self._read_digest(), ""
-        self._look: Future[None] | None = None  # the last one
+        self._path, self._report, self._lock = path, report, threading.Lock()
+        self._looks = SpacedLooks(self._look_again, "http token", LOOK_S, SILENT_S, clock)
+        self._digest, self._told = self._read_digest(), ""
 
     def matches(self, token: str) -> bool:
         """Whether it is the token, compared in constant time."""
@@ -80,11 +79,7 @@ class ReaderToken:
 
     def _current_digest(self) -> bytes:
         with self._lock:
-            now = self._clock()
-            if now - self._looked >= LOOK_S and (self._look is None or self._look.done()):
-                self._looked, self._look = now, call_apart(self._look_again, "http token")
-                with suppress(TimeoutError):
-                    self._look.result(SILENT_S)
+            self._looks.look_if_due()
             return self._digest
 
     def _look_again(self) -> None:

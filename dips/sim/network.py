@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -27,6 +28,7 @@ from dips.identity.tls_files import LoadedTls
 from dips.protocol.effects import Failed
 from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.loop import SimLoop
+from dips.tasks import T
 from dips.transport.tls import TlsSource
 
 Answer = Callable[[Any], None]
@@ -103,8 +105,12 @@ class SimTlsSource(TlsSource):
         self._authority, self._identity = authority, PeerIdentity(name, role, authority.run)
         super().__init__(TlsFiles.beside(Path(f"{name}.{role}.crt")), name, role, authority.run, clock=clock)
 
-    def _begin_look(self) -> None:
-        self._look_again()  # at once: no disk is silent
+    @staticmethod
+    def _call_look(work: Callable[[], T], name: str) -> Future[T]:
+        """Call it at once: no disk is silent."""
+        done = Future[T]()
+        done.set_result(work())
+        return done
 
     def _take_stamp(self) -> tuple[int, ...]:
         return self._authority.take_stamp(self._identity)

@@ -11,7 +11,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from datetime import datetime
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from dips.identity.certificates import check_until, utc_now
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
 from dips.identity.tls_files import LoadedTls, load_tls, read_lists, require_identity
-from dips.tasks import call_apart
+from dips.tasks import SpacedLooks, call_apart
 
 LOOK_S = 1.0  # least time between two checks of the files
 SILENT_S = 1.0  # for their disk to answer; then the loaded ones stay in use until it does
@@ -48,9 +47,9 @@ class TlsSource:
         ones do not.
         """
         self.files, self._name, self._role, self._run = files, name, role, run
-        self._report, self._clock, self._lock = report, clock, threading.Lock()
-        self._look: Future[None] | None = None  # the one that has not ended, or not been heard
-        self._looked, self._stamp = clock(), self._take_stamp()
+        self._report, self._lock = report, threading.Lock()
+        self._looks = SpacedLooks(self._look_again, "certificates", LOOK_S, SILENT_S, clock, self._call_look)
+        self._stamp = self._take_stamp()
         self._loaded, self._problem, self._list_problem = self._load(), "", ""
 
     @property
@@ -60,13 +59,7 @@ class TlsSource:
     def read_current(self) -> LoadedTls:
         """Return the certificate and key for a new connection."""
         with self._lock:
-            now = self._clock()
-            if now - self._looked >= LOOK_S and self._look is None:
-                self._looked, self._look = now, call_apart(self._look_again, "certificates")
-                wait([self._look], SILENT_S)  # as long as a disk that works may take: an event loop may have called
-            if self._look is not None and self._look.done():
-                ended, self._look = self._look, None
-                ended.result()  # what it has raised, late or not
+            self._looks.look_if_due()
             return self._loaded
 
     def find_problem(self) -> str:
@@ -81,6 +74,8 @@ class TlsSource:
         except ConfigError as error:
             return str(error)
         return ""
+
+    _call_look = staticmethod(call_apart)
 
     def _look_again(self) -> None:
         """Load files that have changed, or were of no use at the last look: who may read them changes no stamp."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from itertools import pairwise
 
@@ -80,3 +81,9 @@ def test_who_is_revoked_ends_and_the_others_go_on(seed: int) -> None:
 def test_a_refusal_of_a_moment_ends_nobody(seed: int) -> None:
     """A renewal that is half done: b rejoins under its agent."""
     assert not played(seed, HEAL_S - CALL_S).exits
+
+
+def test_a_world_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes look at their certificates, as real ones do apart: a seed would not be the same each time."""
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} is started"))
+    assert not played(0, HEAL_S - CALL_S).exits

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dips.errors import FailedDisk, RemoteProtocolError
-from dips.ids import VersionId
+from dips.ids import PushId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.durability import RETRY_S
 from dips.protocol.effects import Apply, Note, Order, Pending, Persist, Refused
@@ -51,8 +51,8 @@ def test_a_snapshot_that_succeeds_ends_the_row_of_failures() -> None:
     assert run.view.durability.state == "degraded", "its round is over: nobody asks any more"
 
 
-def test_a_full_disk_of_which_nothing_was_asked_skips_the_round() -> None:
-    """The slave had the same order again at once, without end: it computes in memory alone while disks are full."""
+def run_without_room() -> tuple[ScriptedRun, PushId]:
+    """A run whose slave's disk has become full while it wrote the version of this push, with Persist held."""
     run = ScriptedRun()
     run.train("a")
     fail_persist(run)
@@ -60,6 +60,12 @@ def test_a_full_disk_of_which_nothing_was_asked_skips_the_round() -> None:
     push = run.push("a")
     for _ in range(2):  # the row is written without it, and then it is tried again
         find_no_room(run)
+    return run, push
+
+
+def test_a_full_disk_of_which_nothing_was_asked_skips_the_round() -> None:
+    """The slave had the same order again at once, without end: it computes in memory alone while disks are full."""
+    run, push = run_without_room()
     assert run.outcome(push).kind == "accepted" and run.view.durability.state == "degraded"
     run.held.add(Apply)
     push = run.push("a")
@@ -92,13 +98,7 @@ def test_a_snapshot_whose_writer_has_gone_is_written_by_the_next() -> None:
 
 def test_a_slave_whose_disk_lacks_the_head_is_not_drained() -> None:
     """The run goes on without snapshots: whoever stopped the slave to give it a larger disk would lose the versions."""
-    run = ScriptedRun()
-    run.train("a")
-    fail_persist(run)
-    run.held.add(Persist)
-    push = run.push("a")
-    for _ in range(2):  # the row is written without it, and then it is tried again
-        find_no_room(run)
+    run, push = run_without_room()
     assert run.outcome(push).kind == "accepted" and not run.orders and not run.view.durability.head
     for question in (ev.DrainAsked(0, "s"), ev.DrainAllAsked(0)):
         answer = run.ask(question)

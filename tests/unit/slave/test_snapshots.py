@@ -399,8 +399,8 @@ def as_nobody(*owned: Path) -> Iterator[None]:
 
 
 @contextmanager
-def beside_an_undeletable_v1() -> Iterator[Path]:
-    """The directory of a slave with V1 and V2, as a user who may not remove what V1 holds."""
+def directory_of_a_user() -> Iterator[Path]:
+    """The directory of a slave with V1 and V2, as a user whom modes bind."""
     with TemporaryDirectory() as made:  # pytest's own are closed to others
         path = Path(made) / "s"
         path.parent.chmod(0o777)
@@ -408,7 +408,6 @@ def beside_an_undeletable_v1() -> Iterator[Path]:
         for version in (V1, V2):
             snapshots.write_snapshot(version, theta, theta)
         snapshots.close()
-        (path / str(V1)).chmod(0o555)
         with as_nobody(path, *path.rglob("*")):
             yield path
 
@@ -417,7 +416,8 @@ def test_a_snapshot_that_cannot_be_removed_holds_nothing_up() -> None:
     """Root has brought it back from a backup: the others go, the slave starts again, and when it may be removed it
     goes, too.
     """
-    with beside_an_undeletable_v1() as path:
+    with directory_of_a_user() as path:
+        (path / str(V1)).chmod(0o555)
         snapshots, theta = opened(path), arrays((0, 1, 2, 3), 1)
         with pytest.raises(OSError, match="Permission denied"):
             snapshots.delete_snapshots((V1, V2))
@@ -435,7 +435,8 @@ def test_a_snapshot_that_cannot_be_removed_holds_nothing_up() -> None:
 
 def test_what_a_disk_has_removed_by_half_goes_with_the_next() -> None:
     """It has lost its name, and nobody would ask for it again until its slave's next start: 50 GB for each."""
-    with beside_an_undeletable_v1() as path:
+    with directory_of_a_user() as path:
+        (path / str(V1)).chmod(0o555)
         snapshots = opened(path)
         with pytest.raises(OSError, match="Permission denied"):
             snapshots.delete_snapshots((V1,))
@@ -449,36 +450,29 @@ def test_what_a_disk_refuses_for_a_moment_is_not_taken_for_damaged() -> None:
     """The run would be rolled back to the version before: a slave says what it holds once the disk has answered, or
     has refused again and again; the same for a load, after which it says that it holds the version still.
     """
-    with TemporaryDirectory() as made:  # pytest's own are closed to others
-        path = Path(made) / "s"
-        path.parent.chmod(0o777)
-        snapshots, theta = opened(path), arrays((0, 1, 2, 3), 1)
-        for version in (V1, V2):
-            snapshots.write_snapshot(version, theta, theta)
-        snapshots.close()
+    with directory_of_a_user() as path:
         layer = next((path / str(V2)).glob("*.safetensors"))
-        with as_nobody(path, *path.rglob("*")):
-            snapshots = opened(path)
+        snapshots = opened(path)
+        layer.chmod(0)
+        with pytest.raises(OSError, match=f"Permission denied: .*{V2}'"):
+            snapshots.complete_versions()
+        layer.chmod(0o600)
+        assert snapshots.complete_versions() == (V1, V2)
+        for _ in range(MOST_READS):
             layer.chmod(0)
-            with pytest.raises(OSError, match=f"Permission denied: .*{V2}'"):
+            with pytest.raises(OSError, match="Permission denied"):
+                read(snapshots, V2)
+            layer.chmod(0o600)
+            assert (snapshots.complete_versions(), snapshots.unread_versions()) == ((V1, V2), ())
+        snapshots = reopened(snapshots, path)
+        layer.chmod(0)
+        for _ in range(MOST_READS - 1):
+            with pytest.raises(OSError, match="Permission denied"):
                 snapshots.complete_versions()
-            layer.chmod(0o600)
-            assert snapshots.complete_versions() == (V1, V2)
-            for _ in range(MOST_READS):
-                layer.chmod(0)
-                with pytest.raises(OSError, match="Permission denied"):
-                    read(snapshots, V2)
-                layer.chmod(0o600)
-                assert (snapshots.complete_versions(), snapshots.unread_versions()) == ((V1, V2), ())
-            snapshots = reopened(snapshots, path)
-            layer.chmod(0)
-            for _ in range(MOST_READS - 1):
-                with pytest.raises(OSError, match="Permission denied"):
-                    snapshots.complete_versions()
-            assert (snapshots.complete_versions(), snapshots.unread_versions()) == ((V1,), ())
-            layer.chmod(0o600)
-            assert snapshots.complete_versions() == (V1, V2), "somebody has repaired it"
-            snapshots.close()
+        assert (snapshots.complete_versions(), snapshots.unread_versions()) == ((V1,), ())
+        layer.chmod(0o600)
+        assert snapshots.complete_versions() == (V1, V2), "somebody has repaired it"
+        snapshots.close()
 
 
 def test_a_first_model_that_a_disk_refuses_for_a_moment_is_looked_at_again() -> None:
