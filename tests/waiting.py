@@ -6,16 +6,17 @@ import asyncio
 import time
 from collections.abc import Callable
 
-PAUSE_S = 0.01
+FIRST_PAUSE_S, PAUSE_S = 0.0005, 0.01  # short at first, and then twice as long each time
 TURN_S = 0.001  # on an event loop, whose tasks may go on to what is awaited next
 
 
 def until(holds: Callable[[], object], what: object = "", within_s: float = 20.0, pause_s: float = PAUSE_S) -> None:
     """Wait until `holds()`; fail with `what`, which is called if it is a function, after `within_s`."""
-    end = time.monotonic() + within_s
+    end, pause = time.monotonic() + within_s, FIRST_PAUSE_S
     while not holds():
         assert time.monotonic() < end, f"not within {within_s:g} s: {what() if callable(what) else what}"
-        time.sleep(pause_s)
+        time.sleep(pause)
+        pause = min(2 * pause, pause_s)
 
 
 async def eventually(holds: Callable[[], object], within_s: float = 20.0) -> None:
