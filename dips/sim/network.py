@@ -29,7 +29,7 @@ from dips.protocol.effects import Failed
 from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.loop import SimLoop
 from dips.tasks import T
-from dips.transport.tls import TlsSource
+from dips.transport.tls import LOOK_S, TlsSource
 
 Answer = Callable[[Any], None]
 
@@ -78,10 +78,10 @@ class SimAuthority:
 
     def revoked_s(self, cluster: str, answered_at: float) -> float:
         """Return for how many seconds a cluster may have been refused whose last heartbeat was answered at
-        `answered_at`: enrolments since then need not have been seen, as while the master is down.
+        `answered_at`: enrolments since then, or just before, need not have been seen, as while the master is down.
         """
         times = self._expelled[cluster]
-        first = next((revoked for revoked, enrolled in times if enrolled > answered_at), times[-1][0])
+        first = next((revoked for revoked, enrolled in times if enrolled + LOOK_S > answered_at), times[-1][0])
         return min(times[-1][1], self._heap.now) - first
 
     def load_files(self, identity: PeerIdentity) -> LoadedTls:
