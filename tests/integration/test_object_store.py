@@ -360,10 +360,14 @@ def wait_until_green(term: Term) -> None:
     until(lambda: not term.mirror.view().red, lambda: term.mirror.view(), WITHIN_S)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("share", "every", "versions"), [(FAILING, 0, 1000), (0.0, 3, 250)], ids=["one in twenty", "each third"]
+    ("share", "every", "versions"),
+    [
+        pytest.param(FAILING, 0, 20, id="few"),
+        pytest.param(FAILING, 0, 1000, id="one in twenty", marks=pytest.mark.slow),
+        pytest.param(0.0, 3, 250, id="each third", marks=pytest.mark.slow),
+    ],
 )
 def test_a_long_ledger_in_a_store_that_fails_loses_nothing(
     config: RunFile, store: RealStore, share: float, every: int, versions: int, monkeypatch: pytest.MonkeyPatch
