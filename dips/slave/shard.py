@@ -180,12 +180,17 @@ class OpenTransfers:
     # ---- pulls --------------------------------------------------------------------------------
 
     def open_pull(self, order: OpenPull, opened: Opened) -> Done | Pinned:
-        """Pin a version and serve it; a pull that is already open on that version stays as it is."""
+        """Pin a version and serve it; a pull that is already open on that version stays as it is.
+
+        Raise StalePush if it is open on another: a new master does not know what the old one granted.
+        """
         pull = order.pull
         momentum = self._find_momentum(order.version) if order.momentum else None
         answer = Done() if momentum is None else Pinned(momentum[1])
-        pinned = self.versions.held.version_read_by(pull)
-        if pull in self.pulls and pinned == order.version:
+        if pull in self.pulls:
+            pinned = self.versions.held.version_read_by(pull)
+            if pinned != order.version:
+                raise StalePush(f"{pull} is open on {pinned}, not {order.version}")
             self.pulls[pull] = opened
             return answer
         self.closed_pulls.refuse_closed(pull)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -33,6 +34,8 @@ from tests.integration.cluster_harness import END_S, ROOT, Process, daemon
 from tests.releases import make_venv
 
 ORDERS = int(os.environ.get("DIPS_UPGRADES", "3"))
+# A slave of 0.1.0 calls a pull that a new master grants again, with a newer version, a bug of its own.
+KNOWN_OF_FORMER = re.compile(r"[^\n]*LocalProtocolError[^\n]*pull \S+ already reads [^\n]*\n")
 SEED = int(os.environ.get("DIPS_UPGRADES_SEED", str(random.SystemRandom().randrange(1 << 32))))
 REFUSED = 78  # exit code of a process that must not start
 
@@ -85,6 +88,9 @@ class MixedDeployment(Deployment):
         return Process(
             name, [release.python if word == sys.executable else word for word in command], log, release.root
         )
+
+    def _read_log(self, path: Path) -> str:
+        return KNOWN_OF_FORMER.sub("", super()._read_log(path))
 
     def restart(self, name: str, release: Release, *, kill: bool) -> None:
         """End a process, by SIGTERM or SIGKILL, and start it as this release."""

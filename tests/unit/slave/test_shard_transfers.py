@@ -8,7 +8,6 @@ from dips.codecs import Codec
 from dips.errors import (
     Busy,
     FailedDisk,
-    LocalProtocolError,
     RemoteProtocolError,
     StalePush,
     StaleVersion,
@@ -159,7 +158,7 @@ def test_a_pull_is_of_one_version_and_opened_once() -> None:
     slave.order(OpenPull(PULL, GENESIS))
     assert slave.order(OpenPull(PULL, GENESIS)) == Done()
     slave.order(Commit(slave.prepare(P1), ()))
-    with pytest.raises(LocalProtocolError, match="already reads v0@r0"):
+    with pytest.raises(StalePush, match=r"x/1\^1 is open on v0@r0, not v1@r1"):
         slave.order(OpenPull(PULL, V1))
     slave.order(ClosePull(PULL))
     with pytest.raises(StalePush):
