@@ -229,11 +229,14 @@ def a_slave_dies_in_a_round(it: Incidents) -> None:
 
 
 def a_disk_goes_back(it: Incidents) -> None:
-    """Both slaves die, and one has lost its newest version: an operator says that the run goes back."""
+    """Both slaves die, and one has lost the run's newest version: an operator says that the run goes back."""
     for name in ("ps0", "ps1"):
         it.process(name).kill()
-    *_, common, newest = disks.versions(it.directory / "ps1")
-    shutil.rmtree(it.directory / "ps1" / str(newest))
+    head = it.run.lineage()[-1]  # a disk may have a later one, of a round that was not over
+    kept = disks.versions(it.directory / "ps1")
+    common = max(version for version in kept if version < head)
+    for lost in kept[kept.index(common) + 1 :]:
+        shutil.rmtree(it.directory / "ps1" / str(lost))
     it.run.start_slaves()
     it.until_fire("DipsRollbackWaits")
     words = ("rollback", str(common), "--config", str(it.directory / "dips.yaml"))
