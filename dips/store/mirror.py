@@ -44,6 +44,7 @@ SEEN = "mirror.seen"  # a file in the mirrored directory: the mirror's URL and m
 MOST_MARKER_BYTES = 4096
 MOST_MANIFEST_BYTES = 64 << 20
 FORMAT = 1  # of sealed files
+MOST_HEAD_BYTES = 4096  # of the first line of one
 MOST_PARTS = 10_000  # of an object in S3
 STREAMS = 4  # layers restored at once; each holds some 24 MB, and one connection of an object store has some 100 MB/s
 TRIES, AGAIN_S = 4, 0.1  # of a request, or of a layer; a store that is busy refuses some
@@ -372,9 +373,9 @@ def fetch_sealed_file(store: MirrorStore, run: str, name: str, target: Path) -> 
             return False
         digest, size = xxhash.xxh3_128(), 0
         with store.open_file(name) as source, target.open("wb") as file:
-            pieces = _read_pieces(source)  # no readline: a store's files take no limit there
-            line, _, first = next(pieces, b"").partition(b"\n")
-            for piece in chain([first], pieces):
+            # No readline: a store's files take no limit there.
+            line, _, first = source.read(MOST_HEAD_BYTES).partition(b"\n")
+            for piece in chain([first], _read_pieces(source)):
                 digest.update(piece)
                 size += file.write(piece)
         return _is_whole(line, size, digest.hexdigest(), run, f"{store.url}/{name}")

@@ -55,6 +55,7 @@ LAYERS = range(len(MANIFEST.layers))
 MOST_OBJECT = 2 * PIECE_BYTES  # bytes that an object may have: less than a version's, as 5 TB are less than a model
 FAILING = 0.05  # of all requests
 WITHIN_S = 120.0
+LONG = (pytest.mark.slow, pytest.mark.timeout(1800))
 LOG = structlog.get_logger()
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
 TOO_LARGE = b"<Error><Code>EntityTooLarge</Code><Message>above the limit of this store</Message></Error>"
@@ -360,13 +361,12 @@ def wait_until_green(term: Term) -> None:
     until(lambda: not term.mirror.view().red, lambda: term.mirror.view(), WITHIN_S)
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("share", "every", "versions"),
     [
         pytest.param(FAILING, 0, 20, id="few"),
-        pytest.param(FAILING, 0, 1000, id="one in twenty", marks=pytest.mark.slow),
-        pytest.param(0.0, 3, 250, id="each third", marks=pytest.mark.slow),
+        pytest.param(FAILING, 0, 1000, id="one in twenty", marks=LONG),
+        pytest.param(0.0, 3, 250, id="each third", marks=LONG),
     ],
 )
 def test_a_long_ledger_in_a_store_that_fails_loses_nothing(
