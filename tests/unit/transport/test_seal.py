@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from dips.errors import RemoteProtocolError
 from dips.transport import seal
 from dips.transport.seal import Greeter, KeyPair, Session, Sessions, decode_key, new_keys
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, make_message, unpack_header
+from tests.releases import FORMER
 
 RUN, CHUNK_BYTES = 7, 1 << 16
 RANK, SLAVE, OTHER = new_keys(), new_keys(), new_keys()
@@ -42,10 +44,10 @@ def refusal(end: Session, parts: tuple[bytes, Buffer]) -> str:
     return refused.value.reason
 
 
-@pytest.mark.parametrize("number", range(len(seal.CIPHERS)))
+@pytest.mark.parametrize("number", range(seal.aegis256x2 is None, len(seal.CIPHERS)))
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, CHUNK_BYTES])
 def test_what_is_sealed_is_opened(monkeypatch: pytest.MonkeyPatch, number: int, nbytes: int) -> None:
-    """In both directions, by both ciphers, also straight into its place; the body is not to be seen on the way."""
+    """In both directions, by each cipher, also straight into its place; the body is not to be seen on the way."""
     monkeypatch.setattr(seal, "fastest_cipher", lambda: number)
     rank, slave = meet()
     for one, other in ((rank, slave), (slave, rank)):
@@ -92,7 +94,7 @@ def test_no_nonce_is_used_twice(frames: list[tuple[bool, bool]], connections: in
             used.add((self.key, nonce))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seal, "CIPHERS", (Noting, Noting))
+        patch.setattr(seal, "CIPHERS", (Noting,) * len(seal.CIPHERS))
         for _ in range(connections):
             ends = meet()
             for from_rank, chunk in frames:
@@ -161,7 +163,7 @@ def test_both_secrets_stolen_later_open_nothing() -> None:
     keys = seal._traffic_keys(known, RANK.public, SLAVE.public, greeter.greeting, answer)
     there = sessions.find_session(peer)
     assert there is not None
-    thief = Session(seal.CIPHERS[answer[0]], *keys)
+    thief = Session(type(there._send), *keys)
     assert refusal(thief, there.seal_frame(CHUNK, BODY)) == "seal"
     assert refusal(there, thief.seal_frame(CHUNK, BODY)) == "seal"
 
@@ -169,7 +171,13 @@ def test_both_secrets_stolen_later_open_nothing() -> None:
 def test_a_greeting_that_is_none_is_refused() -> None:
     """Of another size, of an unknown cipher, a key of low order, another kind of frame: and nothing is begun."""
     greeter, sessions, peer = Greeter(RANK, SLAVE.public), Sessions(SLAVE, 4), RANK.public.encode() + b"1"
-    wrong = [b"", greeter.greeting[:-1], greeter.greeting + b"\0", b"\x02" + greeter.greeting[1:], b"\0" + bytes(32)]
+    wrong = [
+        b"",
+        greeter.greeting[:-1],
+        greeter.greeting + b"\0",
+        b"\x02" + greeter.greeting[1:-1] + b"\0",
+        b"\0" + bytes(32),
+    ]
     for greeting in wrong:
         with pytest.raises(BadFrame) as refused:
             sessions.greet_peer(peer, greeting)
@@ -186,21 +194,75 @@ def test_a_greeting_that_is_none_is_refused() -> None:
         greeter.begin_session(unpack_header(part, RUN, len(body), CHUNK_BYTES), body)
 
 
-def test_aes_is_taken_if_it_is_the_faster_one_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    for here, there, taken in ((0, 0, "AESGCM"), (0, 1, "ChaCha20Poly1305"), (1, 0, "ChaCha20Poly1305")):
+def test_the_slower_end_chooses_the_cipher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So each has the one that is taken, and neither does what it is slow at: AES in software."""
+    for here, there, taken in ((0, 0, "Aegis256X2"), (0, 1, "AESGCM"), (1, 0, "AESGCM"), (1, 2, "ChaCha20Poly1305")):
         monkeypatch.setattr(seal, "fastest_cipher", lambda here=here: here)
         greeter, peer = Greeter(RANK, SLAVE.public), RANK.public.encode()
         monkeypatch.setattr(seal, "fastest_cipher", lambda there=there: there)
         sessions = Sessions(SLAVE, 4)
-        sessions.greet_peer(peer, greeter.greeting)
-        assert type(sessions.find_session(peer)._send).__name__ == taken  # type: ignore[union-attr]
+        part, body = make_message(Kind.GREETING, RUN, 9, sessions.greet_peer(peer, greeter.greeting))
+        session = greeter.begin_session(unpack_header(part, RUN, len(body), CHUNK_BYTES), body)
+        for end in (session, sessions.find_session(peer)):
+            assert type(end._send).__name__ == taken  # type: ignore[union-attr]
 
 
-def test_the_faster_cipher_is_found_by_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seal, "_time_cipher", lambda cipher: {"AESGCM": 2.0}.get(type(cipher).__name__, 1.0))
-    assert seal.fastest_cipher.__wrapped__() == 1
-    monkeypatch.setattr(seal, "_time_cipher", lambda cipher: {"AESGCM": 0.5}.get(type(cipher).__name__, 1.0))
-    assert seal.fastest_cipher.__wrapped__() == 0
+def test_a_lane_cannot_choose_a_cipher_that_the_rank_may_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seal, "fastest_cipher", lambda: 1)
+    greeter = Greeter(RANK, SLAVE.public)
+    part, body = make_message(Kind.GREETING, RUN, 9, seal._pack_greeting(0, new_keys().secret))
+    with pytest.raises(BadFrame, match="expected a cipher from 1 to 2, got 0"):
+        greeter.begin_session(unpack_header(part, RUN, len(body), CHUNK_BYTES), body)
+
+
+@pytest.mark.parametrize("fastest", range(len(seal.CIPHERS)))
+@pytest.mark.parametrize("old_rank", [True, False])
+def test_the_release_before_understands_a_greeting(
+    monkeypatch: pytest.MonkeyPatch, old_rank: bool, fastest: int
+) -> None:
+    """It knows AES-256-GCM and ChaCha20-Poly1305, and has measured them on the same processor."""
+    monkeypatch.setattr(seal, "fastest_cipher", lambda: fastest)
+    with zipfile.ZipFile(FORMER) as wheel:
+        exec(
+            compile(wheel.read("dips/transport/seal.py"), "former", "exec"),
+            former := {"__name__": "dips.transport.seal"},
+        )
+    former["fastest_cipher"] = lambda: max(fastest - 1, 0)
+    make_greeter, make_sessions = (former["Greeter"], Sessions) if old_rank else (Greeter, former["Sessions"])
+    greeter, sessions, peer = make_greeter(RANK, SLAVE.public), make_sessions(SLAVE, 4), RANK.public.encode()
+    part, body = make_message(Kind.GREETING, RUN, 9, sessions.greet_peer(peer, greeter.greeting))
+    rank = greeter.begin_session(unpack_header(part, RUN, len(body), CHUNK_BYTES), body)
+    slave = sessions.find_session(peer)
+    assert pass_on(slave, rank.seal_frame(CHUNK, BODY)) == pass_on(rank, slave.seal_frame(CHUNK, BODY)) == BODY
+    assert type(rank._send).__name__ == ("ChaCha20Poly1305" if fastest == 2 else "AESGCM")
+
+
+@pytest.mark.parametrize(("fast", "number"), [("Aegis256X2", 0), ("AESGCM", 1), ("ChaCha20Poly1305", 2)])
+def test_the_fastest_cipher_is_found_by_a_measurement(monkeypatch: pytest.MonkeyPatch, fast: str, number: int) -> None:
+    monkeypatch.setattr(seal, "aegis256x2", object())
+    monkeypatch.setattr(seal, "_time_cipher", lambda cipher: 1.0 + (type(cipher).__name__ != fast))
+    assert seal.fastest_cipher.__wrapped__() == number
+
+
+def test_without_libaegis_it_is_one_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seal, "aegis256x2", None)
+    assert seal.fastest_cipher.__wrapped__() in (1, 2)
+
+
+AEGIS_VECTOR = (  # 2 of draft-irtf-cfrg-aegis-aead's for AEGIS-256X2: data and tag of 128 bits, sealed
+    "72120c2ea8236180d67859001f4729077b7064c414384fe3a7b52f1571f4f8a7d0f01e18db4f3bc0adb150702e5d147a"
+    "8d36522132761b994c1bd395589e2ccf0790dfe2a3d12d61cd666b2859827739db4037dd3124c78424459376f6cac08e"
+    "1a7223a2a43e398ce6385cd654a19f481cba3b8f25910b42635d391828520bf1512763f0c8f5cdbd"
+)
+
+
+@pytest.mark.skipif(seal.aegis256x2 is None, reason="aeg has no wheel for this processor")
+def test_aegis_is_the_published_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seal.Aegis256X2, "_PAD", b"")
+    cipher, nonce, known = seal.Aegis256X2(bytes(range(32))), bytes(range(16, 48)), bytes.fromhex("0102030401020304")
+    body, sealed = bytes.fromhex("04050607") * 30, np.empty(120 + seal.TAG_BYTES, np.uint8)
+    cipher.encrypt_into(nonce, body, known, sealed)
+    assert sealed.tobytes().hex() == AEGIS_VECTOR
 
 
 def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
