@@ -658,8 +658,8 @@ def test_a_standby_waits_until_it_is_to_serve_or_stopped(
 ) -> None:
     """The term of the restore is kept as long as the caller wants; whichever way it ends, it takes leave. Whoever is
     stopped in the moment of a takeover does not serve."""
-    monkeypatch.setattr("dips.protocol.standby.SERVE_S", 0.8)
-    monkeypatch.setattr("dips.protocol.standby.CLAIM_S", 1.2)
+    monkeypatch.setattr("dips.protocol.standby.SERVE_S", 2.0)
+    monkeypatch.setattr("dips.protocol.standby.CLAIM_S", 3.0)
     monkeypatch.setattr("dips.master.standby.LOOK_S", 0.5)
     monkeypatch.setattr("dips.master.standby.RENEW_S", 0.1)
     (tmp_path / "mirror").mkdir()
