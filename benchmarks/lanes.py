@@ -65,7 +65,7 @@ def measure(bench: Bench) -> None:
         bench.say(f"{mib} MiB, {lanes} lanes, {bench.runs} runs")
         _measure(bench, mib, lanes)
     bench.note("processor time: of both processes, kernel included; rate per core: its inverse")
-    bench.note(f"cipher: {seal.CIPHERS[seal.fastest_cipher()].__name__}")
+    bench.note(f"cipher: {seal.CIPHERS[seal.fastest_cipher()].of_key.__name__}")
 
 
 def _measure(bench: Bench, mib: int, lanes: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
@@ -31,10 +31,14 @@ from dips.dataclass import dataclass
 from dips.errors import RemoteProtocolError
 from dips.wire.frame import BadFrame, Buffer, HashBody, Header, Kind, check_body, hash_body, pack_header
 
-try:
-    from aeg import aegis256x2
-except ImportError:  # it has wheels for x86-64 alone
-    aegis256x2 = None
+try:  # beneath PyNaCl's own functions, which copy what they take and what they return
+    from nacl._sodium import ffi, lib
+    from nacl.bindings import sodium_init
+
+    seal_aegis, open_aegis = lib.crypto_aead_aegis128l_encrypt, lib.crypto_aead_aegis128l_decrypt
+    sodium_init()
+except (ImportError, AttributeError):
+    seal_aegis = open_aegis = None
 
 # ---- keys -----------------------------------------------------------------------------------------------------------
 # X25519 between a rank's key pair and a slave's. A rank shows a lane its public key, and a proof that it has the
@@ -162,50 +166,75 @@ class ZapHandler:
 # a frame counts once.
 
 
-TAG_BYTES = 16
 WORN_BYTES = 1 << 38  # sealed with one key: 2^34 blocks, below TLS 1.3's 2^34.5, which keep its margin of 2^-57
 TRIAL_BYTES = 1 << 18  # of the measurement that chooses a cipher
 _NONCE = struct.Struct("<IQ")
 _GREETING = struct.Struct(f"<B{KEY_BYTES}s")  # the cipher, the connection's public key
 
 
-class Aegis256X2:
-    """AEGIS-256X2 (draft-irtf-cfrg-aegis-aead) by libaegis, called as the ciphers of `cryptography` are."""
+class Aegis128L:
+    """AEGIS-128L (draft-irtf-cfrg-aegis-aead) by libsodium, called as the ciphers of `cryptography` are."""
 
-    _PAD = bytes(20)  # its nonce has 32 bytes
+    TAG_BYTES = 32
+    _PAD = bytes(4)  # its nonce has 16 bytes, and so has its key
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self._key = key[:16]
 
-    def encrypt_into(self, nonce: bytes, data: Buffer, associated_data: bytes | None, out: Any) -> None:
-        """Write the sealed data, TAG_BYTES longer, to `out`."""
-        aegis256x2.encrypt(self._key, nonce + self._PAD, data, associated_data, into=out)
+    def encrypt_into(self, nonce: bytes, data: Buffer, associated_data: bytes, out: Any) -> None:
+        """Write the sealed data to `out`, which is longer by TAG_BYTES."""
+        with _point_to(data) as body, _point_to(out, writable=True) as into:
+            _check_room(into, len(body) + self.TAG_BYTES)
+            known, nonce = associated_data, nonce + self._PAD
+            seal_aegis(into, ffi.NULL, body, len(body), known, len(known), ffi.NULL, nonce, self._key)
 
-    def decrypt_into(self, nonce: bytes, data: Buffer, associated_data: bytes | None, out: Any) -> None:
-        """Write what was sealed to `out`; raise InvalidTag if it is not authentic."""
-        try:
-            aegis256x2.decrypt(self._key, nonce + self._PAD, data, associated_data, into=out)
-        except ValueError:
-            raise InvalidTag from None
+    def decrypt_into(self, nonce: bytes, data: Buffer, associated_data: bytes, out: Any) -> None:
+        """Write what was sealed to `out`, which is shorter by TAG_BYTES; raise InvalidTag if it is not authentic."""
+        with _point_to(data) as body, _point_to(out, writable=True) as into:
+            _check_room(into, len(body) - self.TAG_BYTES)
+            known, nonce = associated_data, nonce + self._PAD
+            if open_aegis(into, ffi.NULL, ffi.NULL, body, len(body), known, len(known), nonce, self._key):
+                raise InvalidTag
 
 
-CIPHERS: tuple[Any, ...] = (Aegis256X2, AESGCM, ChaCha20Poly1305)  # an end that wants one of them has all after it
+def _point_to(data: Any, writable: bool = False) -> Any:
+    """A context with a pointer to these bytes. To keep one longer, as a traceback would, can crash the process: the
+    garbage collector may clear the memoryview before the pointer.
+    """
+    return ffi.from_buffer("unsigned char[]", data, require_writable=writable)
+
+
+def _check_room(out: Any, nbytes: int) -> None:
+    if len(out) != nbytes:
+        raise ValueError(f"expected room for {nbytes} bytes, got {len(out)}")
+
+
+class Cipher(NamedTuple):
+    """An authenticated cipher."""
+
+    of_key: Any  # makes one for a key
+    tag_bytes: int  # that what is sealed is longer
+
+
+# An end that wants one of them has all after it.
+CIPHERS = (Cipher(Aegis128L, Aegis128L.TAG_BYTES), Cipher(AESGCM, 16), Cipher(ChaCha20Poly1305, 16))
 
 
 @cache
 def fastest_cipher() -> int:
     """The cipher that is the fastest one here, by its place: one by AES, if that is in hardware. Cost: 2 ms, once."""
-    first = 0 if aegis256x2 else 1
-    times = [_time_cipher(cipher(bytes(KEY_BYTES))) for cipher in CIPHERS[first:]]
+    first = 0 if seal_aegis else 1
+    times = [_time_cipher(cipher) for cipher in CIPHERS[first:]]
     return first + times.index(min(times))
 
 
-def _time_cipher(cipher: Any) -> float:
+def _time_cipher(cipher: Cipher) -> float:
     """Seconds to seal TRIAL_BYTES, the best of a few tries."""
-    body, out, best = bytes(TRIAL_BYTES), np.empty(TRIAL_BYTES + TAG_BYTES, np.uint8), float("inf")
+    sealing, best = cipher.of_key(bytes(KEY_BYTES)), float("inf")
+    body, out = bytes(TRIAL_BYTES), np.empty(TRIAL_BYTES + cipher.tag_bytes, np.uint8)
     for number in range(4):
         begun = time.perf_counter()
-        cipher.encrypt_into(_NONCE.pack(0, number), body, None, out)
+        sealing.encrypt_into(_NONCE.pack(0, number), body, b"", out)
         best = min(best, time.perf_counter() - begun)
     return best
 
@@ -213,11 +242,9 @@ def _time_cipher(cipher: Any) -> float:
 class Session:
     """Seals and opens the frames of one connection, at one end (`frame.FrameGuard`)."""
 
-    tag_bytes = TAG_BYTES
-
-    def __init__(self, cipher: Any, send: bytes, receive: bytes) -> None:
+    def __init__(self, cipher: Cipher, send: bytes, receive: bytes) -> None:
         """`send` and `receive` are the keys of the directions."""
-        self._send, self._receive = cipher(send), cipher(receive)
+        self._send, self._receive, self.tag_bytes = cipher.of_key(send), cipher.of_key(receive), cipher.tag_bytes
         self._sent = [0, 0]  # counters of messages, of chunks: each is one thread's
         self._taken = [0, 0]  # the last that was opened
         self._bytes = [0, 0]  # of chunks, sealed and opened
@@ -234,7 +261,7 @@ class Session:
         self._sent[chunk] += 1
         self._bytes[0] += header.length * chunk
         spelled = pack_header(header._replace(counter=self._sent[chunk]))
-        sealed = np.empty(header.length + TAG_BYTES, np.uint8)
+        sealed = np.empty(header.length + self.tag_bytes, np.uint8)
         self._send.encrypt_into(_NONCE.pack(chunk, self._sent[chunk]), body, spelled, sealed)
         return spelled, sealed.data
 
