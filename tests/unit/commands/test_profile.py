@@ -142,6 +142,23 @@ def test_work_is_timed_after_a_first_run_by_the_median(monkeypatch: pytest.Monke
     assert time_work(work, CPU) == 2.0 and not costs
 
 
+def test_work_that_a_gpu_has_queued_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run's, and none that was queued before it."""
+    now, queued = 0.0, 1000.0
+
+    def work() -> None:
+        nonlocal queued
+        queued += 2.0
+
+    def synchronize(device: object) -> None:
+        nonlocal now, queued
+        now, queued = now + queued, 0.0
+
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert time_work(work, torch.device("cuda")) == 2.0
+
+
 class Repeated(torch.nn.Module):
     """A layer that is called twice, one that runs between ids and floats, one without parameters, one never called."""
 

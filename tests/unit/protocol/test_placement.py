@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from dips.errors import ConfigError
 from dips.protocol.manifest import Manifest
-from dips.protocol.placement import LayerMove, Placement, moves_between, place_layers, rebalance_layers
+from dips.protocol.placement import (
+    LayerMove,
+    Placement,
+    _heaviest_first,
+    moves_between,
+    place_layers,
+    rebalance_layers,
+)
 
 
 def manifest_of(sizes: list[int]) -> Manifest:
@@ -88,6 +95,14 @@ def best_balance(sizes: list[int], count: int) -> int:
         max(sum(s for s, at in zip(sizes, where, strict=True) if at == slave) for slave in range(count))
         for where in product(range(count), repeat=len(sizes))
     )
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_the_heaviest_gives_first(loads: list[int]) -> None:
+    """Each is asked once, and the least layers move if it is the one with the most."""
+    load = dict(zip(names(len(loads)), map(float, loads), strict=True))
+    asked = list(_heaviest_first(load, names(len(loads))))
+    assert [load[name] for name in asked] == sorted(loads, reverse=True) and sorted(asked) == sorted(load)
 
 
 def test_many_slaves_are_planned() -> None:

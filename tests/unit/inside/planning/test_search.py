@@ -267,6 +267,15 @@ def test_no_pipeline_beats_its_bound() -> None:
     assert {(ScheduleName.ONE_F_ONE_B, False, True), (ScheduleName.ZB_H1, False, True)} <= schedules
 
 
+def test_stages_of_equal_size_alone_run_one_forward_one_backward() -> None:
+    """Micro-batches go to each device of a stage alike, so they have to divide by all of them."""
+    even, uneven = (("n0.0", "n0.1"), ("n1.0", "n1.1")), (("n0.0", "n0.1"), ("n1.0",))
+    planner, plain = Planner(small_cluster(devices=2), small_model()), {ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_H1}
+    for groups, total, may in ((even, 4, True), (even, 3, False), (uneven, 4, False), (uneven[::-1], 4, False)):
+        ways = {schedule for schedule, *_ in planner._ways(groups, total)}
+        assert (plain <= ways) is may and (plain & ways == set()) is not may
+
+
 def test_a_slow_border_is_part_of_the_bound() -> None:
     """All activations and gradients of a step cross it, so no step is shorter than that: 8 MB each way at 1 Mbit/s."""
     planner = Planner(small_cluster((100, 100), gbit=0.001), small_model(2))
