@@ -33,10 +33,9 @@ from dips.wire.frame import BadFrame, Buffer, HashBody, Header, Kind, check_body
 
 try:  # beneath PyNaCl's own functions, which copy what they take and what they return
     from nacl._sodium import ffi, lib
-    from nacl.bindings import sodium_init
 
     seal_aegis, open_aegis = lib.crypto_aead_aegis128l_encrypt, lib.crypto_aead_aegis128l_decrypt
-    sodium_init()
+    lib.sodium_init()  # it looks at what the processor has
 except (ImportError, AttributeError):
     seal_aegis = open_aegis = None
 

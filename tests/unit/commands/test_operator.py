@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from dips.transport.endpoints import Endpoint
 from tests.run_files import write_run_file
 
 MASTER = ("--master", "127.0.0.1:1")
+ENDPOINT = Endpoint("the master", "127.0.0.1:1")
 DONE, AWAY = Acknowledged(), UnavailableMaster("nobody answers")
 
 
@@ -108,6 +110,23 @@ def test_an_option_may_be_off_and_a_finished_run_goes_on(ops: Operator) -> None:
     assert "finished" not in ops.type("set", "stop.versions=9", *MASTER, answers=(Extended(Targets(versions=9), None),))
     shown = " ".join(ops.type("set", "--help").split())
     assert all(key in shown for key in TUNABLE) and all(moment in shown for moment in TUNABLE.values())
+
+
+def test_what_is_waited_for_is_shown(ops: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reason of the last answer."""
+    lines = list[str]()
+
+    class Line:
+        def __init__(self, **_: Any) -> None: ...
+
+        def status(self, text: str) -> Any:
+            lines.append(text)
+            return nullcontext(SimpleNamespace(update=lines.append))
+
+    monkeypatch.setattr(operator, "Console", Line)
+    ops.answers = [Pending("ps0 writes v3@r3"), Pending("ps1 writes v3@r3"), DONE]
+    assert operator._wait_until(ENDPOINT, DrainAllAsked(0), 60.0, "draining") is DONE
+    assert lines == ["draining", "draining: ps0 writes v3@r3", "draining: ps1 writes v3@r3"]
 
 
 def test_stop_is_asked_again_while_versions_are_made(ops: Operator) -> None:

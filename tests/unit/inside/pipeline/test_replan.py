@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from dips.cli import cli
 from dips.errors import ConfigError
-from dips.inside.pipeline import replan
+from dips.inside.pipeline import pipeline, replan
 from dips.inside.pipeline.orders import read_gears, read_pipeline
 from dips.inside.pipeline.replan import PlanReplacement, Replanner, digest_plan
 from dips.inside.planning.adapt import WINDOW, Adapting, PlanChange, PlanVerdict, TimedTransfer
@@ -237,3 +238,29 @@ def test_a_search_of_a_killed_rank_writes_into_no_other(plan: Path) -> None:
     assert names(plan) == {"profile.yaml", "model.yaml", "plan.yaml", "plan.new.yaml", "profile.new.yaml"}
     replanner.close()
     killed.close()
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+@pytest.mark.parametrize("replans", [True, False])
+def test_a_gear_is_decided_by_who_changes_gears(monkeypatch: pytest.MonkeyPatch, adapts: bool, replans: bool) -> None:
+    """A plan of one gear may be replaced all the same."""
+    seen = list[tuple[str, Any]]()
+
+    class Taking:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def take_transfers(self, *transfers: Any) -> str:
+            seen.append((self.name, transfers[0]))
+            return self.name
+
+    monkeypatch.setattr(pipeline, "match_transfers", lambda *_: "measured")
+    rank = SimpleNamespace(
+        _gear=SimpleNamespace(plan=None, pieces=1),
+        _border_bytes=(1,),
+        _adapter=Taking("gear") if adapts else None,
+        _replacement=Taking("plan") if replans else None,
+    )
+    pipeline.Pipeline._decide(rank, [])  # type: ignore[arg-type]
+    assert rank._decided == ("gear" if adapts else None)
+    assert seen == [(name, "measured") for name, there in (("gear", adapts), ("plan", replans)) if there]
