@@ -300,7 +300,7 @@ def test_a_command_before_the_start_must_exist_and_have_a_trainer(run: Any) -> N
 def test_sigterm_ends_trainer_and_agent(run: Any) -> None:
     """SIGTERM is handed on; the agent ends when the trainer has, with its code."""
     west = agent(run, "import time; print('up', flush=True); time.sleep(600)")
-    run.until(lambda: "up" in west.log.read_text(), 30, "the trainer runs")
+    run.until(lambda: "up" in west.log.read_text() and marks(run, "west", "trainer_start"), 30, "the trainer runs")
     pid = marks(run, "west", "trainer_start")[0]["pid"]
     assert west.terminate() == 128 + signal.SIGTERM
     assert not psutil.pid_exists(pid)
@@ -331,7 +331,7 @@ def test_workers_of_a_trainer_that_was_killed_are_killed(run: Any) -> None:
 def test_a_trainer_does_not_outlive_its_agent(run: Any) -> None:
     """SIGKILL of the agent: the kernel tells the trainer."""
     west = agent(run, "import time; print('up', flush=True); time.sleep(600)")
-    run.until(lambda: "up" in west.log.read_text(), 30, "the trainer runs")
+    run.until(lambda: "up" in west.log.read_text() and marks(run, "west", "trainer_start"), 30, "the trainer runs")
     pid = marks(run, "west", "trainer_start")[0]["pid"]
     west.kill()
     run.until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 10, "the trainer ended")
