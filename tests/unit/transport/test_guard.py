@@ -54,6 +54,16 @@ def test_an_expired_certificate_is_found(story: GuardedMaster) -> None:
     assert "expired at" in story.guard.take_expelled()[0][1]
 
 
+def test_a_certificate_is_valid_to_the_end_of_its_last_moment(story: GuardedMaster) -> None:
+    """RFC 5280, 4.1.2.5: notAfter is included."""
+    west = story.context("west", days=1)
+    story.join("west", west)
+    story.wall = story.guard.read_caller(west).until
+    assert story.guard.take_expelled() == []
+    story.wall += timedelta(microseconds=1)
+    assert [name for name, _ in story.guard.take_expelled()] == ["west"]
+
+
 def test_who_is_refused_is_told_with_the_reason(story: GuardedMaster) -> None:
     eve = story.context("eve", PeerRole.VIEWER)
     with pytest.raises(Denied):

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from dips.client.ipc.address import PID_FILE
+from dips.client.preflight import probe
 from dips.client.preflight.checks import check_host, check_lanes, check_model, check_run
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError
 from dips.files import PidLock
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 from dips.protocol.manifest import Manifest
+from tests.unit.client.preflight.test_probe import frame, scripted_lane
 
 MANIFEST = Manifest.from_shapes((("a", (3, 2)), ("b", (4,))))
 
@@ -127,3 +129,15 @@ def test_slaves_without_lanes_fail_without_being_probed() -> None:
     slave = {"lanes": [], "state": "absent", "reason": "not registered", "key": ""}
     (row,) = check_lanes(described(slaves={"ps0": slave}), None, 1, 1.0)
     assert (row.what, row.verdict, row.seen, row.silent) == ("slave ps0", FAIL, "absent: not registered", True)
+
+
+def test_every_lane_of_a_slave_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall may let its first port through alone: the rate is measured there, and says nothing of the others."""
+    monkeypatch.setattr(probe, "ANSWER_S", 0.1)
+    with scripted_lane(frame) as (first, _):
+        with scripted_lane(frame) as (second, _):
+            slave = {"lanes": [first, second], "state": "ready", "reason": "", "key": ""}
+            (row,) = check_lanes(described(slaves={"ps0": slave}), None, 1, 0.01)
+            assert (row.verdict, row.seen.startswith("2 lanes: ")) == (OK, True)
+        (row,) = check_lanes(described(slaves={"ps0": slave}), None, 1, 0.01)
+    assert row.verdict == FAIL and f"{second}: no connection" in row.seen

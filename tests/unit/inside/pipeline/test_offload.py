@@ -259,8 +259,10 @@ def test_shards_that_come_back_while_they_leave_keep_their_memory() -> None:
         assert torch.equal(view, wanted.weight.t()) and torch.equal(part.weight, wanted.weight)
         assert account.held[MemoryCategory.PARAMETERS] == 80
         shards.offload(0)
+        shards._engine._over = False  # type: ignore[attr-defined]
         shards.finish()
         assert account.held[MemoryCategory.PARAMETERS] == 0
+        assert shards._engine._over, "between two steps nothing is under way"  # type: ignore[attr-defined]
 
 
 def test_a_count_of_steps_is_where_a_fused_optimizer_wants_it() -> None:

@@ -1,0 +1,64 @@
+"""A daemon in this process, from its start to its end: it serves what its section names, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import structlog
+import yaml
+
+from dips.config import RunFile, load_run
+from dips.master import app as master_app
+from dips.master import genesis
+from dips.slave import app as slave_app
+from tests.integration.cluster_harness import free_port
+from tests.unit.master.test_ledger_mirror import TENSORS
+
+LOG = structlog.get_logger()
+LONGEST_S = 30.0
+Serve = Callable[[RunFile, Path, Callable[[str], None]], Awaitable[int]]
+
+SERVE: dict[str, Serve] = {
+    "master": lambda config, file, ready: master_app.serve(config, file, LOG, ready),
+    "slave": lambda config, file, ready: slave_app.serve(config, config.slaves[0], LOG, ready, file),
+}
+
+
+def read(url: str) -> bytes:
+    with urlopen(url, timeout=LONGEST_S) as answer:
+        body: bytes = answer.read()
+    return body
+
+
+@pytest.fixture(name="config")
+def made_config(tmp_path: Path) -> RunFile:
+    """A run that has begun."""
+    http = {"http": f"127.0.0.1:{free_port()}", "listen": f"127.0.0.1:{free_port()}"}
+    slave = {"name": "s0", "master": "127.0.0.1:1", "directory": "s0", "initial_model": "m/initial", **http}
+    content = {"shared": {"run": "r"}, "master": {"directory": "m", **http}, "slaves": [slave], "tls": False}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    config = load_run(tmp_path / "run.yaml")
+    genesis.make_run(config, TENSORS)
+    return config
+
+
+@pytest.mark.parametrize("daemon", SERVE)
+async def test_a_daemon_serves_and_leaves_nothing(daemon: str, config: RunFile, tmp_path: Path) -> None:
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.ensure_future(SERVE[daemon](config, tmp_path / "run.yaml", ready.set_result))
+    address = await asyncio.wait_for(ready, LONGEST_S)
+    assert b'run="r"' in await asyncio.to_thread(read, f"http://{config.master.http}/metrics")
+    if daemon == "master":
+        assert b'"run"' in await asyncio.to_thread(read, f"http://{config.master.http}/api/state")
+    signal.raise_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(serving, LONGEST_S) == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    host, port = address.rsplit(":", 1)
+    with socket.socket() as again, pytest.raises(ConnectionRefusedError):
+        again.connect((host, int(port)))
