@@ -4,6 +4,7 @@ machine.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -17,13 +18,25 @@ from dips.errors import OF_THE_DISK, ConfigError, FailedDisk
 # ---- fsync ----------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def named_in_errors(path: object) -> Iterator[None]:
+    """Name this file in an OSError of the block that names none: `write` and `fsync` know a descriptor alone."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def sync_path(path: Path) -> None:
     """Make a file, or a directory's list of files, durable: a new file is durable only after its directory is
     synced.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named_in_errors(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -57,7 +70,8 @@ def write_aside(output: Path) -> Iterator[Path]:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file whose content is durable on return; its name is not, before `sync_path` of its directory."""
-    path.write_bytes(content)
+    with named_in_errors(path):
+        path.write_bytes(content)
     sync_path(path)
 
 
@@ -174,7 +188,9 @@ class PidLock:
         """Whether the lock is held, and its file is the one at its path: others find that one."""
         try:
             return not self._file.closed and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # of NFS: the file, or its directory, was removed
+                raise
             return False
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dips.errors import CorruptSnapshot
-from dips.files import sync_path
+from dips.files import named_in_errors, sync_path
 
 F32 = npt.NDArray[np.float32]
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
@@ -47,7 +47,7 @@ assert sys.byteorder == "little", "parameters are stored as they lie in memory, 
 def reserve_file(path: Path, size: int) -> None:
     """Reserve `size` bytes on the disk for a file that is still to be written; raise OSError if there is no room."""
     with path.open("ab", buffering=0) as file:
-        _reserve_space(file.fileno(), size)
+        _reserve_space(file, size)
 
 
 def write_tensors(path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32]) -> None:
@@ -67,7 +67,7 @@ def write_behind(path: Path, header: bytes, numel: int, data: Iterable[F32], on_
     """
     size = len(header) + ITEM * numel
     with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
-        _reserve_space(file.fileno(), size)
+        _reserve_space(file, size)
         _write_all(file, memoryview(header))
         for array in data:
             _write_pieces(file, array.view(np.uint8).data, on_piece)
@@ -87,7 +87,7 @@ def map_new(path: Path, metadata: Mapping[str, str], shapes: Shapes) -> F32:
 def map_behind(path: Path, header: bytes, numel: int) -> F32:
     """Map the tensors behind a header for writing, in an existing file; raise OSError if the disk is full."""
     with path.open("r+b", buffering=0) as file:
-        _reserve_space(file.fileno(), len(header) + ITEM * numel)
+        _reserve_space(file, len(header) + ITEM * numel)
         _write_all(file, memoryview(header))
         file.truncate(len(header) + ITEM * numel)
     return np.memmap(path, np.float32, "r+", len(header), (numel,)) if numel else np.empty(0, np.float32)
@@ -183,18 +183,18 @@ def make_header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _reserve_space(fd: int, size: int) -> None:
+def _reserve_space(file: BinaryIO, size: int) -> None:
     """Raise OSError now if the disk is full; file systems without reservation only fail while writing.
 
     Not by `os.posix_fallocate`: where a file system cannot reserve, as NFS before 4.2, glibc emulates it with a write
     to each block, without an error, so every snapshot would be written twice.
     """
-    while _LIBC.fallocate(fd, 0, 0, size) != 0:
+    while _LIBC.fallocate(file.fileno(), 0, 0, size) != 0:
         error = ctypes.get_errno()
         if error in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             return
         if error != errno.EINTR:
-            raise OSError(error, os.strerror(error))
+            raise OSError(error, os.strerror(error), file.name)
 
 
 def _write_pieces(file: BinaryIO, view: memoryview, on_piece: OnPiece) -> None:
@@ -207,10 +207,12 @@ def _write_pieces(file: BinaryIO, view: memoryview, on_piece: OnPiece) -> None:
         # DONTNEED starts the write-out of dirty pages and does not wait; the library has no other call for it.
         os.posix_fadvise(file.fileno(), at, len(piece), os.POSIX_FADV_DONTNEED)
         if (at + len(piece)) // SYNC_BYTES > at // SYNC_BYTES:
-            os.fdatasync(file.fileno())
+            with named_in_errors(file.name):
+                os.fdatasync(file.fileno())
         on_piece(len(piece))
 
 
 def _write_all(file: BinaryIO, view: memoryview) -> None:
-    while view:
-        view = view[file.write(view) :]
+    with named_in_errors(file.name):
+        while view:
+            view = view[file.write(view) :]

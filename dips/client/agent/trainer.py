@@ -27,7 +27,8 @@ from dips.printable import make_printable
 
 TAIL_BYTES = 1 << 18  # kept: a traceback of each rank of a host, and torchrun's report after them
 PIECE_BYTES = 65536
-LINE_CHARS = 160  # at most shown of the line
+LINE_CHARS = 160  # at most shown of a line
+CAUSE_CHARS = 240  # at most of the one that says why: our own errors end with what to do
 PAST_CHARS = 4 * LINE_CHARS  # read per line that is shown
 END_S = 1.0  # for the rest of the output, after all processes of the trainer are gone
 # The last line of a Python traceback, as torch prints it for a rank; torchrun's own traceback after it has no cause.
@@ -106,7 +107,8 @@ def find_cause(text: str) -> str:
         lines = [line for _, line in raised if not OF_OTHERS.search(line)] or lines or [line for _, line in raised]
     spoken = _list_spoken(text)
     said = [line for line in spoken if line.startswith("error: ")]  # by a command of ours, with advice after it
-    return (lines or said or spoken or [""])[-1].strip()[:LINE_CHARS]
+    cause = (lines or said or spoken or [""])[-1].strip()
+    return cause if len(cause) <= CAUSE_CHARS else cause[: CAUSE_CHARS - 1] + "…"
 
 
 def describe_signal(number: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dips.client.agent.trainer import LINE_CHARS, TAIL_BYTES, ErrorTail, _pass_on, find_cause
+from dips.client.agent.trainer import CAUSE_CHARS, LINE_CHARS, TAIL_BYTES, ErrorTail, _pass_on, find_cause
 
 TORCHRUN = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -35,7 +35,8 @@ train.py FAILED
         ("hello\n\n  bye  \n-----\n", "bye"),
         ("Traceback:\nValueError: x\nsome warning after it\n", "ValueError: x"),
         (TORCHRUN, "ValueError: no such file: corpus/"),
-        ("x" * 1000, "x" * LINE_CHARS),
+        ("x" * CAUSE_CHARS, "x" * CAUSE_CHARS),
+        ("x" * 1000, "x" * (CAUSE_CHARS - 1) + "…"),
     ],
 )
 def test_the_last_line_is_the_error_itself(text: str, line: str) -> None:
