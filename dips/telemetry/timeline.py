@@ -73,6 +73,8 @@ class Timeline:
         try:
             if self._size >= self._most_bytes:
                 self._rotate_file()
+            elif self._file.closed or not os.fstat(self._file.fileno()).st_nlink:
+                self._begin_file()  # somebody has removed it, perhaps with its directory, which is made anew
             self._size += self._file.write(line + "\n")
         except OSError:
             self.lines_lost += 1
@@ -81,9 +83,13 @@ class Timeline:
         """Rename the full file to the older one's name and begin a new one; each line tries it again if that fails."""
         with suppress(FileNotFoundError):  # it was renamed before, or a person removed it
             self._path.replace(older_path(self._path))
+        self._begin_file()
+
+    def _begin_file(self) -> None:
         with suppress(OSError):
             self._file.close()
-        self._file, self._size = self._path.open("a", buffering=1), 0
+        self._file = self._path.open("a", buffering=1)
+        self._size = self._file.tell()
 
 
 def _is_torn(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -73,6 +74,23 @@ def test_a_full_file_whose_place_was_taken_away_ends_nothing(tmp_path: Path) -> 
     timeline.close()
     assert [line["n"] for line in read_marks(tmp_path / FILE)] == [2]
     assert timeline.lines_lost == 1
+
+
+def test_a_directory_that_is_made_anew_gets_the_next_lines(tmp_path: Path) -> None:
+    """A slave makes its directory again when somebody has removed it; until then each line is counted as lost."""
+    path = tmp_path / "d" / FILE
+    timeline = Timeline(path.parent, "r", "slave", "me")
+    for n in range(3):
+        if n == 1:
+            shutil.rmtree(path.parent)
+        timeline.record_mark("x", n=n)
+        if n == 1:
+            until(lambda: timeline.lines_lost == 1)
+            path.parent.mkdir()
+        else:
+            until(lambda: path.exists() and path.read_text())
+    timeline.close()
+    assert [line["n"] for line in read_marks(path)] == [2] and timeline.lines_lost == 1
 
 
 def test_each_line_names_its_writer(tmp_path: Path) -> None:
