@@ -7,12 +7,13 @@ other processes: files are opened when they are first read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from dips.data import index
 from dips.data.deal import I64, shuffle_numbers
@@ -30,6 +31,12 @@ class OpenRange:
     begins: I64  # offset of each document in the range's tokens, and of their end
     order: I64  # first token of each of its sequences, in the order of reading
     dtype: np.dtype[Any]
+
+
+def _common_type(dtypes: Sequence[npt.DTypeLike]) -> np.dtype[Any]:
+    """Return the type that holds the tokens of files of these; numpy would make uint64 and a signed one fractions."""
+    common = np.result_type(*(dtypes or ["u2"]))
+    return common if common.kind in "iu" else np.dtype(np.int64)
 
 
 class DataSet:
@@ -61,7 +68,8 @@ class DataSet:
         documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
         if not len(documents):
             return np.empty(0, np.uint16)
-        return np.concatenate([self._open_file(int(f))[s : s + n] for f, n, s in documents.tolist()])
+        parts = [self._open_file(int(f))[s : s + n] for f, n, s in documents.tolist()]
+        return np.concatenate(parts, dtype=_common_type([part.dtype for part in parts]), casting="same_kind")
 
     def batches(
         self, number: int, sequences: int, length: int, rank: int = 0, world: int = 1, start: int = 0
@@ -107,7 +115,7 @@ class DataSet:
         begins = np.concatenate([[0], np.cumsum(documents["tokens"], dtype=np.int64)])
         order = shuffle_numbers(self.sequences(number, length), self._seed, number) * length
         dtypes = [self._index.files[file].dtype for file in np.unique(documents["file"]).tolist()]
-        return OpenRange(number, length, documents, begins, order, np.result_type(*(dtypes or ["u2"])))
+        return OpenRange(number, length, documents, begins, order, _common_type(dtypes))
 
     def _read_row(self, of: OpenRange, first: int, row: Tokens) -> None:
         """Fill a row with the range's tokens from `first` on."""
