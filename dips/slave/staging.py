@@ -40,7 +40,7 @@ from dips.store.files import (
     write_version,
 )
 from dips.store.mirror import MirrorStore
-from dips.store.tensorfile import F32, OnPiece, Reader, map_behind
+from dips.store.tensorfile import F32, Reader, map_behind
 from dips.store.version import (
     LayerRecord,
     VersionManifest,
@@ -66,13 +66,8 @@ class VersionPart:
     directory: Path
     model: Manifest
     layers: tuple[int, ...]
-    fill: Callable[[Path, OnPiece], str]  # fills a directory, durably; returns the digest of its manifest
+    fill: Callable[[Path], str]  # fills a directory, durably; returns the digest of its manifest
     digest: str = ""  # that digest, if it is known before: the part of an earlier try is taken if it has it
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of θ and m."""
-        return 2 * sum(self.model.layers[layer].nbytes for layer in self.layers)
 
     @property
     def aside(self) -> Path:
@@ -83,9 +78,7 @@ class VersionPart:
         return staged_path(self.directory, self.version)
 
 
-def stage_parts(
-    parts: Sequence[VersionPart], report: OnPiece = lambda _: None, show: Callable[[str], None] = lambda _: None
-) -> dict[str, str]:
+def stage_parts(parts: Sequence[VersionPart], show: Callable[[str], None] = lambda _: None) -> dict[str, str]:
     """Stage all parts and read them back; return the digests by slave.
 
     Room for all is reserved before any is written. Raise CorruptSnapshot naming what is damaged, FailedDisk: then
@@ -97,10 +90,10 @@ def stage_parts(
             _make_room(part)
         for part in parts:
             show(f"{part.slave} {part.version}: writing")
-            digests[part.slave] = _stage_part(part, report)
+            digests[part.slave] = _stage_part(part)
         for part in parts:
             show(f"{part.slave} {part.version}: reading back")
-            read_through(part.staged, read_manifest(part.staged), report)
+            read_through(part.staged, read_manifest(part.staged))
     except (OSError, DipsError) as error:
         for part in parts:
             for path in (part.aside, part.staged):
@@ -122,11 +115,10 @@ def _make_room(part: VersionPart) -> None:
         reserve_version(part.aside, part.run, part.version, part.model, part.layers)
 
 
-def _stage_part(part: VersionPart, report: OnPiece) -> str:
+def _stage_part(part: VersionPart) -> str:
     if _is_staged(part):
-        report(part.nbytes)
         return part.digest
-    digest = part.fill(part.aside, report)
+    digest = part.fill(part.aside)
     stage_version(part.aside, part.version)
     return digest
 
@@ -163,13 +155,12 @@ def finish_staged(directory: Path, slave: str, digests: Digests, log: Log) -> tu
 
 
 def _copy_records(
-    folder: Path, manifest: VersionManifest, records: Iterable[LayerRecord], aside: Path, queue: SyncQueue,
-    report: OnPiece,
-) -> None:  # fmt: skip
+    folder: Path, manifest: VersionManifest, records: Iterable[LayerRecord], aside: Path, queue: SyncQueue
+) -> None:
     for record in records:
         path = folder / record.file
         with path.open("rb") as source, (aside / record.file).open("r+b") as target:  # its room is reserved
-            copy_layer(source, target, manifest, record, str(path), report)
+            copy_layer(source, target, manifest, record, str(path))
             target.truncate()
         queue.add_file(aside / record.file, record.size)
 
@@ -206,18 +197,17 @@ def find_version(folder: Path, run: str, slave: str) -> VersionManifest | None:
 
 def _fetch_layers(
     owner: tuple[str, str, int], version: VersionId, model: Manifest, layers: Sequence[int],
-    near: tuple[Path, VersionManifest | None], fetch: Fetch, aside: Path, report: OnPiece,
+    near: tuple[Path, VersionManifest | None], fetch: Fetch, aside: Path,
 ) -> str:  # fmt: skip
     queue, folder = SyncQueue(), near[0]
     records = {r.index: r for r in near[1].layers if r.index in layers} if near[1] is not None else {}
     if near[1] is not None:
-        _copy_records(folder, near[1], records.values(), aside, queue, report)
+        _copy_records(folder, near[1], records.values(), aside, queue)
     away = [index for index in layers if index not in records]
     for begin in range(0, len(away), FETCHED):
         for record in _fetch_some(owner[0], version, model, away[begin : begin + FETCHED], fetch, aside):
             records[record.index] = record
             queue.add_file(aside / record.file, record.size)
-            report(2 * record.layer.nbytes)
     queue.sync_files()
     return write_manifest(aside, make_manifest(owner, version, model, (records[index] for index in layers)).to_json())
 
@@ -347,10 +337,10 @@ class Rebuild:
     def _newest_of(self, name: str, layers: Sequence[int]) -> VersionId | None:
         return self._disks[name].newest_of({index: self._manifest.layers[index] for index in layers})
 
-    def _write_part(self, version: VersionId, found: SlaveFinding, sinc: int, aside: Path, report: OnPiece) -> str:
+    def _write_part(self, version: VersionId, found: SlaveFinding, sinc: int, aside: Path) -> str:
         flat = self._disks[found.slave].merge_momentum(self._read_model(found.layers), found.momentum_of)
         owner = (self._row.run, found.slave, sinc)
-        return write_version(aside, owner, version, self._manifest, found.layers, flat, report)
+        return write_version(aside, owner, version, self._manifest, found.layers, flat)
 
     def _read_model(self, layers: Sequence[int]) -> Iterator[tuple[int, F32]]:
         with Reader(self._model) as reader:

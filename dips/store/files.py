@@ -274,8 +274,9 @@ def map_version(
 
 
 def copy_layer(
-    source: IO[bytes], target: IO[bytes], manifest: VersionManifest, record: LayerRecord, where: str, on_piece: OnPiece
-) -> None:
+    source: IO[bytes], target: IO[bytes], manifest: VersionManifest, record: LayerRecord, where: str,
+    on_piece: OnPiece = lambda _: None,
+) -> None:  # fmt: skip
     """Copy a layer's file as it is, and compare its digests on the way, so that damaged bytes are not carried over."""
     check_header(source, manifest, record, where)
     target.write(manifest.header_of(record))

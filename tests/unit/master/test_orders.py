@@ -10,7 +10,7 @@ import pytest
 
 from dips.errors import Busy, DipsError, StaleTerm, UnavailableSlave, UnresponsiveSlave
 from dips.ids import GENESIS, PushId
-from dips.master.core import SentOrder, SlavePatience, SlaveProgress
+from dips.master.core import MISSED_S, SentOrder, SlavePatience, SlaveProgress
 from dips.master.runtime import SlaveLink, SlaveLinks
 from dips.protocol.effects import OpenPush, Order, OrderBody, Ping
 from dips.protocol.events import Done, OrderAnswered
@@ -36,7 +36,7 @@ def test_a_broken_link_is_tried_again_until_the_deadline() -> None:
     assert order.on_error(nothing, 13.9) is None
     assert (order.left_s(13.0), order.left_s(20.0)) == (1.0, 0.0)
     failed = order.on_error(nothing, 14.0)
-    assert failed == order.on_deadline()
+    assert failed == order.on_deadline() == order.on_error(nothing, 14.0 + MISSED_S)
     assert failed is not None and (failed.slave, failed.sinc, failed.number, failed.error) == (
         "s",
         2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -69,11 +70,11 @@ class QuietLane:
 class FlowStory:
     """A flow of one lane, its incarnation 3 begun."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_place: bool = True) -> None:
         self.events, self.now = list[FlowEvent](), 0.0
         self.flow = ZmqFlow(
             "r", "s", ("h:1",), 1 << 20, 1 << 24, 2, 10.0, lambda: self.now,
-            make_lane=self.make_lane, in_place=True, pause=self.pause,
+            make_lane=self.make_lane, in_place=in_place, pause=self.pause,
         )  # fmt: skip
         self.flow.set_layers(Manifest((Layer("l", (Parameter("l.w", (N,)),)),)), (0,))
         self.flow.start(3, self.events.append)
@@ -98,6 +99,16 @@ def story() -> Iterator[FlowStory]:
     made = FlowStory()
     yield made
     made.flow.close()
+
+
+def test_a_flow_that_is_closed_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for what comes nor, where there are cores to spare, for what goes."""
+    monkeypatch.setattr("dips.slave.flow.spare_threads", lambda _: 1)
+    before = set(threading.enumerate())
+    made = FlowStory(in_place=False)
+    assert len(set(threading.enumerate()) - before) == 2
+    made.flow.close()
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_chunk_that_arrives_damaged_is_asked_for_again_at_once(story: FlowStory) -> None:
