@@ -25,6 +25,11 @@ def make_lines_printable(text: str) -> str:
     return "\n".join(make_printable(line) for line in text.split("\n"))
 
 
+def shorten(text: str, most: int) -> str:
+    """Return `text` in at most `most` characters, the last of which is an ellipsis if something is cut."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def join_some(names: Sequence[str], most: int = 5) -> str:
     """Join names for a message, at most so many, and count the others."""
     left = len(names[most:])

@@ -30,8 +30,7 @@ class Timeline:
         directory.mkdir(parents=True, exist_ok=True)
         self._path, self._most_bytes = directory / FILE, most_bytes
         self._writer = {"run": run, "role": role, "who": who}
-        self._file = self._path.open("a", buffering=1)
-        self._size = self._path.stat().st_size
+        self._open_file()
         torn = self._size > 0 and _is_torn(self._path)
         self._waiting: deque[str] = deque([""] if torn else [])  # ends the torn line, which would take the first along
         self._changed, self._closed = threading.Condition(), False
@@ -88,8 +87,11 @@ class Timeline:
     def _begin_file(self) -> None:
         with suppress(OSError):
             self._file.close()
+        self._open_file()
+
+    def _open_file(self) -> None:
         self._file = self._path.open("a", buffering=1)
-        self._size = self._file.tell()
+        self._size = os.fstat(self._file.fileno()).st_size
 
 
 def _is_torn(path: Path) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -18,11 +18,11 @@ from dips.master import app as master_app
 from dips.master import genesis
 from dips.slave import app as slave_app
 from tests.integration.cluster_harness import free_port
+from tests.served import LONGEST_S, served
 from tests.unit.master.test_ledger_mirror import TENSORS
 
 LOG = structlog.get_logger()
-LONGEST_S = 30.0
-Serve = Callable[[RunFile, Path, Callable[[str], None]], Awaitable[int]]
+Serve = Callable[[RunFile, Path, Callable[[str], None]], Coroutine[Any, Any, int]]
 
 SERVE: dict[str, Serve] = {
     "master": lambda config, file, ready: master_app.serve(config, file, LOG, ready),
@@ -50,14 +50,10 @@ def made_config(tmp_path: Path) -> RunFile:
 
 @pytest.mark.parametrize("daemon", SERVE)
 async def test_a_daemon_serves_and_leaves_nothing(daemon: str, config: RunFile, tmp_path: Path) -> None:
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    serving = asyncio.ensure_future(SERVE[daemon](config, tmp_path / "run.yaml", ready.set_result))
-    address = await asyncio.wait_for(ready, LONGEST_S)
-    assert b'run="r"' in await asyncio.to_thread(read, f"http://{config.master.http}/metrics")
-    if daemon == "master":
-        assert b'"run"' in await asyncio.to_thread(read, f"http://{config.master.http}/api/state")
-    signal.raise_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(serving, LONGEST_S) == 0
+    async with served(lambda ready: SERVE[daemon](config, tmp_path / "run.yaml", ready)) as address:
+        assert b'run="r"' in await asyncio.to_thread(read, f"http://{config.master.http}/metrics")
+        if daemon == "master":
+            assert b'"run"' in await asyncio.to_thread(read, f"http://{config.master.http}/api/state")
     assert asyncio.all_tasks() == {asyncio.current_task()}
     host, port = address.rsplit(":", 1)
     with socket.socket() as again, pytest.raises(ConnectionRefusedError):

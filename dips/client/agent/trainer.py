@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dips.files import umask_given
-from dips.printable import make_printable
+from dips.printable import make_printable, shorten
 
 # ---- error tail -----------------------------------------------------------------------------------------------------
 # The trainer writes to a pipe instead of our standard error; a thread copies it, so that a slow terminal blocks the
@@ -107,8 +107,7 @@ def find_cause(text: str) -> str:
         lines = [line for _, line in raised if not OF_OTHERS.search(line)] or lines or [line for _, line in raised]
     spoken = _list_spoken(text)
     said = [line for line in spoken if line.startswith("error: ")]  # by a command of ours, with advice after it
-    cause = (lines or said or spoken or [""])[-1].strip()
-    return cause if len(cause) <= CAUSE_CHARS else cause[: CAUSE_CHARS - 1] + "…"
+    return shorten((lines or said or spoken or [""])[-1].strip(), CAUSE_CHARS)
 
 
 def describe_signal(number: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dips.errors import Busy, Unavailable
 from dips.ids import VersionId
+from dips.printable import shorten
 from dips.protocol.effects import Effect, Failed, Note, Refused, Reply
 from dips.protocol.enums import ClusterCause, OutcomeKind, RoundResult, Severity
 from dips.protocol.events import ClusterJoined, Event, PullFinished, PullRequested, PushRequested, SlaveRegistered
@@ -34,7 +35,7 @@ def clean_text(text: object, most: int = MOST_CHARS) -> str:
     """One line of visible characters, at most `most` of them."""
     line = str(text)[: most + 1]
     shown = line if line.isprintable() else "".join(" " if unicodedata.category(c) in _HIDDEN else c for c in line)
-    return shown if len(line) <= most else shown[: most - 1] + "…"
+    return shorten(shown, most)
 
 
 def clean_plain(value: Any) -> Any:

@@ -44,6 +44,7 @@ from dips.store.mirror import MirrorStore, read_sealed, seal
 from dips.wire.generated import operator_pb2
 from tests.busy_store import BusyFileSystem, persist
 from tests.integration.cluster_harness import free_port
+from tests.served import served
 from tests.unit.master.test_ledger_mirror import TENSORS, Term
 from tests.waiting import until
 
@@ -935,14 +936,9 @@ async def test_a_standby_serves_the_slaves_that_its_run_file_names_by_then(tmp_p
     (tmp_path / "mirror").mkdir()
     (config,) = begun(tmp_path, str(tmp_path / "mirror"), "a", listen=f"127.0.0.1:{free_port()}")
     former = config.slaves[0].model_copy(update={"name": "s9"})
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     old = config.model_copy(update={"slaves": (former,)})
-    serving = asyncio.create_task(serve(old, tmp_path / "a.yaml", LOG, ready.set_result, stands_by=True))
-    either: list[asyncio.Future[Any]] = [serving, ready]
-    await asyncio.wait(either, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
-    assert ready.done(), serving
-    signal.raise_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(serving, 20.0) == 0
+    async with served(lambda ready: serve(old, tmp_path / "a.yaml", LOG, ready, stands_by=True)):
+        pass
 
 
 async def test_what_a_killed_master_left_of_a_copy_is_gone_when_it_serves(tmp_path: Path) -> None:
@@ -951,10 +947,5 @@ async def test_what_a_killed_master_left_of_a_copy_is_gone_when_it_serves(tmp_pa
     (config,) = begun(tmp_path, str(tmp_path / "mirror"), "a", listen=f"127.0.0.1:{free_port()}")
     alone = config.model_copy(update={"master": config.master.model_copy(update={"mirror": None})})
     (tmp_path / "a" / BASE).write_bytes(b"a half")
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(alone, tmp_path / "a.yaml", LOG, ready.set_result))
-    either: list[asyncio.Future[Any]] = [serving, ready]
-    await asyncio.wait(either, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
-    assert ready.done() and not (tmp_path / "a" / BASE).exists(), serving
-    signal.raise_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(serving, 20.0) == 0
+    async with served(lambda ready: serve(alone, tmp_path / "a.yaml", LOG, ready)):
+        assert not (tmp_path / "a" / BASE).exists()
