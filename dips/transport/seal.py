@@ -125,7 +125,6 @@ class ZapHandler:
         """`admit` decides on a public key, in Z85, and counts its refusals."""
         self._keys, self._admit = keys, admit
         self.socket = context.socket(zmq.REP)
-        self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ENDPOINT)
 
     def answer_handshakes(self) -> None:

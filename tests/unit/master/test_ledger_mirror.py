@@ -33,6 +33,7 @@ from dips.protocol.records import IncarnationGiven, LedgerState, RangesLeased, R
 from dips.protocol.view import LedgerMirrorView
 from dips.store.files import ASIDE
 from dips.store.mirror import MirrorStore
+from dips.transport.backoff import Backoff
 from tests.power_cut import PowerCut, fell_behind
 from tests.run_files import write_run_file
 from tests.waiting import until
@@ -189,6 +190,31 @@ def test_a_mirror_that_is_gone_holds_nothing_up_and_catches_up(config: RunFile, 
     knew = term.end()
     lose(config)
     assert like(restored(config), knew)
+
+
+def test_each_outage_of_a_mirror_begins_with_the_shortest_pause(
+    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed long ago, many times, does not keep the mirror of today waiting."""
+    first_s, pauses = 0.001, list[float]()
+    ask = Backoff.next_pause_s
+
+    def next_pause_s(backoff: Backoff) -> float:
+        pauses.append(ask(backoff))
+        return pauses[-1]
+
+    monkeypatch.setattr("dips.master.ledger_mirror.BACKOFF_S", (first_s, 10.0))
+    monkeypatch.setattr(Backoff, "next_pause_s", next_pause_s)
+    term, every = Term(config), transactions()
+    for _ in range(2):
+        pauses.clear()
+        (tmp_path / "mirror").rename(tmp_path / "away")
+        term.write(next(every))
+        until(lambda: len(pauses) >= 3, "it has failed again and again")
+        assert pauses[0] <= first_s < pauses[2]
+        (tmp_path / "away").rename(tmp_path / "mirror")
+        until(lambda: not term.mirror.view().red, "it has caught up")
+    term.end()
 
 
 def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

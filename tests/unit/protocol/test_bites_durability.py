@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -180,6 +181,21 @@ def test_pushes_that_wait_behind_the_last_failure_are_skipped() -> None:
     assert run.view.durability.state == "stopped"
     assert run.outcome(waiting).kind == "skipped" and run.view.clusters["c"].state == "training"
     assert run.all_of(RoundReserved) == reserved, "no round is begun for it"
+
+
+def test_a_window_ends_by_time_unless_its_version_would_overwrite_what_is_written() -> None:
+    """Until the head is on the disks it has no end; then 100 s after its first push."""
+    run = ScriptedRun(replace(OPTIONS, durability="async", timing=TimingOptions(window_s=100.0)))
+    run.train("a", "b")
+    run.held.add(Persist)
+    for push in [run.push(name) for name in "ab"]:
+        assert run.outcome(push).kind == "accepted"
+    run.wait(1.0)
+    run.push("a")
+    assert [order.body for order in run.orders] == [Persist(run.head)] and run.machine.next_deadline() == inf
+    run.held.clear()
+    run.answer()
+    assert run.machine.next_deadline() == run.now + 100.0
 
 
 def test_a_late_snapshot_is_tried_again_between_rounds_and_in_windows() -> None:
