@@ -182,6 +182,10 @@ class Feed:
         """Raise ConfigError if the loader's data set is not the one that the run agreed on."""
         if not isinstance(loader.dataset, RangeDataset) or loader.batch_size is not None:
             raise ConfigError("expected DataLoader(RangeDataset(…), batch_size=None, …): its batches are whole already")
+        if not getattr(loader, "in_order", True):  # torch has it since 2.6
+            raise ConfigError(
+                "expected DataLoader(in_order=True): a range is trained in its order, or not known how far"
+            )
         agreed, source = outer.shared.data, loader.dataset.source
         if agreed.ranges != source.ranges:
             raise ConfigError(f"shared.data.ranges: expected {source.ranges}, as the data set has, got {agreed.ranges}")

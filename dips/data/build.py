@@ -86,6 +86,7 @@ def parse_source(spec: str) -> CorpusSource:
     """Parse NAME=PATH; PATH is a file, a directory, or a pattern. Raise ConfigError if no file matches.
 
     A directory stands for all files in it at any depth, except hidden files and directories; so does `**` in a pattern.
+    Links are followed; a file that is found twice is refused, since its tokens would count twice.
     """
     name, equals, where = spec.partition("=")
     if not equals:
@@ -102,6 +103,13 @@ def parse_source(spec: str) -> CorpusSource:
     files = tuple(p for p in found if p.is_file() and not _is_index(p))
     if not files:
         raise ConfigError(f"--source {spec}: there is no file")
+    meant: dict[Path, Path] = {}
+    for file in files:
+        if (first := meant.setdefault(file.resolve(), file)) is not file:
+            raise ConfigError(
+                f"--source {spec}: {first} and {file} are one file, by a link: name a directory or a pattern that has "
+                "it once"
+            )
     return CorpusSource(name, files)
 
 

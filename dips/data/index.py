@@ -207,10 +207,15 @@ class Index:
     files: tuple[Listed, ...]
     documents: np.ndarray  # DOCUMENT[n]
     bounds: I64  # [ranges + 1]
+    directory: Path
 
     @property
     def digest(self) -> str:
         return str(self.manifest["digest"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process that gets it maps the arrays itself: a pickled map is a copy of all that it shows."""
+        return _map_index, (self.manifest, self.files, self.directory)
 
 
 def digest_of(manifest: dict[str, Any]) -> str:
@@ -263,7 +268,6 @@ def open_index(directory: Path, verify: bool = False) -> Index:
     if digest_of(manifest) != manifest.get("digest"):
         raise Corrupt(f"{path}: its digest is not that of its contents: it was edited")
     files = tuple(_parse_listed(directory, f) for source in manifest["sources"] for f in source["files"])
-    arrays = []
     for name in (DOCUMENTS, RANGES):
         try:
             checksum = file_checksum(directory / name)
@@ -271,10 +275,14 @@ def open_index(directory: Path, verify: bool = False) -> Index:
             raise ConfigError(f"{directory / name}: {_UNREADABLE}: {error.strerror}") from error
         if checksum != manifest[name]:
             raise Corrupt(f"{directory / name}: its checksum is not the manifest's")
-        arrays.append(np.load(directory / name, mmap_mode="r"))
     for file in files:
         _check_file(file, verify)
-    return Index(manifest, files, *arrays)
+    return _map_index(manifest, files, directory)
+
+
+def _map_index(manifest: dict[str, Any], files: tuple[Listed, ...], directory: Path) -> Index:
+    arrays = (np.load(directory / name, mmap_mode="r") for name in (DOCUMENTS, RANGES))
+    return Index(manifest, files, *arrays, directory)
 
 
 def _parse_listed(directory: Path, raw: dict[str, Any]) -> Listed:

@@ -33,7 +33,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dips.errors import ConfigError, Corrupt, CorruptSnapshot, DipsError, FailedMirror
-from dips.files import make_directory, sync_path, write_durably, write_synced
+from dips.files import make_directory, named_in_errors, sync_path, write_durably, write_synced
 from dips.ids import VersionId
 from dips.store.files import ASIDE, SyncQueue, copy_layer, require_sizes, write_manifest
 from dips.store.tensorfile import PIECE_BYTES, OnPiece, reserve_file
@@ -154,8 +154,9 @@ class MirrorStore:
             try:
                 with aside.open("wb") as file:
                     yield file
-                    file.flush()
-                    os.fsync(file.fileno())
+                    with named_in_errors(aside):
+                        file.flush()
+                        os.fsync(file.fileno())
                 aside.rename(path)
             except BaseException:
                 aside.unlink(missing_ok=True)

@@ -6,15 +6,17 @@ for a minute, costs lines and stops nothing else. A full file becomes `<name>.1`
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 FILE = "timeline.jsonl"  # in the directory of a master, slave or agent
 MOST_BYTES = 64 << 20  # of a file; the newest 64 to 128 MiB are kept: a week or so of a cluster's inner steps
@@ -107,10 +109,29 @@ def older_path(path: Path) -> Path:
 
 
 def read_marks(path: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over a timeline's lines, oldest first; an incomplete last line (its writer was killed) is skipped."""
-    before = older_path(path).read_text() if older_path(path).exists() else ""
-    for line in (before + path.read_text()).splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    """Iterate over a timeline's lines, oldest first; an incomplete last line (its writer was killed) is skipped.
+
+    Raise FileNotFoundError if there is none. Its writer may rename the file meanwhile.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(file) for file in _open_files(path)]
+        for line in chain.from_iterable(files):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def _open_files(path: Path) -> list[IO[str]]:
+    """Open the older file and the newer one, as far as they are there: in a rotation the newer is not, for a moment."""
+    newer = older = None
+    with suppress(FileNotFoundError):
+        newer = path.open()
+    with suppress(FileNotFoundError):
+        older = older_path(path).open()
+    if newer and older and os.path.sameopenfile(newer.fileno(), older.fileno()):  # it was renamed between the two
+        older.close()
+        older = None
+    if not newer and not older:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return [file for file in (older, newer) if file]

@@ -212,6 +212,8 @@ def test_the_wrong_data_set_is_refused(data: DataSet) -> None:
     feed(Outer([], digest=data.digest), batches, 0)
     with pytest.raises(ConfigError, match="batch_size=None"):
         Feed(Outer([]), DataLoader(RangeDataset(batches), batch_size=2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="in_order=True"):
+        Feed(Outer([]), DataLoader(RangeDataset(batches), batch_size=None, num_workers=2, in_order=False))  # type: ignore[arg-type]
 
 
 def test_rows_of_a_table() -> None:

@@ -88,7 +88,9 @@ def test_the_same_seed_gives_the_same_bytes_elsewhere(corpus: Path) -> None:
 def test_ranks_share_a_range_and_a_cursor_goes_on(corpus: Path) -> None:
     """The ranks' sequences are disjoint and together those of one rank; `start` skips exactly what was trained."""
     build_dataset(plan(corpus))
-    data = pickle.loads(pickle.dumps(DataSet(corpus / "set")))
+    pickled = pickle.dumps(opened := DataSet(corpus / "set"))
+    assert len(pickled) < opened._index.documents.nbytes / 2, "a worker's process maps its documents, too"
+    data = pickle.loads(pickled)
     whole = list(data.batches(7, 4, 32))
     assert len(whole) == data.steps(7, 4, 32) > 10
     halves = [list(data.batches(7, 2, 32, rank, 2)) for rank in (0, 1)]
@@ -222,6 +224,17 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, where: str) -> None:
     (tmp_path / "b.txt").symlink_to(tmp_path / "blobs" / "b")
     with pytest.raises(ConfigError, match=r"b\.txt is a link to a file that is not there"):
         parse_source(f"x={tmp_path}{where}")
+
+
+@pytest.mark.parametrize("where", ["", "/**/*.txt"])
+def test_a_file_that_is_found_twice_is_named(tmp_path: Path, where: str) -> None:
+    """As in a cache, whose snapshots are links to its blobs: each document would have been trained twice."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "a.txt").write_text("text")
+    (tmp_path / "snapshot").symlink_to(tmp_path / "blobs")
+    with pytest.raises(ConfigError, match=r"blobs/a\.txt and .*snapshot/a\.txt are one file"):
+        parse_source(f"x={tmp_path}{where}")
+    assert [path.name for path in parse_source(f"x={tmp_path}/snapshot").files] == ["a.txt"]
 
 
 def test_documents_that_end_with_a_token(corpus: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,30 @@ def test_two_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     numbers = [line["n"] for line in read_marks(path)]
     assert numbers == list(range(numbers[0], 200))
     assert len(numbers) > 20
+
+
+def test_it_is_read_in_the_middle_of_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line once: it is renamed between two looks; the next one is not there yet."""
+    path, opened = tmp_path / FILE, list[Path]()
+    path.write_text('{"n": 1}\n')
+    open_file = Path.open
+
+    def rotate_behind(self: Path, *args: Any) -> Any:
+        file = open_file(self, *args)
+        if not opened:
+            path.replace(older_path(path))
+        opened.append(self)
+        return file
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", rotate_behind)
+        assert [line["n"] for line in read_marks(path)] == [1]
+    assert opened == [path, older_path(path)] and not path.exists()
+    assert [line["n"] for line in read_marks(path)] == [1]
+    path.write_text('{"n": 2}\n')
+    assert [line["n"] for line in read_marks(path)] == [1, 2]
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl"):
+        list(read_marks(tmp_path / "no.jsonl"))
 
 
 def test_a_restarted_process_goes_on(tmp_path: Path) -> None:
