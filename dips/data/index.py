@@ -281,8 +281,8 @@ def open_index(directory: Path, verify: bool = False) -> Index:
 
 
 def _map_index(manifest: dict[str, Any], files: tuple[Listed, ...], directory: Path) -> Index:
-    arrays = (np.load(directory / name, mmap_mode="r") for name in (DOCUMENTS, RANGES))
-    return Index(manifest, files, *arrays, directory)
+    documents, bounds = (np.load(directory / name, mmap_mode="r") for name in (DOCUMENTS, RANGES))
+    return Index(manifest, files, documents, bounds, directory)
 
 
 def _parse_listed(directory: Path, raw: dict[str, Any]) -> Listed:
