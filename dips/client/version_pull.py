@@ -290,8 +290,9 @@ async def follow_versions(
 
     make_room  called before each pull. Its array must hold what was pulled last, or all of the next is moved: it may
                be another array with a copy
-    take       called with each version that is whole: a later one than the last or, after a rollback, an earlier one.
-               The next is pulled when it returns; versions that pass meanwhile are left out
+    take       called with each version that is whole: a later one than the last or, after a rollback, an earlier one;
+               the last one again, if a pull that failed has overwritten it. The next is pulled when it returns;
+               versions that pass meanwhile are left out
     warn       called with a sentence when master or slaves do not answer, which is tried again
     Errors     those of VersionPuller until a version has come; then Denied, ConfigError, those of `make_room`, `take`
     """
@@ -317,12 +318,11 @@ class _Following:
     warn: Warn
     has_pulled: bool = False  # a version; until then the caller is told what fails, and may be wrong
     held: VersionId | None = None  # by the array; None: nothing whole
-    taken: VersionId | None = None
 
     async def join_and_pull(self) -> VersionId:
         """Follow as one incarnation; return the run's last version."""
         async with VersionPuller(self.master, self.name) as puller:
-            while await puller.wait_for_news(self.taken):
+            while await puller.wait_for_news(self.held):
                 try:
                     await self._pull_version(puller)
                 except (Unavailable, Busy, Stale) as error:
@@ -330,15 +330,13 @@ class _Following:
                         raise
                     self.warn(f"{error}; tried again in {AGAIN_S:g} s")
                     await asyncio.sleep(AGAIN_S)
-        assert self.taken is not None, "a run has a version from its beginning"
-        return self.taken
+        assert self.held is not None, "a run has a version from its beginning"
+        return self.held
 
     async def _pull_version(self, puller: VersionPuller) -> None:
         before, self.held = self.held, None  # while it moves
         self.held, self.has_pulled = (await puller.pull(self.make_room, held=before)).version, True
-        if self.held != self.taken:
-            await self.take(self.held)
-            self.taken = self.held
+        await self.take(self.held)
 
 
 async def _describe_run(master: Endpoint) -> dict[str, Any]:

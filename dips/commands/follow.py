@@ -80,10 +80,15 @@ def _split_command(command: str | None) -> list[str]:
 async def _follow(master: Endpoint, name: str, output: Path, words: list[str]) -> None:
     """Follow until the run ends, or a signal comes."""
     file, me, warn = VersionFile(output), asyncio.current_task(), partial(print, file=sys.stderr)
+    taken: VersionId | None = None
     assert me is not None
 
     async def take(version: VersionId) -> None:
+        nonlocal taken
+        if version == taken:  # the command has had it, and the output still is it
+            return
         await asyncio.to_thread(file.publish)
+        taken = version
         print(f"{version}: {output}", flush=True)
         if words:
             await _run_command(words, {"DIPS_VERSION": str(version), "DIPS_MODEL": str(output.absolute())})

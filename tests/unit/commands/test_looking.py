@@ -38,6 +38,7 @@ from dips.ids import GENESIS, VersionId
 from dips.master.genesis import make_run
 from dips.outer.pool import MemorySum
 from dips.printable import FAIL, NOTE, OK, CheckFinding
+from dips.protocol.manifest import Manifest
 from dips.slave import machine
 from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES
 from dips.transport.endpoints import master_peer
@@ -308,6 +309,22 @@ def test_a_follower_writes_where_it_is_told_or_beside_its_command(
     for wrong, told in (([], "what to do with each version"), (["--command", "'"], "--command")):
         with pytest.raises(ConfigError, match=told):
             CliRunner().invoke(cli.cli, [*words, *wrong], catch_exceptions=False)
+
+
+def test_a_command_gets_a_version_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that comes again, since a pull that failed had overwritten it, would have been evaluated twice."""
+    first, second = VersionId(1, 1), VersionId(2, 2)
+
+    async def follow_versions(_: object, __: str, make_room: Any, take: Any, ___: object) -> VersionId:
+        for version in (first, first, second):
+            make_room("r", version, Manifest.from_shapes([("w", (2,))]))
+            await take(version)
+        return second
+
+    monkeypatch.setattr(follow, "follow_versions", follow_versions)
+    output = tmp_path / "m.safetensors"
+    told = type_dips("follow", "--master", NOBODY, "--output", str(output))
+    assert told == f"{first}: {output}\n{second}: {output}\nthe run has ended with {second}\n"
 
 
 # ---- dips seed -------------------------------------------------------------------------------------------------------
