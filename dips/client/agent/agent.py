@@ -36,7 +36,7 @@ from dips.client.ipc.address import (
     socket_path,
     token_of,
 )
-from dips.client.ipc.messages import Answer, AskAgain, Attached, Detach, ErrorReply, Message, Noted, PullNow, PushNow
+from dips.client.ipc.messages import Answer, AskAgain, Attach, Detach, ErrorReply, Message, Noted, PullNow, PushNow
 from dips.config import ClusterFile
 from dips.dataclass import replace
 from dips.differences import differing_options
@@ -310,8 +310,9 @@ class RankServer:
             while True:
                 message = await rank.read_message()
                 answer = await self._await_answer(message)
-                if isinstance(answer, Attached):
-                    attempt = answer.attempt
+                trainer = self._core.state.trainer
+                if isinstance(message, Attach) and message.process == trainer.process:  # attached, or about to be
+                    attempt = trainer.attempt
                 if answer is not None:
                     await rank.write_message(answer)
                 if isinstance(message, Detach) and isinstance(answer, Noted):

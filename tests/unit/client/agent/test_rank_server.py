@@ -154,6 +154,21 @@ async def test_a_rank_0_that_hangs_up_has_ended_its_attempt(tmp_path: Path) -> N
         assert served.play.s.tally.cause == "ended"
 
 
+async def test_a_rank_0_that_hangs_up_before_it_is_attached_has_ended_its_attempt(tmp_path: Path) -> None:
+    """Where others start the ranks, nobody else says that they are dead: `dips status` would show a job that starts,
+    until the next one. A connection of an older attempt ends no newer one."""
+    async with serve(tmp_path, 0.02) as (served, environment):
+        async with dial(environment) as older:
+            assert isinstance(await ask(older, served.play.attach()), AskAgain), "the master has not answered"
+            async with dial(environment) as rank:
+                assert isinstance(await ask(rank, served.play.attach(launch=2, pid=8)), AskAgain)
+                assert isinstance(await ask(older, served.play.attach()), ErrorReply)
+                older.close()
+                assert isinstance(await ask(rank, served.play.attach(launch=2, pid=8)), AskAgain)
+                assert served.play.s.trainer.alive
+        await eventually(lambda: not served.play.s.trainer.alive)
+
+
 async def test_what_is_no_message_closes_the_connection(tmp_path: Path) -> None:
     """And is counted; its attempt is over, since nobody knows what its rank 0 would have said."""
     async with serve(tmp_path) as (served, environment):
