@@ -179,8 +179,8 @@ def plan_next_launch(
 
 
 def describe_crash(crash: Crash) -> str:
-    by = crash.code - BY_SIGNAL
-    killed = f", {describe_signal(by)}" if by > 0 else ""
+    by = crash.code - 128 if crash.code in BY_SIGNAL else 0
+    killed = f", {describe_signal(by)}" if by else ""
     said = f", last line: {crash.last_line}" if crash.last_line and by not in SILENT else ""
     return f"exit {crash.code}{killed}{said}"
 
@@ -216,5 +216,5 @@ def _is_same_crash(s: AgentState) -> bool:
     newest = list(s.crashes)[-SAME_CRASHES:]
     kinds = {(crash.code, _NUMBER.sub("#", crash.last_line)) for crash in newest}
     # A process that was killed, perhaps from outside, tells nothing about the next try.
-    untried = not any(crash.stepped or crash.code > BY_SIGNAL for crash in newest)
+    untried = not any(crash.stepped or crash.code in BY_SIGNAL for crash in newest)
     return len(newest) == SAME_CRASHES and len(kinds) == 1 and untried

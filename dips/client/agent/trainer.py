@@ -46,7 +46,7 @@ OF_OTHERS = re.compile(
     r"|not all \d+ ranks reached",
 )
 WARNED = re.compile(r":\d+: \w*Warning: ")  # Python prints the source line below it
-BY_SIGNAL = 128  # exit codes above it mean a signal
+BY_SIGNAL = range(129, 128 + signal.NSIG)  # exit codes that mean a signal; 255 is exit(-1)
 SILENT = {signal.SIGKILL: " (out of memory?)", signal.SIGTERM: ""}  # a process ended by these prints no reason
 
 

@@ -72,6 +72,8 @@ def test_the_same_crash_three_times_before_the_first_step() -> None:
     play = Play(max_restarts=9)
     assert all(isinstance(crash(play, code=137), LaunchCommand) for _ in range(9)), "killed, perhaps from outside"
     play = Play(max_restarts=9)
+    assert isinstance([crash(play, code=255) for _ in range(3)][-1], EndAgent), "a command that says exit(-1)"
+    play = Play(max_restarts=9)
     ends = [crash(play, code=128) for _ in range(3)]
     assert isinstance(ends[-1], EndAgent), "no signal has this code"
 
@@ -167,6 +169,7 @@ def test_what_stopped_the_agent_first_is_its_exit_code() -> None:
         (143, "exit 143, killed by SIGTERM"),
         (134, "exit 134, killed by SIGABRT, last line: std::bad_alloc"),
         (1, "exit 1, last line: std::bad_alloc"),
+        (255, "exit 255, last line: std::bad_alloc"),  # of exit(-1), and of ssh: no signal has this number
     ],
 )
 def test_who_is_killed_has_not_said_why(code: int, shown: str) -> None:
