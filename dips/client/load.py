@@ -53,6 +53,9 @@ def load_version(model: nn.Module, file: Path | str) -> str | None:
             return metadata.get("version")
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there is no such file; `dips export` writes one") from error
+    except OSError as error:
+        form = "is a directory; one of `--format hf` is for from_pretrained"
+        raise ConfigError(f"{path}: {form if path.is_dir() else f'cannot be read: {error}'}") from error
     except SafetensorError as error:
         raise CorruptSnapshot(f"{path}: is no whole safetensors file: {error}") from error
 

@@ -225,12 +225,14 @@ def test_load_is_strict(
 
 
 def test_load_names_what_is_no_file(tmp_path: Path) -> None:
-    """A file that is not there, or is torn."""
+    """A file that is not there, or is torn, or a directory, of which `No such device` would have been said."""
     with pytest.raises(ConfigError, match="no such file"):
         dips.load(nn.Linear(2, 2), tmp_path / "m.safetensors")
     (tmp_path / "m.safetensors").write_bytes(b"torn")
     with pytest.raises(CorruptSnapshot, match="no whole safetensors file"):
         dips.load(nn.Linear(2, 2), tmp_path / "m.safetensors")
+    with pytest.raises(ConfigError, match=f"{tmp_path}: is a directory; one of `--format hf` is for from_pretrained"):
+        dips.load(nn.Linear(2, 2), tmp_path)
 
 
 def test_a_model_that_is_frozen_for_inference_is_filled(tmp_path: Path) -> None:
