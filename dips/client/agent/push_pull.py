@@ -183,8 +183,8 @@ def end_transfer(s: AgentState, reason: str, again: bool = False, delay_s: float
 def want_final_pull(s: AgentState) -> None:
     """Schedule one pull of a finished run's last version."""
     finished = s.membership.progress.finished
-    if finished and s.trainer.base != finished and not s.sync.final_pull_tried:
-        s.sync.pull_due = s.sync.final_pull_tried = True
+    if finished and finished not in (s.trainer.base, s.sync.final_tried):
+        s.sync.pull_due, s.sync.final_tried = True, finished
 
 
 def want_pull(s: AgentState, _: PullWanted) -> None:
@@ -281,7 +281,7 @@ def on_pull_dropped(s: AgentState, result: Dropped) -> None:
 def on_pull_after_end(s: AgentState, result: Finished) -> None:
     """End the pull: the run is finished, and its last version cannot be pulled any more."""
     s.membership.progress = replace(s.membership.progress, finished=result.version)
-    s.sync.pull_due, s.sync.final_pull_tried = False, True
+    s.sync.pull_due, s.sync.final_tried = False, result.version
     end_transfer(s, "the run is finished")
 
 

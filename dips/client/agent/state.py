@@ -393,7 +393,7 @@ class OuterSync:
     halt: str = ""  # why the ranks should end the present transfer; "": they should not
     # what comes next
     pull_due: bool = False
-    final_pull_tried: bool = False
+    final_tried: VersionId | None = None  # the last version whose pull was tried; a run may go on and end with another
     pull_failures: int = 0  # in a row
     backoff_until: float = 0.0  # no push is asked for before this time
     place: int = 0  # place in the master's queue for a slot, as last reported; 0: not queued

@@ -156,6 +156,25 @@ def test_finished_pulls_the_last_version_and_is_over(play: Play) -> None:
     assert isinstance(play.send(RangeWanted(1, 1)), RangesEnded)
 
 
+def test_a_run_that_goes_on_ends_a_second_time(play: Play) -> None:
+    """`dips set` has it go on while its last version is pulled: at the next end the trainer would have been told that
+    it is over, and kept an older version."""
+    play.begin()
+    for end in (V1, V2):
+        play.step()
+        play.s.update_progress(Progress(1000, 1000, end))
+        want = play.want_push()
+        play.send(want)
+        play.asked(PullRequested)
+        play.reply(grant(end))
+        verdict = play.send(want)
+        assert isinstance(verdict, PullNow) and verdict.grant.version == end
+        play.s.update_progress(Progress(1000, 2000, None if end == V1 else end))
+        answer = play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 1))
+        assert isinstance(answer, TrainOn if end == V1 else Over)
+        play.reply(Acknowledged())
+
+
 def test_what_an_older_pull_brought_is_not_taken_for_the_present_one(play: Play) -> None:
     """A report under an old seq changes nothing: the ranks are answered with the pull that is granted."""
     play.begin()
