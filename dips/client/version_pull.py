@@ -38,7 +38,7 @@ from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 CALL_S = 10.0
 HEARTBEAT_S = 2.0  # longest pause between two heartbeats
 LEASE_HEARTBEATS = 5  # heartbeats per lease, as clusters send them
-JOIN_S = 30.0  # for the lease of a former process with this name to run out
+JOIN_S = 30.0  # for a former process with this name to fall silent; or a lease, if that is longer
 GRANT_S = 60.0  # for the slaves to register and to pin the version
 RETRY_S = 0.2
 AGAIN_S = 2.0  # until a follower joins again
@@ -195,13 +195,19 @@ class VersionPuller:
     async def _join(self, config_digest: str) -> Joined:
         """Join; wait for the lease of a process that had the name before."""
         event = ClusterJoined(0, self._name, uuid.uuid4().hex, self.run, self.manifest.digest, config_digest)
-        until = asyncio.get_running_loop().time() + JOIN_S
+        began = asyncio.get_running_loop().time()
         while True:
             answer = await self._link.ask_master(event)
             if isinstance(answer, Joined):
                 return answer
-            if not isinstance(answer, Pending | Refused) or asyncio.get_running_loop().time() >= until:
-                raise _unexpected("Joined", answer)
+            passed_s = asyncio.get_running_loop().time() - began
+            match answer:
+                case Pending():  # it is silent: its lease ends
+                    pass
+                case Refused() if passed_s < max(JOIN_S, LEASE_HEARTBEATS * answer.retry_after_s):
+                    pass
+                case _:
+                    raise _unexpected("Joined", answer)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _move(

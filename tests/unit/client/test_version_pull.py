@@ -171,8 +171,8 @@ async def test_a_name_that_is_held_is_not_waited_for_for_ever(
     """Nor asked for as fast as the master answers; a run that has ended is not asked again."""
     monkeypatch.setattr(version_pull, "JOIN_S", 0.2)
     monkeypatch.setattr(version_pull, "HEARTBEAT_S", 0.05)
-    master.script["Join"] = [Pending("c.puller lives")]
-    with pytest.raises(Denied, match=r"expected Joined, the master answered Pending: c\.puller lives"):
+    master.script["Join"] = [Refused(0.02, "c.puller lives")]
+    with pytest.raises(Denied, match=r"expected Joined, the master answered Refused: c\.puller lives"):
         await VersionPuller(master.peer, "c.puller").__aenter__()
     assert len(master.of("Join")) <= 6
     master.asked.clear()
@@ -180,6 +180,23 @@ async def test_a_name_that_is_held_is_not_waited_for_for_ever(
     with pytest.raises(UnavailableMaster, match="the run is finished at v2@r2"):
         await VersionPuller(master.peer, "c.puller").__aenter__()
     assert len(master.of("Join")) == 1
+
+
+async def test_the_lease_of_a_process_that_was_killed_is_waited_for(
+    master: MasterOfPullers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a heartbeat is: with those of 10 s, for thousands of clusters, a follower that was started again
+    would have been denied its own name."""
+    monkeypatch.setattr(version_pull, "JOIN_S", 0.01)
+    joined = Joined(1, 7, V1, Progress(0, 0, None), ())
+    master.script["Join"] = [
+        Refused(10.0, "it lives"),
+        Refused(10.0, "it lives"),
+        *[Pending("it is silent")] * 3,
+        joined,
+    ]
+    async with VersionPuller(master.peer, "c.puller"):
+        assert len(master.of("Join")) == 6
 
 
 async def test_a_pull_that_is_not_granted_says_why(
