@@ -117,7 +117,7 @@ def token_of(config: ClusterFile, environment: Mapping[str, str] = os.environ) -
     """Return the job's token, None if none is given. Raises ConfigError if it is too short or its file cannot
     be read.
     """
-    text, named_by = environment.get(TOKEN, ""), TOKEN
+    text, named_by = environment.get(TOKEN, "").strip(), TOKEN
     if not text and config.token:
         named_by = f"token: {config.token}"
         try:
