@@ -23,6 +23,7 @@ from dips.client.agent.training import use_ranges
 from dips.client.ipc import messages
 from dips.dataclass import replace
 from dips.ids import VersionId
+from dips.protocol.clusters import MAX_RANGES_ASKED
 from dips.protocol.data import BegunRange
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
 from dips.protocol.enums import RemarkSubject
@@ -208,9 +209,9 @@ def resume_checkpoint(s: AgentState, message: messages.Resume) -> messages.Answe
         return _pull_instead(s, why)
     claims = (*saved.ranges, *saved.ahead)
     missing = tuple(r for r in claims if r not in s.ranges.ranges_ahead)
-    if missing and requests.claimed != claims:
-        requests.claimed = claims
-        ask_ranges(s, missing)
+    if unasked := tuple(r for r in missing if r not in requests.claimed)[:MAX_RANGES_ASKED]:
+        requests.claimed += unasked
+        ask_ranges(s, unasked)
         return messages.AskAgain("the master is asked for the checkpoint's data ranges")
     requests.claimed = ()
     if missing:

@@ -23,6 +23,7 @@ from dips.client.ipc.messages import (
     SaveWanted,
 )
 from dips.ids import GENESIS
+from dips.protocol.clusters import MAX_RANGES_ASKED
 from dips.protocol.effects import Acknowledged, Committed, Joined, Ranges
 from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import PushRequested, RangesRequested
@@ -82,6 +83,19 @@ def test_resumed_in_a_new_incarnation(play: Play) -> None:
     assert other.s.account.lost == 0, "what the checkpoint brings was not lost in this incarnation"
     other.check_consumed(40)
     assert other.send(RangeWanted(1, 1)) == RangeGiven(6)
+
+
+def test_ranges_are_claimed_as_many_at_once_as_a_master_takes(play: Play) -> None:
+    """A checkpoint of many short ranges would have ended each job that loads it: the master refuses longer lists."""
+    ranges = tuple(range(MAX_RANGES_ASKED + 2))
+    found, other = replace(saved_in(play), ranges=ranges[:-2], ahead=ranges[-2:]), Play()
+    other.begin(inc=2)
+    for claims in (ranges[:-2], ranges[-2:]):
+        assert isinstance(other.send(Resume(1, found)), AskAgain)
+        assert other.asked(RangesRequested, Channel.RANGES).claims == claims
+        other.reply(Ranges(claims, False), Channel.RANGES)
+    assert isinstance(other.send(Resume(1, found)), Resumed)
+    assert other.s.account.carried.ranges == ranges[:-2] and other.s.ranges.ranges_ahead == ranges[-2:]
 
 
 def test_resumed_though_the_lease_ran_out_while_it_was_loaded(play: Play) -> None:
