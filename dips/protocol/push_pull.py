@@ -294,7 +294,10 @@ def _why_refused(run: RunState, cluster: Cluster, event: events.PushFinished) ->
     """Return why the claims of a push cannot be true, whatever heartbeats say; empty if they can."""
     if event.tokens < 0 or event.inner_steps < 0:
         return "tokens and inner_steps: expected 0 or more"
-    if foreign := set(event.ranges) - set(run.ranges.held_by(event.push.cluster, event.push.inc)):
+    named = set(event.ranges)
+    if len(named) < len(event.ranges):  # their number is what the cluster may hold from then on
+        return f"data ranges: expected each once, got {len(event.ranges)} numbers of {len(named)} ranges"
+    if foreign := named - set(run.ranges.held_by(event.push.cluster, event.push.inc)):
         return f"data ranges {sorted(foreign)[:5]} are not leased to {cluster.name}"
     if event.begun and (reason := _why_not_begun(run, event, event.begun)):
         return reason

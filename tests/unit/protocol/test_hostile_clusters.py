@@ -5,7 +5,7 @@ from __future__ import annotations
 from dips.errors import ConfigError, UnavailableSlave
 from dips.protocol import events as ev
 from dips.protocol.data import HELD_TIMES
-from dips.protocol.effects import Dropped, Failed, OpenPush, Pending, Ranges
+from dips.protocol.effects import Committed, Dropped, Failed, OpenPush, Pending, Ranges
 from dips.protocol.options import DataOptions, StopOptions
 from dips.protocol.rules import MOST_TIMES, TOKENS_KEPT
 from dips.protocol.seeding import SEEDER
@@ -84,6 +84,19 @@ def test_one_cluster_leases_a_few_data_ranges_and_no_more() -> None:
     run.wait(11.0)
     run.outcome(push)
     assert lease(run, "a", 4) == Ranges((*range(3, 10), *range(13, 18)), False), f"{HELD_TIMES} times what it trained"
+
+
+def test_a_data_range_counts_once_in_a_push() -> None:
+    """A push that named one range a thousand times raised what its cluster may hold to 4,000, which left none to the
+    others.
+    """
+    run = ScriptedRun(replace(OPTIONS, data=DataOptions(ranges=40), ranges_held=FEW))
+    run.train("a")
+    assert lease(run, "a", 1) == Ranges((0, 1, 2), False)
+    push = run.open_push("a")
+    said = run.commit(push, ranges=(0,) * 1000)
+    assert isinstance(said, Failed) and "1000 numbers of 1 ranges" in said.message
+    assert run.commit(push, ranges=(0, 1, 2)) == Committed(), "it may say what is true"
 
 
 def test_ranges_that_others_hold_may_come_back() -> None:
