@@ -3,7 +3,8 @@
 The common windows stand on a grid: the moment when the last one opened, and every `period` after it. A cluster is told
 how many seconds are left until its push should begin, so H follows from its speed: slow clusters take few inner steps,
 fast ones many, and none waits. The period is the median time that the clusters would take for their own H, and changes
-slowly. Pushes that share slots begin one after the other, so that the last of them is complete when the window opens.
+slowly once a window has opened. Pushes that share slots begin one after the other, so that the last of them is complete
+when the window opens.
 
 What must stay true: a window that did not open, or a master that did not run, leaves the grid as it is; a cluster that
 just misses a window still pushes for it; one that would have too few steps pushes for the next one; a silent cluster is
@@ -70,6 +71,7 @@ class Alignment:
         self._members: dict[str, _Member] = {}
         self._anchor: float | None = None  # a time on the grid
         self._opened_at: float | None = None  # the window from which the grid was taken
+        self._look_again_at = -inf  # for another period, before the first window
         self.period_s = 0.0  # 0: no speed is known yet
         self._leads = dict[str, float]()  # as last planned
         self._planned_for: WindowTiming | None = None
@@ -138,16 +140,23 @@ class Alignment:
         )
 
     def _follow_windows(self, timing: WindowTiming, now: float) -> None:
-        """Move the grid to the last window, and the period a little towards what the members want."""
+        """Move the grid to the last window, and the period a little towards what the members want.
+
+        Before the first window the period is what they want: a trainer's first steps may take a hundred times as long
+        as later ones.
+        """
         opened = timing.opened_at != self._opened_at
-        if self._anchor is not None and not opened:
-            return  # called at every heartbeat of every member; only a window changes the grid
+        if not opened and now < self._look_again_at:
+            return  # called at every heartbeat of every member
         wanted = median(m.period_s for m in self._members.values())
         if self._anchor is None:
             self.period_s, self._anchor = wanted, now + wanted
         if opened:
-            self._anchor = self._opened_at = timing.opened_at
+            self._anchor, self._opened_at, self._look_again_at = timing.opened_at, timing.opened_at, inf
             self.period_s = min(max(wanted, self.period_s / MOST_CHANGE), self.period_s * MOST_CHANGE)
+        else:
+            self._anchor, self._look_again_at = self._anchor + wanted - self.period_s, now + PLAN_S
+            self.period_s = wanted
 
     def _lead_s(self, cluster: str, timing: WindowTiming, now: float) -> float:
         """Return how long before the window the cluster's push begins: its own duration, and those of later pushes in

@@ -89,6 +89,18 @@ def test_the_period_moves_slowly() -> None:
     assert alignment.period_s == pytest.approx(8.0)
 
 
+def test_a_first_step_of_a_minute_does_not_make_rounds_of_hours() -> None:
+    """The grid stood on whatever the first heartbeat measured, a step that was compiled, say: a run with H 64 had ten
+    rounds of 512 steps, where its agent gives up waiting, and ten more until it came down to 64.
+    """
+    alignment = Alignment()
+    alignment.record_heartbeat(heartbeat("a", 60.0, since=2))
+    assert alignment.push_in_s("a", gathering(), 100.0) == pytest.approx(3840.0)
+    alignment.record_heartbeat(heartbeat("a", 1.0, since=4))
+    assert alignment.push_in_s("a", gathering(), 102.0) == pytest.approx(62.0)
+    assert alignment.push_in_s("a", gathering(opened_at=164.0), 164.0) == 64.0, "the next window"
+
+
 def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
     """With two slots, four pushes of 1 s each begin in two batches, and the last is in at the meeting."""
     alignment = Alignment()

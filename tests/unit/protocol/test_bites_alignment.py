@@ -19,10 +19,11 @@ def heartbeat(since_push: int) -> ClusterHeartbeat:
 
 def test_a_push_of_the_fewest_steps_joins_a_window_that_has_just_begun() -> None:
     """One that has taken a step fewer waits for the next, though it worked as long since its last push."""
-    alignment, timing = Alignment(), WindowTiming(None, 2, 0)
+    window_s = PERIOD_S
+    alignment, timing = Alignment(), WindowTiming(window_s, 2, 0)
     alignment.record_heartbeat(heartbeat(0))
-    alignment.push_in_s("a", timing, 0.0)
-    alignment.period_s, window_s = 1.0, alignment._anchor or 0.0
+    alignment.push_in_s("a", timing, window_s)
+    alignment.period_s = 1.0
     now = window_s + 0.1
     alignment.record_heartbeat(heartbeat(8))
     assert alignment.push_in_s("a", timing, now) == 0.0
