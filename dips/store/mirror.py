@@ -38,6 +38,7 @@ from dips.ids import VersionId
 from dips.store.files import ASIDE, SyncQueue, copy_layer, require_sizes, write_manifest
 from dips.store.tensorfile import PIECE_BYTES, OnPiece, reserve_file
 from dips.store.version import MANIFEST_FILE, LayerRecord, VersionManifest
+from dips.tasks import call_apart
 
 MARKER = "dips-mirror"  # a file in each folder of a mirror, with unique content
 SEEN = "mirror.seen"  # a file in the mirrored directory: the mirror's URL and marker
@@ -47,6 +48,7 @@ FORMAT = 1  # of sealed files
 MOST_HEAD_BYTES = 4096  # of the first line of one
 MOST_PARTS = 10_000  # of an object in S3
 STREAMS = 4  # layers restored at once; each holds some 24 MB, and one connection of an object store has some 100 MB/s
+LOOK_S = 1.0  # longest look at the disk of a mirror when its process starts: a mount may hang
 TRIES, AGAIN_S = 4, 0.1  # of a request, or of a layer; a store that is busy refuses some
 _SECRET = re.compile("//[^/@]*@")  # user and password, which must not be logged
 T = TypeVar("T")
@@ -79,11 +81,14 @@ class MirrorStore:
 
     def shares_disk(self) -> bool:
         """Return whether the mirror is on the disk of the mirrored directory and would be lost with it; False if
-        unknown.
+        unknown, as while a mount hangs.
         """
+        if not self._local or (of := self._of) is None:
+            return False
+        look = call_apart(lambda: os.stat(self._root).st_dev == os.stat(of).st_dev, "mirror-disk")
         try:
-            return self._local and self._of is not None and os.stat(self._root).st_dev == os.stat(self._of).st_dev
-        except OSError:
+            return look.result(LOOK_S)
+        except OSError:  # or TimeoutError, which is one
             return False
 
     def list_names(self, folder: str = "", *, unfinished: bool = False) -> list[str]:

@@ -49,7 +49,7 @@ MAY: dict[str, set[str]] = {
     "dips.daemon": LOW
     | {"dips.config", "dips.http", "dips.identity", "dips.tasks", "dips.telemetry", "dips.transport"},
     "dips.tasks": set(),
-    "dips.store": LOW | {"dips.files", "dips.protocol.manifest"},
+    "dips.store": LOW | {"dips.files", "dips.protocol.manifest", "dips.tasks"},
     "dips.config": LOW
     | {"dips.protocol.enums", "dips.protocol.grouping", "dips.protocol.options", "dips.protocol.rank_keys"}
     | {"dips.files", "dips.identity.names", "dips.identity.paths", "dips.tasks"},

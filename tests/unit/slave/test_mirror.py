@@ -527,6 +527,18 @@ def test_a_mirror_on_the_disk_of_what_it_mirrors_is_noticed(tmp_path: Path) -> N
     assert not marked(tmp_path, "memory://x").shares_disk()
 
 
+def test_a_mount_that_hangs_holds_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slave with the head on its own disk, and a master, would not serve before the server of a network's disk is
+    back.
+    """
+    over = threading.Event()
+    monkeypatch.setattr(mirror_store, "LOOK_S", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda *_, **__: assert_set(over))
+        assert not marked(tmp_path, str(tmp_path)).shares_disk()
+        over.set()
+
+
 def test_an_url_that_says_nothing_is_refused_without_its_password() -> None:
     """An unknown scheme or a package that is missing is a mistake of the run file."""
     with pytest.raises(ConfigError, match="mirror: nosuch://host/x/r cannot be used") as error:
