@@ -8,6 +8,7 @@ decides what is written and deleted; by itself a slave removes only what it had 
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -87,7 +88,7 @@ class InitialModel:
         if self.is_held():
             return ""
         found = [self._bad[folder][1] for folder in self._folders if folder in self._bad]
-        if self.given is not None and (self.given.is_file() or (self.given / OLD_LAYOUT).is_file()):
+        if self.given is not None and any(map(os.path.isfile, (self.given, self.given / OLD_LAYOUT))):
             found.append(f"{self.given}: expected a directory with {GENESIS}/ of `dips init`: make the run anew")
         return "; ".join(found)
 
@@ -147,9 +148,9 @@ class InitialModel:
         stamp = _state_of([folder / MANIFEST_FILE])
         if stamp and folder in self._good and self._good[folder][0] == stamp:
             return self._good[folder][1]
-        if not folder.is_dir() or (folder in self._bad and self._bad[folder][0] == files_state(folder)):
-            return None
         try:
+            if not folder.is_dir() or (folder in self._bad and self._bad[folder][0] == files_state(folder)):
+                return None
             manifest = read_manifest(folder)
             if manifest.run != self._run:
                 raise CorruptSnapshot(f"{folder}: is of run {manifest.run}, expected run {self._run}")

@@ -493,6 +493,25 @@ def test_a_first_model_that_a_disk_refuses_for_a_moment_is_looked_at_again() -> 
             snapshots.close()
 
 
+def test_a_first_model_that_cannot_be_looked_for_holds_up_no_registration() -> None:
+    """As in a directory of another user, or on a network's disk that answers with an error: its slave would ask the
+    master for ever, and never say that it has the head, or that it waits for `dips seed`.
+    """
+    with TemporaryDirectory() as made:  # pytest's own are closed to others
+        path = Path(made) / "s"
+        path.parent.chmod(0o777)
+        opened(path).close()
+        initial = path.parent / "initial"
+        initial.chmod(0)
+        with as_nobody(path, *path.rglob("*"), initial, *initial.rglob("*")), capture_logs() as logs:
+            snapshots = Snapshots(path, "r", "s", initial, structlog.get_logger())
+            assert not snapshots.holds_initial()
+            assert "Permission denied" in logs[-1]["found"]
+            initial.chmod(0o700)
+            assert snapshots.holds_initial()
+            snapshots.close()
+
+
 def test_each_deletion_is_told_as_work(tmp_path: Path) -> None:
     """A mirror that has caught up lets ten of 50 GB go at once: a slave that deletes is told from one that hangs."""
     snapshots, seen = opened(tmp_path / "s"), list[int]()
