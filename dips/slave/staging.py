@@ -160,7 +160,7 @@ def _copy_records(
     for record in records:
         path = folder / record.file
         with path.open("rb") as source, (aside / record.file).open("r+b") as target:  # its room is reserved
-            copy_layer(source, target, manifest, record, str(path))
+            copy_layer(source, target.write, manifest, record, str(path))
             target.truncate()
         queue.add_file(aside / record.file, record.size)
 

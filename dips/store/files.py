@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -237,12 +237,11 @@ def _require_digest(found: str, expected: str, part: str, record: LayerRecord, w
 
 
 def read_through(folder: Path, manifest: VersionManifest, on_piece: OnPiece = lambda _: None) -> None:
-    """Read a whole version and compare every digest, with the memory of half a layer's file."""
-    numel = max((record.layer.numel for record in manifest.layers), default=0)
-    buffer = np.empty(numel, np.float32)
+    """Read a whole version and compare every digest, a piece at a time: a slave does so beside all of its memory."""
     for record in manifest.layers:
-        flat = buffer[: record.layer.numel]  # for θ, and when its digest was compared for m
-        read_layer(folder, manifest, record, flat, flat, on_piece)
+        path = folder / record.file
+        with path.open("rb", buffering=0) as file:
+            copy_layer(file, lambda _: None, manifest, record, str(path), on_piece)
 
 
 def read_parameters(folder: Path) -> dict[str, F32]:
@@ -274,12 +273,12 @@ def map_version(
 
 
 def copy_layer(
-    source: IO[bytes], target: IO[bytes], manifest: VersionManifest, record: LayerRecord, where: str,
+    source: IO[bytes], write: Callable[[bytes], object], manifest: VersionManifest, record: LayerRecord, where: str,
     on_piece: OnPiece = lambda _: None,
 ) -> None:  # fmt: skip
     """Copy a layer's file as it is, and compare its digests on the way, so that damaged bytes are not carried over."""
     check_header(source, manifest, record, where)
-    target.write(manifest.header_of(record))
+    write(manifest.header_of(record))
     for part, expected in ((THETA, record.theta), (MOMENTUM, record.momentum)):
         if not expected:
             continue
@@ -289,7 +288,7 @@ def copy_layer(
             if not piece:
                 raise CorruptSnapshot(f"{where}: ends {left} bytes early")
             digest.update(piece)
-            target.write(piece)
+            write(piece)
             left -= len(piece)
             on_piece(len(piece))
         _require_digest(digest.hexdigest(), expected, part, record, where)

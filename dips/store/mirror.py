@@ -507,7 +507,7 @@ def _copy_layer_out(
         (kept / record.file).open("rb") as source,
         store.create_file(f"{path.name}/{record.file}", record.size) as target,
     ):
-        copy_layer(source, target, manifest, record, str(path / record.file), on_piece)
+        copy_layer(source, target.write, manifest, record, str(path / record.file), on_piece)
 
 
 @contextmanager
@@ -554,7 +554,7 @@ def bring_back(
     def restore_layer(record: LayerRecord) -> None:
         name = f"{version}/{record.file}"
         with (aside / record.file).open("r+b") as target, store.open_file(name) as source:  # its room is reserved
-            copy_layer(source, target, manifest, record, f"{store.url}/{name}", on_moved)
+            copy_layer(source, target.write, manifest, record, f"{store.url}/{name}", on_moved)
             target.truncate()
 
     def restore_layers() -> None:
