@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from dips.dataclass import replace
-from dips.errors import Busy, FailedMirror, Stale, Unavailable
+from dips.errors import Busy, FailedDisk, FailedMirror, Stale, Unavailable
 from dips.files import read_boot_id
 from dips.ids import VersionId
 from dips.protocol.effects import LoadVersion, Registered, RegisterLater
@@ -165,7 +165,7 @@ class Registration:
         if isinstance(restored, Restored):
             self._restored = restored.reason
             return [self._describe()]
-        if not isinstance(restored, FailedMirror | OSError):
+        if not isinstance(restored, FailedDisk | OSError):
             return self._on_failure(restored, now)
         of_mirror = isinstance(restored, FailedMirror)
         reason = str(restored) if of_mirror else f"its disk takes no version from its mirror: {restored}"

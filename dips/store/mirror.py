@@ -32,7 +32,7 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from dips.errors import ConfigError, Corrupt, CorruptSnapshot, DipsError, FailedMirror
+from dips.errors import ConfigError, Corrupt, CorruptSnapshot, DipsError, FailedDisk, FailedMirror
 from dips.files import make_directory, named_in_errors, sync_path, write_durably, write_synced
 from dips.ids import VersionId
 from dips.store.files import ASIDE, SyncQueue, copy_layer, require_sizes, write_manifest
@@ -383,7 +383,8 @@ def fetch_sealed_file(store: MirrorStore, run: str, name: str, target: Path) -> 
             line, _, first = source.read(MOST_HEAD_BYTES).partition(b"\n")
             for piece in chain([first], _read_pieces(source)):
                 digest.update(piece)
-                size += file.write(piece)
+                with named_in_errors(target):
+                    size += file.write(piece)
         return _is_whole(line, size, digest.hexdigest(), run, f"{store.url}/{name}")
 
     return insist(fetch)
@@ -532,13 +533,22 @@ def _linked(path: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def _write_own(file: IO[bytes], piece: bytes) -> None:
+    """Write to a file of this disk while one of a store is open, which would take its error for the store's."""
+    try:
+        file.write(piece)
+    except OSError as error:
+        raise FailedDisk(f"{file.name}: {error.strerror}") from error
+
+
 def bring_back(
     store: MirrorStore, root: Path, run: str, slave: str, version: VersionId, on_piece: OnPiece = lambda _: None
 ) -> None:
     """Restore a version into a root, STREAMS layers at a time, after its room is reserved; it is durable on return.
 
     on_piece  called with the bytes of each piece, by one thread at a time
-    Raise CorruptSnapshot if the copy is not complete, FailedMirror if the mirror fails, OSError if this disk does.
+    Raise CorruptSnapshot if the copy is not complete, FailedMirror if the mirror fails, OSError or FailedDisk if this
+    disk does.
     """
     text, manifest = read_copy(store, run, slave, version)
     # Its own name: what a mirror that hangs does late must not meet a write of this version by somebody else.
@@ -553,8 +563,10 @@ def bring_back(
 
     def restore_layer(record: LayerRecord) -> None:
         name = f"{version}/{record.file}"
-        with (aside / record.file).open("r+b") as target, store.open_file(name) as source:  # its room is reserved
-            copy_layer(source, target.write, manifest, record, f"{store.url}/{name}", on_moved)
+        with (aside / record.file).open("r+b") as target:  # its room is reserved
+            with store.open_file(name) as source:
+                write = partial(_write_own, target)
+                copy_layer(source, write, manifest, record, f"{store.url}/{name}", on_moved)
             target.truncate()
 
     def restore_layers() -> None:

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
 from dips.config import MasterSection, RunFile, Shared, SlaveSection
-from dips.errors import ConfigError, CorruptSnapshot, FailedMirror, Stale
+from dips.errors import ConfigError, CorruptSnapshot, FailedDisk, FailedMirror, Stale
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.effects import Hold, Registered
 from dips.protocol.events import MirrorReport
+from dips.protocol.manifest import Manifest
 from dips.slave import app, snapshot_mirror
 from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan, Restored
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store import mirror as mirror_store
 from dips.store import tensorfile
-from dips.store.files import ASIDE
+from dips.store.files import ASIDE, write_version
 from dips.store.mirror import MirrorStore, bring_back, copy_out, read_copy
 from dips.transport.backoff import Backoff
 from tests.busy_store import BusyFileSystem, persist
@@ -974,6 +977,51 @@ def test_a_restore_finds_a_full_disk_before_it_fetches(
     with pytest.raises(OSError, match="No space left"):
         bring_back(store, tmp_path / "s", "r", "s", V1, fetched.append)
     assert fetched == [] and not list((tmp_path / "s").glob("*@*"))
+
+
+@contextmanager
+def full_after(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_under_a_ledger_is_named(url: str, tmp_path: Path) -> None:
+    """The sentence would name the file in the mirror alone, whose disk has room."""
+    store = MirrorStore(url, "r", "master")
+    store.write_file("base", mirror_store.seal("r", bytes(1 << 16)))
+    with full_after(1 << 15), pytest.raises(FailedMirror, match=f"/base: .*File too large: '{tmp_path}/ledger'"):
+        mirror_store.fetch_sealed_file(store, "r", "base", tmp_path / "ledger")
+
+
+def test_a_disk_that_fills_under_a_restore_is_not_taken_for_the_mirror(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing can be reserved, as on NFS: each layer would be fetched four times, the mirror be told as failing,
+    and the operator look for room where there is some.
+    """
+    large, theta = Manifest.from_shapes([("w", (1 << 14,))]), np.zeros(1 << 14, np.float32)
+    folder = tmp_path / "s" / str(V1)
+    folder.mkdir(parents=True)
+    write_version(folder, ("r", "s", 1), V1, large, (0,), (theta, theta))
+    store, fetched = MirrorStore(url, "r", "s"), list[str]()
+    copy_out(store, tmp_path / "s", V1, nothing)
+    shutil.rmtree(folder)
+    open_file = store.open_file
+
+    def open_counted(name: str) -> Any:
+        fetched.append(name)
+        return open_file(name)
+
+    monkeypatch.setattr(mirror_store, "reserve_file", lambda path, size: path.touch())
+    monkeypatch.setattr(store, "open_file", open_counted)
+    with full_after(1 << 15), pytest.raises(FailedDisk, match=f"^{tmp_path}/s/.*: File too large") as raised:
+        bring_back(store, tmp_path / "s", "r", "s", V1, nothing)
+    assert not isinstance(raised.value, FailedMirror) and len(fetched) == 1
 
 
 def test_a_restore_that_has_failed_fetches_no_more(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

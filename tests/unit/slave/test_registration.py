@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from dips.errors import Busy, ConfigError, FailedMirror, LocalProtocolError, StaleTerm, UnavailableMaster
+from dips.errors import Busy, ConfigError, FailedDisk, FailedMirror, LocalProtocolError, StaleTerm, UnavailableMaster
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Hold, LoadVersion, Registered, RegisterLater, SlaveOrder
 from dips.protocol.events import MirrorReport, SlaveRegistered
@@ -174,6 +174,11 @@ def test_what_the_disk_has_is_not_looked_for_in_the_mirror() -> None:
             OSError(28, "No space left on device"),
             "restore_fails",
             "its disk takes no version from its mirror: [Errno 28] No space left on device",
+        ),
+        (
+            FailedDisk("/s/0: No space left on device"),
+            "restore_fails",
+            "its disk takes no version from its mirror: /s/0: No space left on device",
         ),
     ],
 )
