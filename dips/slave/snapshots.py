@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
-from dips.files import PidLock, lock_holder, make_directory
+from dips.errors import ConfigError, CorruptSnapshot, FailedDisk, LocalProtocolError, Stale
+from dips.files import PidLock, explain_unwritable, lock_holder, make_directory
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Layer, Manifest
@@ -200,7 +200,8 @@ class Snapshots:
         meter: WorkMeter | None = None,
         most_reads: int = MOST_READS,
     ) -> None:
-        """Lock the directory for this process; raise ConfigError, naming it, if another slave holds it.
+        """Lock the directory for this process; raise ConfigError, naming it, if another slave holds it, FailedDisk if
+        its disk is full, read-only or broken.
 
         most_reads  reads of a snapshot that the disk may refuse until it is passed over
         """
@@ -240,11 +241,9 @@ class Snapshots:
 
     def _take_directory(self) -> PidLock:
         busy = f"directory: {self._directory} is held by another running slave"
-        try:
+        with explain_unwritable(f"directory: {self._directory}"):
             make_directory(self._directory)
             return PidLock(self._directory / _LOCK, busy=busy, advice="one slave for a directory")
-        except OSError as error:
-            raise ConfigError(f"directory: {self._directory} cannot be used for snapshots: {error}") from error
 
     def _is_staged_into(self) -> bool:
         """Whether a `dips rebalance` copies into the directory now, or may do so: its lock is another user's."""
@@ -272,7 +271,7 @@ class Snapshots:
         self._whole.clear()
         try:
             self._lock = self._take_directory()
-        except ConfigError as error:
+        except (ConfigError, FailedDisk) as error:
             raise OSError(str(error)) from error
 
     def complete_versions(self, look_for: Collection[VersionId] = ()) -> tuple[VersionId, ...]:

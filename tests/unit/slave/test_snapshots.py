@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import time
 import tracemalloc
@@ -20,7 +22,7 @@ import xxhash
 from safetensors.numpy import load_file
 from structlog.testing import capture_logs
 
-from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
+from dips.errors import ConfigError, CorruptSnapshot, FailedDisk, LocalProtocolError, Stale
 from dips.ids import GENESIS, VersionId
 from dips.outer.kernel_pool import WorkMeter
 from dips.protocol.manifest import Manifest
@@ -715,6 +717,24 @@ def test_a_second_slave_on_the_directory_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "s")
     snapshots.close()
     opened(tmp_path / "s").close()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EROFS, FailedDisk), (errno.EACCES, ConfigError)])
+def test_a_disk_that_fails_at_a_start_is_no_wrong_configuration(
+    number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 78 systemd would not start the slave again when its disk has room, or may be written again."""
+    snapshots, why = opened(tmp_path / "s"), re.escape(os.strerror(number))
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(snapshots_module, "PidLock", fails)
+    with pytest.raises(kind, match=f"directory: {tmp_path}/s: cannot be written: {why}"):
+        opened(tmp_path / "s")
+    (tmp_path / "s").rename(tmp_path / "gone")
+    with pytest.raises(OSError, match=why):
+        snapshots.complete_versions()
 
 
 def test_writing_before_the_layers_are_known_is_a_bug(tmp_path: Path) -> None:
