@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -387,9 +388,14 @@ class Checked:
 
 
 def version_sizes(root: Path) -> dict[VersionId, int]:
-    """Return the versions in a root with their bytes, ascending; raise ConfigError if there is no directory."""
-    found = find_versions(root)
-    return {version: sum(file.stat().st_size for file in path.iterdir()) for version, path in found.items()}
+    """Return the versions in a root with their bytes, ascending; raise ConfigError if there is no directory. One that
+    is deleted meanwhile has 0, and none for `check_version`.
+    """
+    sizes = dict.fromkeys(find_versions(root), 0)
+    for version in sizes:
+        with suppress(FileNotFoundError):
+            sizes[version] = sum(file.stat().st_size for file in (root / str(version)).iterdir())
+    return sizes
 
 
 def check_version(

@@ -963,6 +963,24 @@ def test_a_version_is_verified_as_a_slave_does(tmp_path: Path) -> None:
     assert files.check_version(root, "r", "s", V1, digest, pieces.append) is None
 
 
+def test_a_version_that_goes_while_sizes_are_read_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slave deletes one in each round: `dips verify` beside it would end with a traceback."""
+    root = tmp_path / "s"
+    for version in (V1, V2):
+        (root / str(version)).mkdir(parents=True)
+        (root / str(version) / "0").write_bytes(b"123")
+    find_versions = files.find_versions
+
+    def find_and_delete(root: Path) -> dict[VersionId, Path]:
+        found = find_versions(root)
+        files.delete_version(found[V1])
+        return found
+
+    monkeypatch.setattr(files, "find_versions", find_and_delete)
+    assert files.version_sizes(root) == {V1: 0, V2: 3}
+    assert files.check_version(root, "r", "s", V1, None, lambda _: None) is None
+
+
 def test_what_is_no_version_is_not_listed(tmp_path: Path) -> None:
     """Neither the first model, which is no snapshot, nor what a person has put aside beside one."""
     root = tmp_path / "s"
