@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -42,10 +43,12 @@ from dips.store.files import (
 )
 from dips.store.tensorfile import F32, OnPiece
 from dips.store.version import MANIFEST_FILE, OLD_LAYOUT, VersionManifest, digest_of, version_of
+from dips.tasks import SpacedLooks
 from dips.telemetry.logs import Log
 
 _LOCK = ".lock"
 FilesState = tuple[tuple[str | int, ...], ...]  # changes with the files of a version, and with who may read them
+LOOK_S = 5.0  # longest wait for a look at the first model, which may lie on a network's disk
 MOST_READS = 3  # of a snapshot that its disk refuses to read, before it is passed over: an error may pass
 
 # ---- first model ----------------------------------------------------------------------------------------------------
@@ -209,7 +212,8 @@ class Snapshots:
         self._directory, self._run, self._slave = directory, run, slave
         self._initial = InitialModel(directory, run, initial_model, self._meter.add)
         self._log, self._most_reads = log, most_reads
-        self._said_missing = False
+        self._initial_looks = SpacedLooks(self._look_for_initial, "initial-model", 0.0, LOOK_S, time.monotonic)
+        self._holds_initial = self._said_missing = False
         self._whole: set[VersionId] = set()  # verified, or written by this process
         self._bad: dict[VersionId, FilesState] = {}  # skipped, with the state of their files then; logged once
         self._refused: Counter[VersionId] = Counter()  # reads that the disk has refused since the last that it did not
@@ -378,8 +382,15 @@ class Snapshots:
         self._note_whole(version)
 
     def holds_initial(self) -> bool:
-        """Whether v0@r0 can be read, by its names and shapes; if it should be here and is not, log that once."""
-        held = self._initial.is_held()
+        """Whether v0@r0 can be read, by its names and shapes; as last known while the disk that it lies on is silent,
+        for which a slave that has the head does not keep its master waiting.
+        """
+        self._initial_looks.look_if_due()
+        return self._holds_initial
+
+    def _look_for_initial(self) -> None:
+        """Look whether v0@r0 can be read; if it should be here and is not, log that once."""
+        held = self._holds_initial = self._initial.is_held()
         if not held and self._initial.given is not None and not self._said_missing:
             remedy = "run `dips seed`, or copy it from <master.directory>/initial/ of `dips init`"
             where = "or name where it lies under the key initial_model"
@@ -387,7 +398,6 @@ class Snapshots:
             event, found = ("initial_model_unfit", {"found": unfit}) if unfit else ("initial_model_missing", {})
             self._log.error(event, path=path, **found, remedy=f"{remedy}, {where}")
             self._said_missing = True
-        return held
 
     def keep_initial(self, theta: Arrays) -> None:
         """Make v0@r0 durable, read it back and compare digests, which detects a slot that was freed meanwhile and a

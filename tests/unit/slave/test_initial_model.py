@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from dips.store.files import delete_version
 from dips.store.version import VersionManifest
 from tests.damage import flip_bit
 from tests.unit.slave.test_snapshots import MANIFEST, Arrays, arrays, same, write_initial
+from tests.waiting import until
 
 EVERY = (0, 1, 2, 3)
 
@@ -196,3 +198,24 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         pytest.raises(FileNotFoundError, match=r"does not fit: .*: expected a directory with v0@r0/ of `dips init`"),
     ):
         read(snapshots)
+
+
+def test_a_silent_disk_under_it_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the disk of a master whose machine is lost: slaves that hold the head would not register with the
+    standby before that disk is back.
+    """
+    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.01)
+    write_initial(tmp_path / "initial", arrays(EVERY, 0))
+    over, looks, held = threading.Event(), list[snapshots_module.InitialModel](), snapshots_module.InitialModel.is_held
+
+    def hang(model: snapshots_module.InitialModel) -> bool:
+        looks.append(model)
+        assert over.wait(10)
+        return held(model)
+
+    monkeypatch.setattr(snapshots_module.InitialModel, "is_held", hang)
+    with closing(of_layers(tmp_path / "s", given=tmp_path / "initial")) as snapshots:
+        assert not snapshots.holds_initial() and not snapshots.holds_initial()
+        assert len(looks) == 1
+        over.set()
+        until(snapshots.holds_initial)
