@@ -332,7 +332,8 @@ class Snapshots:
         self._refused.pop(version, None)
 
     def _is_known_bad(self, version: VersionId) -> bool:
-        return version in self._bad and self._bad[version] == files_state(self._path_of(version))
+        known = self._bad.get(version)  # once: the disk's thread forgets what it deletes
+        return known is not None and known == files_state(self._path_of(version))
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Reserve space for `nbytes` of θ and m, in the files that `write_snapshot` fills; raise OSError if full."""
