@@ -281,6 +281,8 @@ def _hugging_face(path: Path, eos: str | None) -> Tokenizer:
     if not path.is_file():
         raise ConfigError(f"--tokenizer {path}: no such file")
     made = library.Tokenizer.from_file(str(path))
+    made.no_truncation()  # the file keeps what it was last called with
+    made.no_padding()
     end = made.token_to_id(eos) if eos else None
     if end is None:
         raise ConfigError(f"--tokenizer {path}: expected --eos-token to name one of its tokens, got {eos!r}")

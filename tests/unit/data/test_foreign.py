@@ -145,6 +145,18 @@ def test_a_tokenizer_whose_numbers_have_gaps(tmp_path: Path) -> None:
     assert DataSet(tmp_path / "set").tokens(0).tolist() == [0, 70_000] and built.vocabulary == 70_001
 
 
+def test_a_tokenizer_that_was_saved_with_truncation_cuts_and_pads_nothing(tmp_path: Path) -> None:
+    """tokenizer.json keeps what it was last called with: each document lost its end, and short ones were filled up."""
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.WordLevel({"a": 0, "[PAD]": 1, "</s>": 2}, unk_token="[PAD]"))
+    made.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    made.enable_truncation(2)
+    made.enable_padding(pad_id=1, length=5)
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = make_tokenizer(str(tmp_path / "tokenizer.json"), "</s>").encode(["a a a", "a"])
+    assert [list(ids) for ids in found] == [[0, 0, 0], [0]]
+
+
 @pytest.mark.parametrize("starts", [np.zeros((2, 2), np.int64), np.zeros(2), np.zeros(0, np.int64)])
 def test_starts_that_are_no_row_of_numbers_are_refused(tmp_path: Path, starts: np.ndarray) -> None:
     """A table, fractions, and nothing at all, each of which would fail later by a stranger's words."""
