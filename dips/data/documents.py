@@ -13,7 +13,6 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -231,7 +230,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[Document]:
 # Each document is followed by the tokenizer's `eos`.
 
 
-AT_ONCE = 256  # documents that are tokenised in one call
+AT_ONCE = 256  # documents that are tokenised in one call, or fewer that have TEXT_BLOCK characters together
 
 Encode = Callable[[Sequence[str]], Sequence[npt.ArrayLike]]
 
@@ -293,6 +292,19 @@ def _hugging_face(path: Path, eos: str | None) -> Tokenizer:
     return Tokenizer(path.name, encode_batch, max(made.get_vocab().values()) + 1, end)  # numbers may have gaps
 
 
+def _split_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Cut documents into batches for one call of a tokenizer, which takes many times their memory."""
+    batch, length = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        length += len(document[0])
+        if len(batch) == AT_ONCE or length >= TEXT_BLOCK:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
 def write_tokens(
     files: Sequence[Path], key: str, made: Tokenizer, output: Path, progress: Callable[[int], None]
 ) -> TokenFile:
@@ -301,8 +313,7 @@ def write_tokens(
     with output.open("wb") as out:
         for file in files:
             done = 0
-            documents = read_documents(file, key)
-            while block := list(islice(documents, AT_ONCE)):
+            for block in _split_batches(read_documents(file, key)):
                 for ids in made.encode([text for text, _ in block]):
                     row = np.append(np.asarray(ids, np.int64), made.eos)
                     if len(odd := row[(row < 0) | (row >= made.vocabulary)]):

@@ -8,12 +8,14 @@ import importlib
 import json
 import lzma
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dips.data import documents
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.data.documents import check_texts, make_tokenizer, read_documents
 from dips.errors import ConfigError
@@ -164,6 +166,23 @@ def test_half_a_pair_of_surrogates_is_forgiven(tmp_path: Path) -> None:
     path.write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
     assert texts_of(path) == ["cut \ufffd", "whole \U0001f600"]
     build_dataset(BuildPlan((parse_source(f"x={path}"),), tmp_path / "set", 1, 0, make_tokenizer("bytes", None)))
+
+
+def test_long_documents_are_not_tokenised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 blocks of a text file were: a file of 4 GB lay in memory several times over, and the build was killed."""
+    monkeypatch.setattr(documents, "TEXT_BLOCK", 1000)
+    (tmp_path / "long.txt").write_text("all of it\n" * 1000)
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 600)
+    calls, bytewise = list[int](), make_tokenizer("bytes", None)
+
+    def encode(texts: Sequence[str]) -> Sequence[Any]:
+        calls.append(sum(map(len, texts)))
+        return bytewise.encode(texts)
+
+    made = replace(bytewise, encode=encode)
+    files = [tmp_path / "long.txt", tmp_path / "short.jsonl"]
+    tokens = documents.write_tokens(files, "text", made, tmp_path / "tokens.bin", lambda _: None).tokens
+    assert tokens.tolist() == [1011] * 9 + [911] + [2] * 600 and calls == [1010] * 9 + [910] + [256, 256, 88]
 
 
 def test_one_source_is_of_one_kind(tmp_path: Path) -> None:
