@@ -279,7 +279,10 @@ def _hugging_face(path: Path, eos: str | None) -> Tokenizer:
         raise ConfigError(f"--tokenizer {path} needs the package tokenizers: pip install tokenizers") from error
     if not path.is_file():
         raise ConfigError(f"--tokenizer {path}: no such file")
-    made = library.Tokenizer.from_file(str(path))
+    try:
+        made = library.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no other
+        raise ConfigError(f"--tokenizer {path}: not a tokenizer.json of Hugging Face: {error}") from error
     made.no_truncation()  # the file keeps what it was last called with
     made.no_padding()
     end = made.token_to_id(eos) if eos else None

@@ -134,6 +134,14 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
     assert DataSet(tmp_path / "set").tokens(0).tolist() == [0, 1, 2] * 30 + [3]
 
 
+def test_a_vocabulary_is_no_tokenizer(tmp_path: Path) -> None:
+    """As GPT-2's vocab.json, which lies beside it: the library's bare Exception named no file."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    with pytest.raises(ConfigError, match=r"vocab\.json: not a tokenizer\.json of Hugging Face"):
+        make_tokenizer(str(tmp_path / "vocab.json"), "a")
+
+
 def test_a_tokenizer_whose_numbers_have_gaps(tmp_path: Path) -> None:
     """Its vocabulary ends with its largest number, not with as many as it has tokens."""
     library = pytest.importorskip("tokenizers")
