@@ -93,6 +93,11 @@ class CopyEngine:
         """Keep memory that `allocate` returned for its next call."""
         self._unused[memory.nbytes].append(memory)
 
+    def free_unused(self) -> None:
+        """Free the memory that was given back, when copies of other sizes will follow."""
+        self.synchronize()  # a device that is behind may still read it
+        self._unused.clear()
+
 
 # ---- activations -----------------------------------------------------------------------------------------------------
 
@@ -360,8 +365,8 @@ class RankDevice:
         self._own, self._emulated, self._offload = find_device([torch.empty(0, device=where)]), emulated, plan.offload
         self._parts, self._optimizers = parts, optimizers
         self.account = MemoryAccount(name, emulated.memory_bytes)
-        engine = CopyEngine(where, emulated.copy_byte_s)
-        self._activations = OffloadedActivations(engine, self._tell_moved)
+        self._engine = CopyEngine(where, emulated.copy_byte_s)
+        self._activations = OffloadedActivations(self._engine, self._tell_moved)
         self._saved: dict[int, int] = {}  # bytes that a micro-batch's forward keeps, by part; measured at the first
         self._counted: SavedBytes | None = None  # of the forward under way, if it is measured
         self._given: list[torch.Tensor] = []  # the batch: counted nowhere, and never offloaded
@@ -371,7 +376,7 @@ class RankDevice:
             self.account.hold(MemoryCategory.PARAMETERS, number, sum(s.data.nbytes for _, s in list_shards(part)))
         self._shards: OffloadedShards | None = None
         if plan.moves_shards:
-            self._shards = OffloadedShards(engine, where, parts, optimizers, self.account)
+            self._shards = OffloadedShards(self._engine, where, parts, optimizers, self.account)
 
     def begin_step(self, batch: Iterable[torch.Tensor], trains: bool, shape: object) -> None:
         """Begin a step or an evaluation on a batch; with another `shape` than before activations are measured anew."""
@@ -379,6 +384,7 @@ class RankDevice:
         if shape != self._shape:
             self._shape = shape
             self._saved.clear()
+            self._engine.free_unused()
         self.account.begin_step()
 
     def end_step(self) -> None:

@@ -19,9 +19,10 @@ from dips.inside.pipeline.offload import (
     OffloadedActivations,
     OffloadedShards,
     PendingCopy,
+    RankDevice,
     follow_parameters,
 )
-from dips.inside.pipeline.orders import DeviceWork, IdleCause
+from dips.inside.pipeline.orders import DeviceWork, IdleCause, PipelinePlan, RankAction
 from dips.inside.pipeline.pipeline import _engine_of
 from dips.inside.planning.profile import GB, GBIT_BYTES
 from dips.inside.planning.schedules import Engine, Op
@@ -144,6 +145,19 @@ def test_offloaded_activations_have_no_memory_until_they_are_back() -> None:
         assert told.pop() == (0, 32)
         told.clear()
     assert sum(map(len, engine._unused.values())) == 1
+
+
+def test_host_memory_is_that_of_one_shape() -> None:
+    """Batches of many lengths took host memory for each length, pinned and never given back."""
+    plan = PipelinePlan("m", 1, (("a.0",),), ((0, 1),), False, False, {}, {}, offload=True)
+    device = RankDevice(plan, "a.0", CPU, EmulatedDevice(), {}, {})
+    for length in (3, 5, 5, 4):
+        device.begin_step((), True, length)
+        device._saved[0] = 0
+        device._activations.keep((0, 0), [torch.ones(length)])
+        device.prepare(RankAction(Op.OFFLOAD, 0, 0))
+        device._activations.drop((0, 0))
+        assert [memory.nbytes for of in device._engine._unused.values() for memory in of] == [4 * length]
 
 
 def test_a_host_that_is_ahead_frees_what_left_before() -> None:
