@@ -298,6 +298,22 @@ def check_in_memory(held: Iterable[HeldParameter]) -> None:
             raise ConfigError(f"{name}: {NO_MEMORY}")
 
 
+def check_copies(held: Iterable[HeldParameter]) -> None:
+    """Raise ConfigError for two parameters of one name that begin with different values: they are no copies of a tied
+    one, and the first would overwrite the other.
+    """
+    first: dict[str, HeldParameter] = {}
+    for h in held:
+        known = first.setdefault(h.name, h)
+        pairs = zip(known.writes, h.writes, strict=False) if h.reads else ()
+        alike = (pair for pair in pairs if pair[0].rect == pair[1].rect and pair[0].view.dtype is pair[1].view.dtype)
+        if not all(torch.equal(a.view, b.view) for a, b in alike):
+            raise ConfigError(
+                f"{h.name}: two parts of the model have a parameter of this name, of different values: they count as "
+                "one model, in which a tied parameter alone may be twice. Put several models into an nn.ModuleDict"
+            )
+
+
 def check_plain(name: str, memory: torch.Tensor) -> None:
     """Raise ConfigError for memory that cannot be copied like a plain tensor."""
     if type(memory) is not torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock, check_found, check_in_memory
+from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock, check_copies, check_found, check_in_memory
 from dips.client.parallel.devices import merge_tied
 from dips.client.parallel.plan import (
     SPREAD_ITEMS,
@@ -130,9 +130,10 @@ def _describe_model(
 ) -> tuple[Adapter | None, list[HeldParameter], str]:
     try:
         adapter = choose_adapter(model, optimizer, share_buffers)
-        held = merge_tied(adapter.held_parameters())
+        held = adapter.held_parameters()
         check_in_memory(held)
-        return adapter, held, ""
+        check_copies(held)
+        return adapter, merge_tied(held), ""
     except ConfigError as error:
         return None, [], str(error)
 

@@ -82,6 +82,8 @@ def test_frozen_parameters_take_no_part() -> None:
 def test_two_copies_of_a_tied_parameter_are_pushed_once_and_both_written() -> None:
     """As in the first and the last chunk of a pipeline on one rank."""
     chunks = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]
+    with torch.no_grad():
+        chunks[1].weight.copy_(chunks[0].weight)
     layout = lay_out(chunks, JobCollectives())
     memory = HostMemory(layout.adapter, layout.held, layout.plan, JobCollectives())
     memory.gather_pieces()
@@ -93,6 +95,12 @@ def test_two_copies_of_a_tied_parameter_are_pushed_once_and_both_written() -> No
     assert all(torch.equal(chunk.weight, torch.full((2, 2), 3.0)) for chunk in chunks)
     with pytest.raises(ConfigError, match=r"weight: shape \(2, 2\) in one chunk of the model, \(3, 2\) in another"):
         lay_out([nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False)], JobCollectives())
+
+
+def test_two_models_in_one_list_are_no_copies_of_one() -> None:
+    """Two towers with the same names: each pull would have overwritten the second by the first, and nothing said so."""
+    with pytest.raises(ConfigError, match="weight: two parts of the model have a parameter of this name, of different"):
+        lay_out([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)], JobCollectives())
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
