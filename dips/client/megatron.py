@@ -31,6 +31,7 @@ from torch import nn
 from dips.client.rank.agent_client import check_all_ranks
 from dips.client.rank.outer_loop import OuterLoop
 from dips.errors import ConfigError
+from dips.files import sync_path, write_aside
 
 WRAPPED = ("train_step", "load_checkpoint", "save_checkpoint")
 SHOULD_EXIT = 3  # index of should_exit in the tuple that train_step returns
@@ -128,11 +129,10 @@ class OuterPretrain:
     def _save_checkpoint(self, iteration: int, *words: Any, **options: Any) -> Any:
         directory = self._directory("save")
         if self.outer is not None and not self.outer.finished and directory is not None:
-            file = _state_file(directory, iteration)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            aside = file.with_suffix(".unfinished")
-            torch.save(self.outer.state_dict(), aside)
-            aside.rename(file)
+            state = self.outer.state_dict()
+            with write_aside(_state_file(directory, iteration)) as aside:
+                torch.save(state, aside)
+                sync_path(aside)
             _remove_stale(directory, iteration)
         return self._before["save_checkpoint"](iteration, *words, **options)
 

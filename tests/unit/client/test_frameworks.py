@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,22 @@ def test_megatrons_steps_are_counted_saved_and_resumed(tmp_path: Path) -> None:
     with OuterPretrain(training=training) as hook:
         assert training.load_checkpoint([model], optimizer, None) == (9, 0)
         assert hook.outer is not None and hook.outer.inner_steps == 1, "of the checkpoint"
+
+
+def test_megatrons_outer_state_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut it could be empty beside a whole checkpoint of Megatron's, and each start ended at it."""
+    synced, fsync = set[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), fsync(file)))
+    model, training = nn.Linear(2, 2), Training(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    with OuterPretrain(training=training):
+        step(training, model, optimizer)
+        training.save_checkpoint(7, [model], optimizer)
+    file = tmp_path / "dips" / "iter_0000007" / "rank_00000.pt"
+    assert {path.stat().st_ino for path in (file, file.parent, *file.parent.parents[:2])} <= synced
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_checkpoint_without_outer_state_is_pulled_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
