@@ -51,7 +51,7 @@ def join_trainer(
         check_experts(part)
     outer = OuterLoop(parts if trainer.parallel_dims.pp_enabled else parts[0], config)
     if isinstance(trainer.dataloader, LeasedTitanLoader):
-        trainer.dataloader.lease_from(outer)
+        trainer.dataloader.lease_from(outer, trainer.gradient_accumulation_steps)
     _wrap_steps(trainer, outer, learning_rate)
     _wrap_checkpoints(trainer, outer)
     return outer
@@ -66,22 +66,27 @@ class LeasedTitanLoader:
     def build(
         self, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
     ) -> LeasedTitanLoader:
-        """Create the DataLoader; torchtitan calls this once."""
-        batches = TokenBatches(DataSet(self._directory), local_batch_size, seq_len, dp_rank, dp_world_size)
-        self._loader: Any = torch.utils.data.DataLoader(
-            RangeDataset(batches), batch_size=None, num_workers=self._workers, persistent_workers=self._workers > 0
-        )
+        """Take note of this rank's batches; torchtitan calls this once."""
+        self._shape, self._place = (local_batch_size, seq_len), (dp_rank, dp_world_size)
         return self
 
-    def lease_from(self, outer: OuterLoop) -> None:
-        """Take the data ranges from this outer loop."""
-        self._feed = Feed(outer, self._loader)
+    def lease_from(self, outer: OuterLoop, micro_batches: int) -> None:
+        """Take the data ranges from this outer loop, for steps of so many micro-batches."""
+        self._micro_batches, (size, length) = micro_batches, self._shape
+        batches = TokenBatches(DataSet(self._directory), size * micro_batches, length, *self._place)
+        loader: Any = torch.utils.data.DataLoader(
+            RangeDataset(batches), batch_size=None, num_workers=self._workers, persistent_workers=self._workers > 0
+        )
+        self._feed = Feed(outer, loader)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        for tokens in self._feed:  # i64[sequences, length + 1]
-            inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-            positions = torch.arange(inputs.shape[1]).expand(inputs.shape).contiguous()  # for torchtitan's masks
-            yield {"input": inputs, "positions": positions}, labels
+        for step in self._feed:  # i64[sequences, length + 1]
+            # torchtitan drops a step that lacks a micro-batch: in the last one some sequences may be taken twice
+            enough = step[torch.arange(max(len(step), self._micro_batches)) % len(step)]
+            for tokens in enough.tensor_split(self._micro_batches):
+                inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+                positions = torch.arange(inputs.shape[1]).expand(inputs.shape).contiguous()  # for torchtitan's masks
+                yield {"input": inputs, "positions": positions}, labels
 
     def state_dict(self) -> dict[str, Any]:
         """Return the range being trained and the position in it; the master knows which ranges are left."""

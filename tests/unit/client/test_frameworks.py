@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,7 +173,7 @@ def test_another_module_is_refused_by_what_it_lacks() -> None:
 
 
 class TitanTrainer:
-    """What the hook meets in a torchtitan Trainer: five attributes and one method."""
+    """What the hook meets in a torchtitan Trainer: its attributes, and two methods."""
 
     def __init__(self) -> None:
         self.model_parts = [nn.Linear(2, 2)]
@@ -181,7 +182,7 @@ class TitanTrainer:
         self.checkpointer = SimpleNamespace(enable=True, states={}, load=lambda step=-1: step != -1)
         self.optimizers = [torch.optim.SGD(self.model_parts[0].parameters(), 1.0)]
         self.dataloader: Any = None
-        self.ntokens_seen = 0
+        self.ntokens_seen, self.gradient_accumulation_steps = 0, 1
         self.logs = self.goes_on = True
 
     def train_step(self, batches: Any) -> None:
@@ -265,18 +266,24 @@ def test_torchtitans_loop_ends_with_the_run_or_by_itself(monkeypatch: pytest.Mon
     assert not trainer.should_continue_training()
 
 
+def make_titan_data(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a data set of 600 tokens in 2 ranges, and the cluster file of a run that leases them; return the set."""
+    np.save(directory / "t.npy", np.arange(600, dtype=np.uint16))
+    np.save(directory / "t.documents.npy", np.arange(0, 600, 50))
+    build_dataset(BuildPlan((parse_source(f"t={directory}/t.npy"),), directory / "set", 2, 0))
+    keys = {"shared": {"run": "r", "data": {"ranges": 2}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
+    (directory / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(directory / "cluster.yaml"))
+    return directory / "set"
+
+
 def test_torchtitan_trains_on_leased_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs, positions, and labels one token on; a loader that is loaded goes on in the middle of its range."""
-    np.save(tmp_path / "t.npy", np.arange(600, dtype=np.uint16))
-    np.save(tmp_path / "t.documents.npy", np.arange(0, 600, 50))
-    build_dataset(BuildPlan((parse_source(f"t={tmp_path}/t.npy"),), tmp_path / "set", 2, 0))
-    keys = {"shared": {"run": "r", "data": {"ranges": 2}}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
-    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "cluster.yaml"))
+    data = make_titan_data(tmp_path, monkeypatch)
 
     def join() -> Any:
         torch.manual_seed(0)  # a checkpoint is of the model that holds it
-        trainer, loader = TitanTrainer(), LeasedTitanLoader(tmp_path / "set", workers=0)
+        trainer, loader = TitanTrainer(), LeasedTitanLoader(data, workers=0)
         trainer.dataloader = loader.build(dp_world_size=1, dp_rank=0, seq_len=16, local_batch_size=2)
         return loader, join_trainer(trainer)
 
@@ -291,6 +298,18 @@ def test_torchtitan_trains_on_leased_ranges(tmp_path: Path, monkeypatch: pytest.
         again.load_state_dict({**first.state_dict(), "of": 99})
     resumed.load_state_dict(json.loads(json.dumps(outer.state_dict())))
     assert torch.equal(next(iter(again))[1], next(batches)[1])
+
+
+def test_torchtitans_last_step_has_all_its_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan drops a step for which its micro-batches do not suffice, and what they held counted as trained."""
+    trainer, loader = TitanTrainer(), LeasedTitanLoader(make_titan_data(tmp_path, monkeypatch), workers=0)
+    trainer.gradient_accumulation_steps = 5
+    trainer.dataloader = loader.build(dp_world_size=1, dp_rank=0, seq_len=16, local_batch_size=2)
+    outer, batches, steps = join_trainer(trainer), iter(loader), list[list[int]]()
+    while step := [len(labels) for _, labels in islice(batches, 5)]:
+        steps.append(step)
+        outer.step(tokens=16)
+    assert steps == [[2] * 5] * 3 + [[2, 1, 1, 1, 1]], "36 sequences of two ranges: 30 in whole steps, 6 in the last"
 
 
 def test_torchtitans_plain_experts_are_refused() -> None:
