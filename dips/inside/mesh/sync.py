@@ -271,15 +271,15 @@ class MeshSync:
         """Turn the failure of a collective into a sentence, the same on every rank."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            self._fail("this rank's device is full")
+            raise
         except RuntimeError as error:
-            self._fail()
+            self._fail(f"a rank is gone, or did not come within {self._collective_s:g} s")
             raise Unavailable(self.failed) from error
 
-    def _fail(self) -> None:
-        self.failed = (
-            f"a sync did not end: a rank is gone, or did not come within {self._collective_s:g} s. The parameters are "
-            "those of the last sync again; restart the job"
-        )
+    def _fail(self, why: str) -> None:
+        self.failed = f"a sync did not end: {why}. The parameters are those of the last sync again; restart the job"
         self._remove_hooks()
         self._under_way = {}
         for shard in self.shards:

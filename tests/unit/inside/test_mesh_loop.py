@@ -27,6 +27,7 @@ from dips.config import Shared
 from dips.errors import ConfigError, LocalProtocolError, Unavailable
 from dips.inside.mesh import MeshLoop
 from dips.inside.mesh.loop import SyncReport
+from dips.inside.mesh.sync import LayerShard
 from dips.outer_step import OuterStep
 
 HALF = {"lr": 0.5, "momentum": 0.0, "step": "sgd"}  # a sync goes half of the way that was trained
@@ -391,6 +392,25 @@ def test_a_sync_that_fails_leaves_what_the_last_one_made(mesh: DeviceMesh, monke
     for call in (of.loop.step, of.loop.sync, of.loop.is_synced):
         with pytest.raises(Unavailable, match="a sync did not end"):
             call()
+    of.loop.close()
+
+
+def test_a_device_that_is_full_in_a_sync_is_no_rank_that_is_gone(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that has no room said that another was gone, and so did `dips status`."""
+    of = MeshTrained(mesh, steps=1)
+    of.train()
+
+    def fail(shard: LayerShard) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(LayerShard, "subtract_parameters", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        of.loop.step()
+    with pytest.raises(Unavailable, match="a sync did not end: this rank's device is full"):
+        of.loop.sync()
+    assert of.moved() == 0.0
     of.loop.close()
 
 
