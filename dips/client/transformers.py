@@ -408,6 +408,12 @@ def lease_ranges(trainer: Trainer, callback: RangeTaker, seed: int = 0) -> None:
         ranges = find_config(callback.config).shared.data.ranges
         if not ranges:
             return make_loader()
+        layout = getattr(trainer.accelerator, "parallelism_config", None)
+        if (together := getattr(layout, "non_data_parallel_size", 1)) > 1:
+            raise ConfigError(
+                f"lease_ranges: expected ranks with rows of their own (DDP, FSDP2), got {together} ranks that compute "
+                "one batch together (tensor, context or sequence parallelism): each would read other rows"
+            )
         trainer.args.ignore_data_skip = True  # the outer state holds the position
         if trainer.args.max_steps <= 0:
             trainer.args.max_steps = NO_LIMIT  # the number of ranges that this cluster will lease is unknown

@@ -354,7 +354,7 @@ def test_a_step_always_has_all_its_micro_batches() -> None:
 
 
 def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row once, two micro-batches a step; too small ranges and rows without numbers are refused."""
+    """Every row once, two micro-batches a step; too small ranges, and ranks that share a batch, are refused."""
     monkeypatch.setenv("DIPS_ALONE", "1")
 
     class Model(torch.nn.Module):
@@ -388,6 +388,10 @@ def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monke
         assert calls == [2] * 12
         with pytest.raises(ConfigError, match=r"11 rows in .* are fewer than one optimizer step takes, 4"):
             trainer_of([{"x": torch.zeros(2)}] * 11).train()
+        together = trainer_of([{"x": torch.zeros(2)}] * 24)
+        monkeypatch.setattr(type(together.accelerator), "parallelism_config", SimpleNamespace(non_data_parallel_size=2))
+        with pytest.raises(ConfigError, match="got 2 ranks that compute one batch together"):
+            together.get_train_dataloader()
 
 
 @pytest.mark.parametrize(("finished", "best", "pushes"), [(False, False, 1), (True, False, 0), (False, True, 0)])
