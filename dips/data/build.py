@@ -132,7 +132,9 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
         plan.output.mkdir(parents=True, exist_ok=True)
         (probe := plan.output / f"{index.MANIFEST}.new").touch()  # better before everything is read than after it
         probe.unlink()
-    files = [_token_files(plan, s, progress) for s in sources]
+    ready = [[find_tokens(f, plan.dtype, plan.eos) for f in s.files if is_tokens(f)] for s in sources]
+    vocabulary = _find_vocabulary(plan, ready)
+    files = [[*found, *_write_texts(plan, s, progress)] for found, s in zip(ready, sources, strict=True)]
     documents = _list_documents(files)
     sizes = tuple(int(d.tokens.sum()) for d in documents)
     cut = cut_of(sum(sizes), plan.ranges, plan.tolerance) if plan.cut is None else plan.cut
@@ -140,7 +142,6 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
     weighed = weigh_sources(dealt.shares)
     _check_shortest(plan, weighed.shortest)
     entries = [_source_entry(plan, s.name, fs, progress) for s, fs in zip(plan.sources, files, strict=True)]
-    vocabulary = _find_vocabulary(plan, files)
     manifest: dict[str, Any] = {
         "format": index.FORMAT,
         "ranges": plan.ranges,
@@ -177,11 +178,10 @@ def _check_shortest(plan: BuildPlan, shortest: int) -> None:
         )
 
 
-def _find_vocabulary(plan: BuildPlan, files: Sequence[Sequence[TokenFile]]) -> int:
+def _find_vocabulary(plan: BuildPlan, ready: Sequence[Sequence[TokenFile]]) -> int:
     """Return the tokenizer's vocabulary size, or one more than the largest token of token files."""
     made = plan.tokenizer.vocabulary if plan.tokenizer else 0
-    ready = (f for fs in files for f in fs if not f.path.is_relative_to(plan.output / TOKENS))
-    return max((made, *(f.largest_token() + 1 for f in ready)))
+    return max((made, *(f.largest_token() + 1 for fs in ready for f in fs)))
 
 
 def _count_cut(documents: Sequence[Documents], cut: int) -> tuple[int, int]:
@@ -199,15 +199,15 @@ def _check_texts(plan: BuildPlan, one: CorpusSource) -> None:
     check_texts(one.name, one.texts)
 
 
-def _token_files(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list[TokenFile]:
+def _write_texts(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list[TokenFile]:
+    """Tokenise a source's texts, if it has any, into one file."""
     texts = one.texts
-    made = [find_tokens(file, plan.dtype, plan.eos) for file in one.files if is_tokens(file)]
-    if texts and plan.tokenizer is not None:
-        output = plan.output / TOKENS / f"{one.name}.bin"
-        output.parent.mkdir(exist_ok=True)
-        meter = _Meter(progress, f"tokens of {one.name}", sum(file.stat().st_size for file in texts))
-        made.append(write_tokens(texts, plan.key, plan.tokenizer, output, meter.advance))
-    return made
+    if not texts or plan.tokenizer is None:
+        return []
+    output = plan.output / TOKENS / f"{one.name}.bin"
+    output.parent.mkdir(exist_ok=True)
+    meter = _Meter(progress, f"tokens of {one.name}", sum(file.stat().st_size for file in texts))
+    return [write_tokens(texts, plan.key, plan.tokenizer, output, meter.advance)]
 
 
 def _list_documents(files: Sequence[Sequence[TokenFile]]) -> list[Documents]:

@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,21 @@ def test_bad_sources_are_refused(corpus: Path) -> None:
             build_dataset(BuildPlan((parse_source(spec),), corpus / "bad", 2, 0, make_tokenizer("bytes", None)))
     with pytest.raises(ConfigError, match="give --tokenizer"):
         build_dataset(BuildPlan((parse_source(f"x={corpus}/code"),), corpus / "bad", 2, 0))
+
+
+@pytest.mark.parametrize(("tokens", "words"), [([1, 2], "or --eos"), ([-1, 0], "tokens of 0 or more, got -1")])
+def test_files_of_tokens_are_looked_at_before_text_is_tokenised(tmp_path: Path, tokens: list[int], words: str) -> None:
+    """What is wrong with those of a later source was said when all text before it was tokenised, after hours."""
+    calls, made = list[int](), make_tokenizer("bytes", None)
+    made = replace(made, encode=lambda texts: (calls.append(len(texts)), [[1]] * len(texts))[1])
+    (tmp_path / "a.txt").write_text("text")
+    np.save(tmp_path / "b.npy", np.array(tokens, np.int16))
+    if tokens[0] < 0:
+        np.save(tmp_path / "b.documents.npy", np.zeros(1, np.int64))
+    chosen = tuple(parse_source(spec) for spec in (f"a={tmp_path}/a.txt", f"b={tmp_path}/b.npy"))
+    with pytest.raises(ConfigError, match=words):
+        build_dataset(BuildPlan(chosen, tmp_path / "set", 1, 0, made))
+    assert calls == []
 
 
 @pytest.mark.parametrize(("most", "kind"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
