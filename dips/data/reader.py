@@ -20,6 +20,8 @@ from dips.data.deal import I64, shuffle_numbers
 from dips.data.index import Tokens
 from dips.errors import ConfigError
 
+OPEN_FILES = 256  # at once: a map keeps its file open, and 1,024 is a process's usual limit
+
 
 @dataclass(frozen=True, slots=True)
 class OpenRange:
@@ -66,10 +68,11 @@ class DataSet:
         """Return the tokens of a range, its documents one after another, as a 1-D integer array."""
         place = number % self.ranges
         documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
-        if not len(documents):
-            return np.empty(0, np.uint16)
-        parts = [self._open_file(int(f))[s : s + n] for f, n, s in documents.tolist()]
-        return np.concatenate(parts, dtype=_common_type([part.dtype for part in parts]), casting="same_kind")
+        found, at = np.empty(int(documents["tokens"].sum(dtype=np.int64)), self._type_of(documents)), 0
+        for file, tokens, start in documents.tolist():
+            found[at : at + tokens] = self._open_file(file)[start : start + tokens]
+            at += tokens
+        return found
 
     def batches(
         self, number: int, sequences: int, length: int, rank: int = 0, world: int = 1, start: int = 0
@@ -114,8 +117,10 @@ class DataSet:
         documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
         begins = np.concatenate([[0], np.cumsum(documents["tokens"], dtype=np.int64)])
         order = shuffle_numbers(self.sequences(number, length), self._seed, number) * length
-        dtypes = [self._index.files[file].dtype for file in np.unique(documents["file"]).tolist()]
-        return OpenRange(number, length, documents, begins, order, _common_type(dtypes))
+        return OpenRange(number, length, documents, begins, order, self._type_of(documents))
+
+    def _type_of(self, documents: Any) -> np.dtype[Any]:
+        return _common_type([self._index.files[file].dtype for file in np.unique(documents["file"]).tolist()])
 
     def _read_row(self, of: OpenRange, first: int, row: Tokens) -> None:
         """Fill a row with the range's tokens from `first` on."""
@@ -136,5 +141,7 @@ class DataSet:
 
     def _open_file(self, file: int) -> Tokens:
         if file not in self._maps:
+            if len(self._maps) >= OPEN_FILES:
+                del self._maps[next(iter(self._maps))]
             self._maps[file] = self._index.files[file].open()
         return self._maps[file]

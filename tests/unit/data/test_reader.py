@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dips.data import DataSet
+from dips.data import DataSet, reader
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.data.deal import shuffle_numbers
 
@@ -62,6 +63,27 @@ def test_no_range_is_loaded_for_a_batch(data: DataSet, monkeypatch: pytest.Monke
     monkeypatch.setattr(data, "_open_file", lambda file: Counted(open_file(file)))
     data.read_sequences(0, LENGTH, np.array([2]))
     assert LENGTH + 1 <= read <= LENGTH + 91, "slices of the documents that the sequence touches"
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range has documents of all files, and each map keeps its file open: a thousand of them met the usual limit."""
+    for i in range(8):
+        np.save(tmp_path / f"{i}.npy", np.full(20, i, np.uint16))
+    build_dataset(BuildPlan((parse_source(f"x={tmp_path}/[0-9].npy"),), tmp_path / "set", 1, SEED, eos=99))
+    monkeypatch.setattr(reader, "OPEN_FILES", 3)
+    data, before = DataSet(tmp_path / "set"), len(os.listdir("/proc/self/fd"))
+    most, open_file = 0, data._open_file
+
+    def count_open(file: int) -> Any:
+        nonlocal most
+        found = open_file(file)
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+        return found
+
+    monkeypatch.setattr(data, "_open_file", count_open)
+    assert sorted(data.tokens(0).tolist()) == sorted([*range(8)] * 20)
+    data.read_sequences(0, LENGTH, np.arange(data.sequences(0, LENGTH)))
+    assert 3 <= most <= 4, "and the one that was read last"
 
 
 def test_a_range_without_documents_has_no_sequences(tmp_path: Path) -> None:
