@@ -17,7 +17,7 @@ import numpy as np
 
 from dips.data import index
 from dips.data.deal import TOLERANCE, Balance, Documents, cut_of, deal_documents, weigh_sources
-from dips.data.documents import Tokenizer, check_texts, is_tokens, write_tokens
+from dips.data.documents import Tokenizer, check_texts, is_tokens, read_documents, write_tokens
 from dips.data.index import TokenFile, find_tokens
 from dips.errors import ConfigError
 from dips.files import explain_unwritable
@@ -197,6 +197,8 @@ def _check_texts(plan: BuildPlan, one: CorpusSource) -> None:
     if one.texts and plan.tokenizer is None:
         raise ConfigError(f"source {one.name} is text ({one.texts[0]}): give --tokenizer")
     check_texts(one.name, one.texts)
+    for path in one.texts[:1]:
+        next(read_documents(path, plan.key), None)  # raises for a key that its records do not have
 
 
 def _write_texts(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list[TokenFile]:

@@ -184,16 +184,20 @@ def test_bad_sources_are_refused(corpus: Path) -> None:
         build_dataset(BuildPlan((parse_source(f"x={corpus}/code"),), corpus / "bad", 2, 0))
 
 
-@pytest.mark.parametrize(("tokens", "words"), [([1, 2], "or --eos"), ([-1, 0], "tokens of 0 or more, got -1")])
-def test_files_of_tokens_are_looked_at_before_text_is_tokenised(tmp_path: Path, tokens: list[int], words: str) -> None:
-    """What is wrong with those of a later source was said when all text before it was tokenised, after hours."""
+@pytest.mark.parametrize(
+    ("tokens", "words"), [([1, 2], "or --eos"), ([-1, 0], "tokens of 0 or more, got -1"), ([], r"with the key 'text'")]
+)
+def test_all_sources_are_looked_at_before_text_is_tokenised(tmp_path: Path, tokens: list[int], words: str) -> None:
+    """What is wrong with a later one, as its key, was said when all text before it was tokenised, after hours."""
     calls, made = list[int](), make_tokenizer("bytes", None)
     made = replace(made, encode=lambda texts: (calls.append(len(texts)), [[1]] * len(texts))[1])
     (tmp_path / "a.txt").write_text("text")
     np.save(tmp_path / "b.npy", np.array(tokens, np.int16))
-    if tokens[0] < 0:
+    if -1 in tokens:
         np.save(tmp_path / "b.documents.npy", np.zeros(1, np.int64))
-    chosen = tuple(parse_source(spec) for spec in (f"a={tmp_path}/a.txt", f"b={tmp_path}/b.npy"))
+    (tmp_path / "b.jsonl").write_text('{"content": "a"}')
+    later = tmp_path / ("b.npy" if tokens else "b.jsonl")
+    chosen = tuple(parse_source(spec) for spec in (f"a={tmp_path}/a.txt", f"b={later}"))
     with pytest.raises(ConfigError, match=words):
         build_dataset(BuildPlan(chosen, tmp_path / "set", 1, 0, made))
     assert calls == []
