@@ -224,7 +224,7 @@ class MeshLoop:
         losses = sum(of[4] for of in told)
         self._reported = (sum(of[3] for of in told) / losses if losses else None, intervals)
         if not self._anchored:  # a replica may have taken no step: it has what the last sync made
-            self._sync.take_anchor()
+            self._take_anchor()
         self._anchored = False
         self._begin_interval()
         self._sync.begin(intervals)
@@ -292,8 +292,14 @@ class MeshLoop:
         self._stepped = True
         if not self._anchored:
             self._sync.finish()
-            self._sync.take_anchor()
+            self._take_anchor()
             self._anchored = True
+
+    def _take_anchor(self) -> None:
+        """Take what the model holds for synchronised, with what `install: lazy` has not written yet."""
+        if (outer := find_loop([self._model])) is not None:
+            outer.install()
+        self._sync.take_anchor()
 
     def _before_load(self, *_: Any) -> None:
         """Take what is loaded before an interval's first step for what was synchronised: torch steps an optimizer that

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dips.client import OuterLoop
 from dips.client.parallel.devices import Device
@@ -281,6 +282,32 @@ def test_seconds_are_refused_under_an_outer_loop(
             told = attempt(of.step)
         assert ("expected steps under an OuterLoop, got seconds" in told) == (of.loop._seconds_due is not None), told
         assert attempt(of.step) == "", "without an outer loop"
+
+
+def test_what_install_lazy_has_left_was_synchronised(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that no forward has called is installed as late as the optimizer steps: a sync went half of the way
+    back to what was there before the pull.
+    """
+    monkeypatch.setenv("DIPS_ALONE", "1")
+    keys = {"shared": {"run": "r"}, "cluster": "c", "master": "127.0.0.1:1", "tls": False}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    of, left = MeshTrained(mesh, steps=2), [10.0]
+
+    def install(*_: Any) -> None:
+        for p in of.model.parameters() if left else ():
+            p.data.add_(left[-1])
+        left.clear()
+
+    with OuterLoop(of.model, tmp_path / "cluster.yaml", may_push=of.loop.is_synced) as outer:
+        monkeypatch.setattr(outer, "install", install)
+        handle = register_optimizer_step_pre_hook(install)  # as LazyMemory's, which comes after the loop's
+        for _ in range(2):
+            of.step()
+        of.loop.sync()
+        handle.remove()
+    assert of.moved() == 10.0 + 1.0
 
 
 def test_a_warm_up_begins_no_sync(mesh: DeviceMesh) -> None:
