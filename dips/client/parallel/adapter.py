@@ -310,8 +310,8 @@ def check_copies(held: Iterable[HeldParameter]) -> None:
         if not all(torch.equal(a.view, b.view) for a, b in alike):
             raise ConfigError(
                 f"{h.name}: two parts of the model have a parameter of this name, of different values: they count as "
-                "one model, in which a tied parameter alone may be twice. Give its copies equal values, and put several "
-                "models into an nn.ModuleDict"
+                "one model, in which a tied parameter alone may be twice. Give its copies equal values, and put "
+                "several models into an nn.ModuleDict"
             )
 
 
