@@ -68,6 +68,7 @@ class OrderedCalls:
         self._unsent: deque[_Call] = deque()
         self._news = asyncio.Event()  # a call was made, or the stream has ended
         self._refused = False  # the last attempt to connect was refused
+        self._closed = False
         self._carrying: asyncio.Task[None] | None = None
 
     async def ask(self, request: Message, *, needs_listener: bool = False) -> Answer:
@@ -76,6 +77,8 @@ class OrderedCalls:
         Cancelling withdraws the call. With `needs_listener` NobodyListens is raised as soon as the peer's address
         refuses connections.
         """
+        if self._closed:
+            raise self._closed_error()
         if needs_listener and self._refused:
             raise NobodyListens
         call = _Call(request, asyncio.get_running_loop().create_future(), needs_listener)
@@ -90,11 +93,16 @@ class OrderedCalls:
             self._waiting.pop(call, None)
 
     async def close(self) -> None:
-        """Withdraw all calls, and close the channel."""
+        """Fail all calls, and those to come, with Unavailable; close the channel."""
+        self._closed = True
         if self._carrying is not None:
             self._carrying.cancel()
             await asyncio.wait([self._carrying])
+        self._fail_calls(self._waiting, self._closed_error())
         await self._channel.close()
+
+    def _closed_error(self) -> Unavailable:
+        return Unavailable(f"the connection to {self._peer} is closed")
 
     # ---- one stream after another ------------------------------------------------------------------------------------
 

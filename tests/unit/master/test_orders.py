@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from dips.errors import Busy, DipsError, StaleTerm, UnavailableSlave, UnresponsiveSlave
+from dips.errors import Busy, DipsError, StaleTerm, Unavailable, UnavailableSlave, UnresponsiveSlave
 from dips.ids import GENESIS, PushId
 from dips.master.core import MISSED_S, SentOrder, SlavePatience, SlaveProgress
 from dips.master.runtime import SlaveLink, SlaveLinks
@@ -122,6 +122,21 @@ async def test_a_slave_that_has_moved_has_one_link_and_none_stays_open() -> None
         links.learn_address("s", address)
     await links.close()
     assert opened == ["h:1", "h:2"] and sorted(closed) == opened
+
+
+async def test_an_order_to_a_slave_that_has_moved_ends() -> None:
+    """It waited for its deadline on the connection that is closed; where the master was stopped meanwhile it was sent
+    there once more, and ended the master with 70."""
+    links, order = SlaveLinks(), Order("s", 2, 3, 7, Ping(), 60.0)
+    links.learn_address("s", "127.0.0.1:1")
+    former = links._links["s"]
+    waiting = asyncio.ensure_future(links.execute_order(order))
+    await asyncio.sleep(0)
+    links.learn_address("s", "127.0.0.1:2")
+    async with asyncio.timeout(20):
+        ended = [await waiting, await former.execute_order(order)]
+    await links.close()
+    assert [(failed.number, failed.error) for failed in ended] == [(7, Unavailable)] * 2
 
 
 @pytest.mark.parametrize("error", [StaleTerm("has seen 4"), Busy("no slot")])
