@@ -77,7 +77,10 @@ def _find_remedy(path: Path, error: OSError) -> str:
 def read_key_pem(path: Path, key: str) -> bytes:
     """Read a private key's file; raise ConfigError if other users may read it."""
     content = read_pem(path, key)
-    require_private(path, key)
+    try:
+        require_private(path, key)
+    except OSError as error:
+        raise _not_read(path, key, error) from error
     return content
 
 

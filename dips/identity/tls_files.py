@@ -92,7 +92,8 @@ def _read_pair(files: TlsFiles) -> tuple[bytes, bytes, x509.Certificate]:
         certificate = certificates.parse_certificate(cert, files.cert, "tls")
         key = certificates.read_key_pem(files.key, "tls")
         public = certificates.parse_key(key, files.key, "tls").public_key()
-        if certificate.public_key() != public and (renewed := renewal_of(files.cert, ".crt")).exists():
+        renewed = renewal_of(files.cert, ".crt")
+        if certificate.public_key() != public and not certificates.is_missing(renewed, "tls"):
             cert = certificates.read_pem(renewed, "tls")
             certificate = certificates.parse_certificate(cert, renewed, "tls")
         if certificate.public_key() == public:

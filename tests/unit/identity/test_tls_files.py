@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -192,6 +194,29 @@ def test_files_that_are_being_renewed(enrolled: Enrolled) -> None:
     assert load_tls(files).cert == new_cert
     files.key.write_bytes(old_key)
     assert load_tls(files).cert == old_cert
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_disk_that_fails_between_two_calls_is_told_with_the_file(
+    enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """It answers for the content, and not for who may read it, or whether a renewal or a list is there: the bare error
+    ended the master, with 70, and slaves and agents at their next look."""
+    files, stat, left = enrolled.enroll("west", PeerRole.CLUSTER), Path.stat, [at]
+    enrolled.enroll("west", PeerRole.CLUSTER)
+    files.cert.rename(renewal_of(files.cert, ".crt"))
+    files.cert.write_bytes(certificates.to_pem(enrolled.authority.root))  # of another key
+
+    def fail_once(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", fail_once)
+    with pytest.raises(ConfigError, match=r"tls: .* cannot be read: Input/output error"):
+        load_tls(files)
+    assert load_tls(files).identity.name == "west"
 
 
 class TestAuthority:
