@@ -569,6 +569,9 @@ class ManifestDesk:
         if self._reading or begun < self._free_at:
             raise Busy("manifest: the master compares one model at a time: wait and ask again")
         self._reading = True
+        return await asyncio.shield(self._read_apart(offered, begun))  # the thread goes on if the caller hangs up
+
+    async def _read_apart(self, offered: ManifestOffered, begun: float) -> Acknowledged:
         try:
             return await asyncio.to_thread(self._find_differences, offered)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import zlib
 
 import pytest
@@ -13,6 +14,7 @@ from dips.master.runtime import LEAST_BYTES, REST, TIMES, ManifestDesk
 from dips.protocol.effects import Acknowledged
 from dips.protocol.events import ManifestOffered
 from dips.protocol.manifest import Layer, Manifest, Parameter
+from tests.waiting import until
 
 OURS = Manifest.from_shapes([("l.w", (1000,))])
 OTHER = Manifest.from_shapes([("l.w", (999,))])
@@ -85,3 +87,26 @@ async def test_one_at_a_time_and_for_a_tenth_of_the_time() -> None:
     now[0] += 0.2
     with pytest.raises(DifferentModel):
         await desk.compare(offer(OTHER.to_json()))
+
+
+async def test_whoever_hangs_up_makes_no_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread reads on: callers that hang up at once had a master read as many manifests as it has threads, all the
+    time."""
+    desk, read, reads = ManifestDesk(OURS.to_json(), lambda: 100.0), threading.Event(), list[ManifestOffered]()
+
+    def find_differences(offered: ManifestOffered) -> Acknowledged:
+        reads.append(offered)
+        assert len(reads) > 1 or read.wait(20.0)
+        return Acknowledged()
+
+    monkeypatch.setattr(desk, "_find_differences", find_differences)
+    first = asyncio.create_task(desk.compare(offer(OTHER.to_json())))
+    await asyncio.to_thread(until, lambda: reads, "it is being read")
+    first.cancel()
+    await asyncio.wait([first])
+    try:
+        with pytest.raises(Busy):
+            await desk.compare(offer(OTHER.to_json()))
+    finally:
+        read.set()
+    assert len(reads) == 1
