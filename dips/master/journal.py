@@ -198,7 +198,7 @@ class _JournalWriter:
         number = self._segment + 1
         path = self._directory / f"journal-{self._term}-{number}.jsonl"
         self._file = path.open("wb", buffering=0)
-        self._size, self.why = 0, ""
+        self._size, self.why = 0, ""  # without the head: a state as large as a segment must not begin the next one
         about = {
             "journal": FORMAT,
             "run": self._run,
@@ -210,24 +210,26 @@ class _JournalWriter:
             "state": head.state,
         }
         try:
-            self._append_lines(codec.spell_json(about).encode() + b"\n")
+            self._write_all(codec.spell_json(about).encode() + b"\n")
         except OSError:
             path.unlink()  # on a disk that stays full, tries without a head would take the places of whole segments
             raise
         self._segment = number
-        self._size = 0  # a state as large as a segment must not begin the next one at once
         ours = (path for path in list_segments(self._directory) if _term_of(path) <= self._term)
         for old in list(ours)[: -self._segments]:  # those of later terms are of a run that `dips init --force` deleted
             old.unlink(missing_ok=True)
 
     def _append_lines(self, lines: bytes | bytearray) -> None:
+        self._write_all(lines)
+        before, self._size = self._size, self._size + len(lines)
+        if before < self._segment_bytes <= self._size:  # once: what still waits for a full one begins no other
+            self.full = True
+
+    def _write_all(self, lines: bytes | bytearray) -> None:
         rest = memoryview(lines)
         while self._file is not None and len(rest):
             rest = rest[self._file.write(rest) :]
-        self._size += len(lines)
         self.bytes_written += len(lines)
-        if self._size >= self._segment_bytes:
-            self.full = True
 
     def _on_failure(self, error: Exception) -> None:
         self.why, self.failed = str(error), True

@@ -24,7 +24,16 @@ import dips.protocol
 from dips.errors import ConfigError, Corrupt
 from dips.master import journal as journal_module
 from dips.master.app import cli
-from dips.master.journal import Journal, find_gaps, list_segments, newest_term, replay_journal
+from dips.master.journal import (
+    Journal,
+    JournalStep,
+    _Head,
+    _JournalWriter,
+    find_gaps,
+    list_segments,
+    newest_term,
+    replay_journal,
+)
 from dips.protocol import codec, events, push_pull
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
@@ -130,6 +139,23 @@ def test_old_segments_go(played: Path, tmp_path: Path) -> None:
     assert len(list_segments(directory)) == 3
     assert newest_term(directory) == newest_term(played) > 1
     assert not any(one.differs for one in replay_journal(directory))
+
+
+@pytest.mark.parametrize("state", [[], ["x" * 4096]])
+def test_what_waits_for_a_full_segment_begins_no_other(tmp_path: Path, state: list[str]) -> None:
+    """Nor does a state that is as large as one: a busy master began several with nothing in them, and each took the
+    place of a whole one."""
+    writer = _JournalWriter(tmp_path, "r", 1, SEGMENTS, structlog.get_logger(), 4096)
+    steps = [JournalStep(1.0, Ticked(), [])] * 200
+    for _ in range(2):
+        writer.write_batch([_Head(state)])
+        assert not writer.full
+        writer.write_batch(steps)
+        assert writer.full
+        writer.full = False  # the next one is on its way
+        writer.write_batch(steps)
+        assert not writer.full
+    writer.close()
 
 
 def test_a_run_that_begins_anew_keeps_its_own_segments(tmp_path: Path) -> None:
