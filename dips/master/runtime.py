@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -224,8 +225,8 @@ class MasterOutside:
         if not self._lease.start(MIRROR_S):
             raise StaleTerm(self._lease.explain_end())
         self._mirror = LedgerMirror(
-            store, run, term, lambda: self._thread.submit(self._take_base, directory / BASE).result(),
-            MIRROR_S, time.monotonic, log, bound=self._lease.view().claimable,
+            store, run, term, partial(self._take_claimed_base, self._lease, directory / BASE), MIRROR_S,
+            time.monotonic, log, bound=self._lease.view().claimable,
         )  # fmt: skip
         self._mirror.start()
         self._lease.follow_mirror(self._mirror)
@@ -285,6 +286,10 @@ class MasterOutside:
             self._newest = follow_newest(self._newest, records, wall)
         self._written += 1
         return self._written
+
+    def _take_claimed_base(self, lease: LeaseKeeper, path: Path) -> tuple[int, Path]:
+        lease.require_claim()  # the base is the first of a term's files
+        return self._thread.submit(self._take_base, path).result()
 
     def _take_base(self, path: Path) -> tuple[int, Path]:
         self._ledger.copy_to(path)

@@ -140,6 +140,11 @@ class LeaseKeeper:
             self._mirror, self._hurry = mirror, True
             self._changed.notify_all()
 
+    def require_claim(self) -> None:
+        """Raise FailedMirror unless the term is claimed: it may be another's, whose files have the same names."""
+        if not self._claimed:
+            raise FailedMirror(f"{self._store.url}: term {self.term} is not claimed")
+
     def close(self) -> None:
         """Stop writing; a write in progress is not waited for."""
         with self._changed:

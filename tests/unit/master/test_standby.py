@@ -505,6 +505,31 @@ def test_a_term_is_claimed_by_the_first_write_that_comes_through(
     assert second.left_s() < 0 and first.left_s() > 0
 
 
+async def test_nothing_is_mirrored_before_its_term_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store was away when a master on a copy of the ledger began, and its base came before its claim: it replaced
+    that of the master whose term it is, and a restore lacked what was told."""
+    monkeypatch.setattr("dips.master.runtime.MIRROR_S", 0.1)
+    monkeypatch.setattr("dips.master.ledger_mirror.BACKOFF_S", (0.01, 0.02))
+    (tmp_path / "mirror").mkdir()
+    (a,) = begun(tmp_path, str(tmp_path / "mirror"), "a")
+    write_lease, away = restore.write_lease, [True]
+
+    def write(*arguments: Any) -> bool:
+        if away:
+            raise FailedMirror("503 Slow Down")
+        return write_lease(*arguments)
+
+    monkeypatch.setattr(restore, "write_lease", write)
+    with closing(Ledger.open(genesis.ledger_path(a))) as ledger:
+        outside = MasterOutside(ledger)
+        outside.begin_mirror(a, ledger.start_term(), LOG)
+        mirrored, view = mirror(a).list_names("ledger"), outside.complete_view(RunView())
+        away.clear()
+        until(lambda: not outside.complete_view(RunView()).ledger_mirror.red, "it is claimed, and keeps up")  # type: ignore[union-attr]
+        await outside.close()
+    assert mirrored == [] and "term 1 is not claimed" in view.ledger_mirror.reason  # type: ignore[union-attr]
+
+
 async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path: Path, url: str) -> None:
     """It could not serve such a run: `dips status` names it, and the request is refused until it has gone."""
     a, b = begun(tmp_path, url, "a", "b")
