@@ -100,6 +100,11 @@ def end_signals(on_end: Callable[[], object]) -> Iterator[None]:
             asyncio.get_running_loop().remove_signal_handler(number)
 
 
+def ignore_hangups() -> None:
+    """Let SIGHUP end nothing until `watch_file` hears it: it asks to look at a file that is read later anyway."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)
+
+
 # ---- systemd --------------------------------------------------------------------------------------------------------
 
 

@@ -138,6 +138,7 @@ async def serve(
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
     async with AsyncExitStack() as stack:
+        daemon.ignore_hangups()  # a standby may wait for months, and whoever hurries the master signals it, too
         systemd = stack.enter_context(daemon.SystemdLink())
 
         def announce(address: str) -> None:

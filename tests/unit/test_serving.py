@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -58,3 +59,12 @@ async def test_a_daemon_serves_and_leaves_nothing(daemon: str, config: RunFile, 
     host, port = address.rsplit(":", 1)
     with socket.socket() as again, pytest.raises(ConnectionRefusedError):
         again.connect((host, int(port)))
+
+
+async def test_a_hangup_ends_no_master_that_waits(config: RunFile, tmp_path: Path) -> None:
+    """For its first ledger, or as a standby: SIGHUP, which hurries one that serves, ended it, and systemd takes that
+    for an orderly end."""
+    genesis.ledger_path(config).unlink()
+    async with served(lambda ready: SERVE["master"](config, tmp_path / "run.yaml", ready)):
+        assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGHUP)
