@@ -200,7 +200,7 @@ class VersionProcesses:
         await self._write([result])
         self._last = result
         if ok:
-            self._log.info("on_version ended", version=str(version), ok=True, **dict(numbers))
+            self._log.info("on_version ended", version=str(version), ok=True, numbers=dict(numbers))
         else:
             self._log.warning("on_version ended", version=str(version), ok=False, reason=reason)
 

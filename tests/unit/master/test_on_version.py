@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import re
 import subprocess
@@ -163,6 +164,21 @@ async def test_numbers_of_a_version_are_in_the_ledger(make_place: MakePlace) -> 
     Console(file=(out := io.StringIO()), width=80).print(draw_rounds([shown]))
     assert "on_version: loss 6, steps 3" in out.getvalue()
     assert place.ledger.find_unprocessed(2) is None
+
+
+async def test_numbers_have_any_names(make_place: MakePlace) -> None:
+    """They were fields of a line of the log: one that is called like another of its fields was an error, red in the
+    status, and the next version waited for a minute."""
+    numbers = {"version": 2.0, "ok": 0.0, "event": 1.0}
+    place = make_place(command=["echo", json.dumps(numbers)])
+    place.commit()
+    place.commit()
+    processes = place.begin()
+    try:
+        await eventually(lambda: processes.view().version, RESULT_S)
+    finally:
+        await processes.stop()
+    assert (processes.view().reason, processes.view().numbers) == ("", numbers)
 
 
 async def test_a_command_knows_its_version(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
