@@ -383,15 +383,13 @@ def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
 
 
 def set_aside_old(config: RunFile, newest: int, log: Log) -> None:
-    """Move the ledger of a former master away, if it knows no term as new as this one or is damaged, so that it can be
-    restored.
+    """Move a former master's ledger away, whatever its term, so that the mirror's is restored: it is old, damaged, or
+    of a run of this name that was thrown away.
     """
     path = genesis.ledger_path(config)
     if not path.exists():
         return
     try:
-        if _find_place(path)[0] >= newest:
-            return
         with refuse_damage(str(path)):
             Ledger.open(path, wall=time.time, verified=False).close()  # moves its WAL into the file
     except Corrupt as error:
@@ -410,7 +408,7 @@ def own_ledger_is_newest(config: RunFile, term: int, number: int) -> bool:
     return path.exists() and _find_place(path, term) >= (term, number)
 
 
-def _find_place(path: Path, term: int = 0) -> tuple[int, int]:
+def _find_place(path: Path, term: int) -> tuple[int, int]:
     """Return the newest term of a ledger's file and, if that is `term`, how many transactions it has since."""
     # Not verified here: the master does when it opens it.
     with (

@@ -40,7 +40,7 @@ from dips.protocol.records import RoundReserved
 from dips.protocol.releases import PROTOCOL
 from dips.protocol.standby import CLAIM_S, SERVE_S, StandbyState, TermLease
 from dips.protocol.view import LedgerMirrorView, RunView
-from dips.store.mirror import MirrorStore, read_sealed, seal
+from dips.store.mirror import SEEN, MirrorStore, read_sealed, seal
 from dips.wire.generated import operator_pb2
 from tests.busy_store import BusyFileSystem, persist
 from tests.integration.cluster_harness import free_port
@@ -737,8 +737,29 @@ def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, en
     ]
     with closing(Ledger.open(a.master.directory / restore.OLD, readonly=True)) as old:
         assert old.read_state() == knew, "with what was in its WAL"
-    restore.set_aside_old(b, keeper.term, LOG)
-    assert genesis.ledger_path(b).exists()
+
+
+def test_the_ledger_of_a_run_that_was_thrown_away_is_set_aside(tmp_path: Path, ended: list[Any]) -> None:
+    """Its terms may be later than those of the new run, which was lost with its master: the standby served the run that
+    was thrown away."""
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    master, waiting = stood_by(a, b)
+    master.die()
+    former = waiting.take_over()
+    assert former is not None
+    former.close()
+    former._thread.join(5.0)
+    genesis.make_run(a, {name: tensor + 1 for name, tensor in TENSORS.items()}, force=True)
+    (b.master.directory / SEEN).unlink()  # as it is told to, since its mirror is another
+    master, waiting = stood_by(a, b)
+    knew = master.ledger.read_state()
+    master.die()
+    keeper = waiting.take_over()
+    assert keeper is not None
+    ended.append(keeper)
+    with closing(Ledger.open(genesis.ledger_path(b))) as ledger:
+        assert ledger.read_state().row == knew.row
 
 
 @pytest.mark.parametrize("left", [0.0, 0.5, 0.98])
