@@ -323,6 +323,11 @@ class Standby:
     def _look_once(self) -> LeaseKeeper | None:
         begun = self._clock()
         seen = restore.look_at_lease(self._store, self._run)
+        if seen.newest_term < self.counts.term:
+            raise FailedMirror(
+                f"{self._store.url}: had term {self.counts.term}, has {seen.newest_term}: it is of another run, or was "
+                "emptied; if it is to stay so, start this standby again"
+            )
         self._seen, before = seen, self.watch.state
         self.watch.on_look(seen, begun, self._clock())
         self.counts.term = seen.newest_term

@@ -762,6 +762,24 @@ def test_the_ledger_of_a_run_that_was_thrown_away_is_set_aside(tmp_path: Path, e
         assert ledger.read_state().row == knew.row
 
 
+def test_a_mirror_that_is_emptied_lets_no_former_master_serve(tmp_path: Path, url: str, ended: list[Any]) -> None:
+    """The run is thrown away beside a standby that has an old ledger: with nothing newer in an object store, it served
+    that one. Guards docs/architecture.md#invariant-5."""
+    a, b = begun(tmp_path, url, "a", "b")
+    master, waiting = stood_by(a, b)
+    master.die()
+    keeper = waiting.take_over()
+    assert keeper is not None
+    ended.append(keeper)
+    former = Waiting(a)
+    former.until(StandbyState.READY)
+    keeper.close()
+    keeper._thread.join(5.0)
+    persist(lambda: mirror(a).remove_path(""))
+    assert not any(former.serves() for _ in range(6))
+    assert former.look(CLAIM_S) is StandbyState.LOOKING
+
+
 @pytest.mark.parametrize("left", [0.0, 0.5, 0.98])
 def test_a_damaged_ledger_of_a_former_master_stops_no_takeover(tmp_path: Path, ended: list[Any], left: float) -> None:
     """Its machine crashed, and comes back as a standby: nobody reads what is set aside, and it is kept as it is."""
