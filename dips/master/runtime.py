@@ -243,7 +243,8 @@ class MasterOutside:
         """Begin to run the run file's command for every n-th version, and to send rounds to its trackers; `fail` is
         called with exceptions of their tasks.
         """
-        section, file, directory = config.master, file.resolve(), config.master.directory.resolve()
+        section, directory = config.master, config.master.directory.resolve()
+        file = file.absolute()  # as it is named: what a link leads to may be replaced, as in a ConfigMap
         if section.on_version is not None:
             self._on_version = VersionProcesses(
                 file, section.on_version, directory, self._find_unprocessed, self.write_records, log

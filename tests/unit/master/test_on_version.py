@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import yaml
 from rich.console import Console
 
@@ -29,6 +31,7 @@ from dips.master import hooks
 from dips.master.genesis import ledger_path, make_run
 from dips.master.hooks import TrackProcesses, VersionProcesses, read_numbers
 from dips.master.ledger import Ledger
+from dips.master.runtime import MasterOutside
 from dips.outer_step import nesterov_step
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import (
@@ -41,7 +44,7 @@ from dips.protocol.records import (
     VersionResult,
     VersionsRetired,
 )
-from dips.protocol.view import VersionProcessView
+from dips.protocol.view import RunView, VersionProcessView
 from dips.store.files import write_version
 from dips.telemetry import logs
 from tests.run_files import write_run_file
@@ -179,6 +182,31 @@ async def test_numbers_have_any_names(make_place: MakePlace) -> None:
     finally:
         await processes.stop()
     assert (processes.view().reason, processes.view().numbers) == ("", numbers)
+
+
+async def test_a_run_file_behind_a_link_is_read_where_it_is_named(make_place: MakePlace) -> None:
+    """As in a ConfigMap, whose next contents lie in a directory of their own: the command began in one that is gone,
+    and relative paths were those beside the file that the link had led to."""
+    place = make_place(command=["echo", '{"a": 1}'])
+    place.commit()
+    place.commit()
+    for name in ("former", "next"):
+        (place.directory / name).mkdir()
+        (place.directory / name / "dips.yaml").write_text(place.file.read_text())
+    (link := place.directory / "data").symlink_to("former")
+    place.file.unlink()
+    place.file.symlink_to("data/dips.yaml")
+    outside = MasterOutside(place.ledger)
+    outside.begin_processes(place.config, place.file, structlog.get_logger(), pytest.fail)
+    link.unlink()
+    link.symlink_to("next")
+    shutil.rmtree(place.directory / "former")
+    view = lambda: outside.complete_view(RunView()).on_version  # noqa: E731
+    try:
+        await eventually(lambda: view().version, RESULT_S)
+    finally:
+        await outside.close()
+    assert (view().reason, view().numbers) == ("", {"a": 1.0})
 
 
 async def test_a_command_knows_its_version(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
