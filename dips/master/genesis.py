@@ -20,7 +20,7 @@ from dips.differences import differing_options
 from dips.errors import ConfigError, FailedMirror
 from dips.files import make_directory, sync_path, write_durably
 from dips.ids import GENESIS
-from dips.master.ledger import Ledger, hold_ledger
+from dips.master.ledger import Ledger, hold_ledger, put_in_place
 from dips.printable import join_some
 from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest, unmatched_patterns
@@ -32,6 +32,7 @@ from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, insist, l
 Tensor = npt.NDArray[np.float32]
 
 LEDGER = "ledger.sqlite"
+BEGINNING = ".beginning"  # a directory beside it, in which it is built
 BOUND = "lease.bound"  # a file beside it: a standby may have been told that it may claim (standby.py)
 INITIAL = Path("initial")  # the root of v0@r0, which a slave's initial_model names
 INITIAL_VERSION = INITIAL / str(GENESIS)
@@ -106,7 +107,10 @@ def make_run(
         mirror.remove_path("")
     write_initial(config, manifest, tensors, config.master.directory)
     mirror_initial(config)
-    Ledger.create(ledger, row, wall).close()
+    with hold_ledger(ledger):
+        if ledger.exists():
+            raise ConfigError(f"{ledger}: a ledger is here already; a run begins once")
+        write_ledger(config, row, wall)
     return row
 
 
@@ -247,6 +251,21 @@ def write_initial(config: RunFile, model: Manifest, tensors: Mapping[str, Tensor
 
 def _flatten_layer(layer: Layer, tensors: Mapping[str, Tensor]) -> Tensor:
     return np.concatenate([np.ascontiguousarray(tensors[p.name], np.float32).reshape(-1) for p in layer.parameters])
+
+
+def write_ledger(config: RunFile, row: RunRow, wall: Callable[[], float]) -> None:
+    """Build the ledger aside and rename it: whatever ends this, there is none, or a complete one. The caller holds its
+    lock.
+    """
+    path = ledger_path(config)
+    aside = path.parent / BEGINNING
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        built = aside / path.name
+        Ledger.create(built, row, wall).close()  # the last connection moves the WAL into the file
+        put_in_place(built, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def put_initial(aside: Path, directory: Path) -> None:

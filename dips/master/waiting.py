@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -17,7 +16,7 @@ from dips.config import RunFile
 from dips.errors import ConfigError, RemoteProtocolError, UnavailableMaster
 from dips.http import HttpSubject
 from dips.master import genesis
-from dips.master.ledger import Ledger, hold_ledger, put_in_place
+from dips.master.ledger import hold_ledger
 from dips.master.runtime import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.protocol.events import RunProposed
 from dips.protocol.grouping import Grouping
@@ -36,10 +35,8 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 from dips.wire.packed_manifest import MOST_PACKED, pack_manifest, unpack_manifest
 
 # ---- begin ----------------------------------------------------------------------------------------------------------
-# The ledger's file is built aside and renamed, so after a crash of the master there is none, or a complete one.
 
 
-ASIDE = ".beginning"
 BYTES_PER_LAYER = 42  # of a RunProposed: a digest of 32 digits with its head, and a norm
 _DIGEST = re.compile("[0-9a-f]{32}")
 
@@ -74,7 +71,7 @@ def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float])
         if path.exists():
             raise ConfigError(f"{path}: a ledger is here already; a run begins once")
         genesis.write_shared(config, config.master.directory)
-        _write_ledger(config, row, wall)
+        genesis.write_ledger(config, row, wall)
         genesis.mirror_initial(config)  # last: what lies in a mirror is believed to be a run
     return row
 
@@ -99,18 +96,6 @@ def _check_proposed(config: RunFile, proposed: RunProposed) -> Manifest:
     if not all(map(isfinite, norms)):
         raise RemoteProtocolError("genesis_norms: expected finite numbers")
     return manifest
-
-
-def _write_ledger(config: RunFile, row: RunRow, wall: Callable[[], float]) -> None:
-    path = genesis.ledger_path(config)
-    aside = path.parent / ASIDE
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        built = aside / path.name
-        Ledger.create(built, row, wall).close()  # the last connection moves the WAL into the file
-        put_in_place(built, path)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 # ---- waiting --------------------------------------------------------------------------------------------------------

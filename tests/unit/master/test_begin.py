@@ -24,10 +24,9 @@ from structlog.testing import capture_logs
 from dips.config import RunFile, host_port
 from dips.errors import ConfigError, CorruptManifest, RemoteProtocolError, UnavailableMaster
 from dips.master import waiting
-from dips.master.genesis import INITIAL_SHARED, INITIAL_VERSION, ledger_path, make_run
+from dips.master.genesis import BEGINNING, INITIAL_SHARED, INITIAL_VERSION, ledger_path, make_run
 from dips.master.ledger import Ledger, hold_ledger
 from dips.master.waiting import (
-    ASIDE,
     BYTES_PER_LAYER,
     ModelAwaiting,
     _is_made,
@@ -56,13 +55,13 @@ def test_the_run_is_the_one_that_dips_init_makes(tmp_path: Path) -> None:
     """Digests, norms, placement and targets alike; only the model's bytes are not at the master."""
     made = make_run(run_file(tmp_path / "init"), model())
     config = run_file(tmp_path / "seed")
-    (tmp_path / "seed" / ASIDE).mkdir(parents=True)  # of a master that died over it
+    (tmp_path / "seed" / BEGINNING).mkdir(parents=True)  # of a master that died over it
     assert begin_run(config, propose_run(model(), PLAIN_GROUPING), wall) == made
     ledger = Ledger.open(ledger_path(config), readonly=True)
     assert ledger.run_row() == made
     ledger.close()
     assert (tmp_path / "seed" / INITIAL_SHARED).exists() and not (tmp_path / "seed" / INITIAL_VERSION).exists()
-    assert not (tmp_path / "seed" / ASIDE).exists()
+    assert not (tmp_path / "seed" / BEGINNING).exists()
 
 
 def test_nobody_is_told_to_seed_what_has_its_ledger(tmp_path: Path) -> None:
@@ -210,8 +209,8 @@ def test_a_run_whose_begin_failed_begins_when_it_is_repeated(tmp_path: Path) -> 
     config = run_file(tmp_path / "m")
     config = config.model_copy(update={"master": config.master.model_copy(update={"mirror": str(tmp_path / "mirror")})})
     (tmp_path / "m").mkdir()
-    (in_the_way := tmp_path / "m" / waiting.ASIDE).touch()
-    with pytest.raises(OSError, match=waiting.ASIDE):
+    (in_the_way := tmp_path / "m" / BEGINNING).touch()
+    with pytest.raises(OSError, match=BEGINNING):
         begin_run(config, propose_run(model(), PLAIN_GROUPING), wall)
     in_the_way.unlink()
     begin_run(config, propose_run(model(), PLAIN_GROUPING), wall)

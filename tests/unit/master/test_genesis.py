@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,23 @@ def test_a_run_is_made_once(tmp_path: Path) -> None:
     ledger = Ledger.open(ledger_path(config))
     assert ledger.read_state().row == second
     ledger.close()
+
+
+def test_a_run_whose_creation_was_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a ledger was one that is there already, and a master that waited for it ended with 65."""
+    config = run_file(tmp_path)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dips.master.ledger.write_run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make_run(config, model())
+    assert not ledger_path(config).exists()
+    row = make_run(config, model())
+    with closing(Ledger.open(ledger_path(config))) as ledger:
+        assert ledger.read_state().row == row
 
 
 def test_force_spares_a_living_run(tmp_path: Path) -> None:
