@@ -129,11 +129,17 @@ class Child:
 def truncate_log(log: Path, most_bytes: int) -> None:
     """Limit a log that another process appends to: above the size it is copied to `<log>.1`, then emptied.
 
-    Lines that are written between the two are lost, which is acceptable for a log.
+    Lines that are written between the two are lost, which is acceptable for a log. A copy for which there is no room
+    leaves no part, which would keep the last room of the ledger's disk.
     """
     with suppress(FileNotFoundError):
         if log.stat().st_size > most_bytes:
-            shutil.copyfile(log, log.with_name(log.name + ".1"))
+            former = log.with_name(log.name + ".1")
+            try:
+                shutil.copyfile(log, former)
+            except OSError:
+                former.unlink(missing_ok=True)
+                raise
             os.truncate(log, 0)
 
 

@@ -138,3 +138,17 @@ def test_a_log_is_bounded(tmp_path: Path) -> None:
         truncate_log(log, 10)
     assert log.read_bytes() == b"new"
     assert (tmp_path / "s.log.1").read_bytes() == b"x" * 20
+
+
+def test_a_log_that_has_no_room_for_its_copy_leaves_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had come of it took the last room of the disk, and no transaction of the ledger found any more."""
+    (log := tmp_path / "s.log").write_bytes(b"x" * 20)
+
+    def fill(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("dips.master.supervisor.shutil.copyfile", fill)
+    with pytest.raises(OSError, match="No space left"):
+        truncate_log(log, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["s.log"] and log.stat().st_size == 20
