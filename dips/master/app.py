@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,10 @@ SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.Statu
 # Open at once, for the limit of open files. An agent opens two, a slave two, and the master one to each slave.
 CLUSTERS, AGENT_CONNECTIONS, SLAVE_CONNECTIONS = 1000, 2, 3
 GRACE_S = 2.0  # grace for open calls at the end
+# Keys of the run file that are read again behind a wait: of a standby those that `dips rebalance` changes, and before
+# the run has begun all that its beginning fixes.
+CHANGED_BY_REBALANCE = ("slaves", "clusters")
+FREE_UNTIL_BEGUN = ("shared", *CHANGED_BY_REBALANCE)
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 cli.command("replay")(operate.replay_command)
@@ -156,13 +160,17 @@ async def serve(
         elif not await standby.stand_by(config, tls, log, stack, systemd.say_ready):
             return 0
         else:
-            config = _read_again(config, file, log)
+            config = _read_again(config, file, log, CHANGED_BY_REBALANCE)
         guard = Guard(tls, config.clusters) if tls is not None else None
         report = partial(_report_call, log)
         if not genesis.ledger_path(config).exists():
-            found = await waiting.wait_for_ledger(config, tls, guard, log, announce, report)
+            read = partial(_read_again, config, file, log, FREE_UNTIL_BEGUN)
+            found = await waiting.wait_for_ledger(read, tls, guard, log, announce, report)
             if found is None:
                 return 0
+            config = read()
+            if guard is not None:
+                guard.change_clusters(config.clusters)
             config = config.model_copy(update={"master": config.master.model_copy(update={"listen": found})})
         (config.master.directory / BASE).unlink(missing_ok=True)  # of a killed process: the ledger may need its room
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
@@ -200,16 +208,14 @@ async def serve(
     return code
 
 
-def _read_again(config: RunFile, file: Path, log: logs.Log) -> RunFile:
-    """Return the configuration with the slaves and clusters that the file names now: a standby may have waited for
-    months, and through a `dips rebalance`.
-    """
+def _read_again(config: RunFile, file: Path, log: logs.Log, keys: Sequence[str]) -> RunFile:
+    """Return the configuration with what the file says now under these keys: a master may have waited for months."""
     try:
         new = load_run(file)
     except ConfigError as error:
         log.warning("run file", problem=f"the changed file is not used: {error}")
         return config
-    return config.model_copy(update={"slaves": new.slaves, "clusters": new.clusters})
+    return config.model_copy(update={key: getattr(new, key) for key in keys})
 
 
 def _report_call(log: logs.Log, method: str, error: BaseException) -> None:

@@ -113,8 +113,9 @@ GRACE_S = 2.0  # longest wait for the answer to Begin to leave
 class ModelAwaiting:
     """A stand-in for the runtime: it answers every question with what is waited for."""
 
-    def __init__(self, config: RunFile) -> None:
-        self._config = config
+    def __init__(self, read: Callable[[], RunFile]) -> None:
+        """`read` returns the run file as it is now: nothing of it counts before the run has begun."""
+        self._read = read
 
     async def ask_core(self, make: Callable[[int], Any]) -> NoReturn:
         self._refuse_all()
@@ -127,28 +128,37 @@ class ModelAwaiting:
 
     def build_view(self) -> RunView:
         """Return what is waited for, and the options that a model must fit."""
-        return RunView(self._config.shared.run, WAITS, shared=self._config.shared.agreed)
+        shared = self._read().shared
+        return RunView(shared.run, WAITS, shared=shared.agreed)
 
     def _refuse_all(self) -> NoReturn:
-        run = self._config.shared.run
-        if genesis.ledger_path(self._config).exists():
+        config = self._read()
+        run = config.shared.run
+        if genesis.ledger_path(config).exists():
             raise UnavailableMaster(f"run {run!r} begins: its master cannot be reached for a moment")
         raise UnavailableMaster(f"run {run!r} {WAITS}")
 
 
 async def wait_for_ledger(
-    config: RunFile, tls: TlsSource | None, guard: Guard | None, log: Log, ready: Callable[[str], None], report: Report
+    read: Callable[[], RunFile],
+    tls: TlsSource | None,
+    guard: Guard | None,
+    log: Log,
+    ready: Callable[[str], None],
+    report: Report,
 ) -> str | None:
-    """Serve until there is a ledger; return the host:port served at, None if it was stopped before."""
-    stopped = asyncio.Event()
+    """Serve until there is a ledger; return the host:port served at, None if it was stopped before. `read` returns the
+    run file as it is now.
+    """
+    config, stopped = read(), asyncio.Event()
     server = control.make_server(report, guard)
     listen = config.master.listen
     address = f"{listen.rpartition(':')[0]}:{control.bind_server(server, listen, 'master.listen', guard)}"
-    awaiting: Any = ModelAwaiting(config)
+    awaiting: Any = ModelAwaiting(read)
     add_ClusterServiceServicer_to_server(ClusterServicer(awaiting), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(awaiting), server)
     add_StatusServiceServicer_to_server(StatusServicer(awaiting, {}), server)
-    add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, config)), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(awaiting, partial(_begin_run, read)), server)
     await control.serve_health(server, ("",))  # the process lives, but none of its services serves yet
     await server.start()
     async with AsyncExitStack() as stack:
@@ -177,6 +187,6 @@ def _is_made(config: RunFile) -> bool:
         return False
 
 
-def _begin_run(config: RunFile, proposed: RunProposed) -> None:
+def _begin_run(read: Callable[[], RunFile], proposed: RunProposed) -> None:
     """Create the ledger; on the event loop, so that two proposals are served one after the other."""
-    begin_run(config, proposed, time.time)
+    begin_run(read(), proposed, time.time)

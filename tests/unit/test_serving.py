@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -16,11 +17,17 @@ import yaml
 
 from dips.config import RunFile, load_run
 from dips.master import app as master_app
-from dips.master import genesis
+from dips.master import genesis, waiting
+from dips.master.ledger import Ledger
 from dips.slave import app as slave_app
+from dips.transport import control
+from dips.transport.endpoints import master_peer
+from dips.wire import messages
+from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
 from tests.integration.cluster_harness import free_port
 from tests.served import LONGEST_S, served
 from tests.unit.master.test_ledger_mirror import TENSORS
+from tests.waiting import eventually
 
 LOG = structlog.get_logger()
 Serve = Callable[[RunFile, Path, Callable[[str], None]], Coroutine[Any, Any, int]]
@@ -68,3 +75,25 @@ async def test_a_hangup_ends_no_master_that_waits(config: RunFile, tmp_path: Pat
     async with served(lambda ready: SERVE["master"](config, tmp_path / "run.yaml", ready)):
         assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
         signal.raise_signal(signal.SIGHUP)
+
+
+async def test_a_run_begins_with_the_run_file_of_its_beginning(config: RunFile, tmp_path: Path) -> None:
+    """It was edited while the master waited, which ended with 78 over a file that was right, or began the run with what
+    the file had said before."""
+    file, path, addresses = tmp_path / "run.yaml", genesis.ledger_path(config), list[str]()
+    path.unlink()
+    content = yaml.safe_load(file.read_text())
+    content["slaves"][0]["name"], content["shared"]["outer"] = "s1", {"lr": 0.5}
+    serving = asyncio.create_task(SERVE["master"](config, file, addresses.append))
+    await eventually(lambda: addresses or serving.done())
+    file.write_text(yaml.safe_dump(content))
+    async with control.open_channel(master_peer(addresses[0], None)) as channel:
+        ask = messages.to_proto(waiting.propose_run(TENSORS, config.shared.grouping))
+        assert (await OperatorServiceStub(channel).Begin(ask, timeout=10)).HasField("acknowledged")
+    await eventually(lambda: addresses[1:] or serving.done())
+    signal.raise_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(serving, LONGEST_S) == 0
+    with closing(Ledger.open(path, readonly=True)) as ledger:
+        row = ledger.run_row()
+    assert [name for name, _ in row.placement] == ["s1"]
+    assert row.config_digest == load_run(file).shared.digest != config.shared.digest

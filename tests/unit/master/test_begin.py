@@ -67,7 +67,7 @@ def test_the_run_is_the_one_that_dips_init_makes(tmp_path: Path) -> None:
 def test_nobody_is_told_to_seed_what_has_its_ledger(tmp_path: Path) -> None:
     """From Begin until the master serves is a moment, in which it answers still."""
     config = run_file(tmp_path)
-    awaiting = ModelAwaiting(config)
+    awaiting = ModelAwaiting(lambda: config)
     unready = pytest.raises(UnavailableMaster, match="run 'toy' waits for the first model: run `dips seed`")
     with unready:
         awaiting.put_event(None)
@@ -131,7 +131,7 @@ def test_more_slaves_than_layers(tmp_path: Path) -> None:
 async def waiting_master(config: RunFile) -> AsyncIterator[tuple[str, asyncio.Task[str | None]]]:
     """A master without a ledger in this process: its address, and what ends with it; no task of it is left."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    wait = wait_for_ledger(config, None, None, structlog.get_logger(), ready.set_result, lambda *_: None)
+    wait = wait_for_ledger(lambda: config, None, None, structlog.get_logger(), ready.set_result, lambda *_: None)
     task = asyncio.create_task(wait)
     try:
         yield await ready, task
