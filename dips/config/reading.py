@@ -86,7 +86,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ConfigError(f"{path}: expected UTF-8, got byte 0x{byte:02x} at offset {error.start}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date, a path with a NUL
+    # The others: an invalid date, a path with a NUL, a value that is not what its tag says (`!!bool x`).
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: {TOO_DEEP}") from error

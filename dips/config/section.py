@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,7 +42,7 @@ class Section(BaseModel):
 def host_port(address: str) -> tuple[str, int]:
     """Split `host:port` (IPv6 hosts in brackets). Raises ConfigError for anything else."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:  # `²` is a digit for Python
         raise ConfigError(f"expected an address like 127.0.0.1:7800, got {address!r}")
     return host.strip("[]"), int(port)
 

@@ -386,7 +386,9 @@ def test_addresses(address: str, parts: tuple[str, int]) -> None:
     assert host_port(address) == parts
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:http", "host:65536"])
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":80", "host:http", "host:65536", "host:78²", "host:" + 5_000 * "1"]
+)
 def test_what_is_no_address(address: str) -> None:
     """Anything else is refused and shown."""
     with pytest.raises(ConfigError, match="expected an address"):

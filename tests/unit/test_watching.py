@@ -143,6 +143,9 @@ def test_a_file_that_is_wrong_is_not_used(story: EditedRunFile) -> None:
         pytest.param(b"clusters: " + 5_000 * b"[" + b"\n", "levels deep", id="deep"),
         pytest.param(b"clusters: &a {names: *a}\n", "levels deep", id="holds itself"),
         pytest.param(b'log_level: "a\\0"\n', "log_level", id="a NUL"),
+        pytest.param(b"clusters: !!bool maybe\n", "is not YAML", id="a tag that its value is not of"),
+        pytest.param(b"clusters: !!int ''\n", "is not YAML", id="a tag of an empty value"),
+        pytest.param(b"clusters: !!timestamp soon\n", "is not YAML", id="a tag of a time that is none"),
         pytest.param(b"? [1, 2]\n: 3\n", "is not YAML", id="a list as a key"),
         pytest.param(b"\x00", "is not YAML", id="a NUL byte"),
     ],
@@ -159,6 +162,12 @@ def test_no_bytes_of_a_file_end_who_looks_at_it(story: EditedRunFile, added: byt
     assert story.look() is None and "null byte" in story.said[-1]
     story.write(shared="shared.yaml", log_level="error")
     assert story.look() is not None
+
+
+def test_a_port_that_is_none_ends_nobody_who_looks_at_it(story: EditedRunFile) -> None:
+    """A key beside the 2 of many keyboards writes ², which Python takes for a digit and for no number."""
+    story.write(master={**story.content["master"], "listen": "127.0.0.1:78²"})
+    assert story.look() is None and "master.listen: expected an address" in story.said[-1]
 
 
 def test_a_file_that_may_be_read_after_all_is_taken_over() -> None:
