@@ -55,10 +55,19 @@ def make_private_file(path: Path) -> None:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
 
+def name_aside(output: Path) -> Path:
+    """Return the path beside `output` where it is written first. Raises IsADirectoryError now, not when all is written,
+    if a directory is there.
+    """
+    if output.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(output))
+    return output.with_name(f".unfinished-{output.name}")
+
+
 @contextmanager
 def write_aside(output: Path) -> Iterator[Path]:
     """Yield a path beside `output` to write to and make durable; it is renamed to `output` if the block succeeds."""
-    aside = output.with_name(f".unfinished-{output.name}")
+    aside = name_aside(output)
     try:
         make_directory(output.parent)
         yield aside

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dips.client.version_pull import pull_version, pulling_name
-from dips.files import explain_unwritable, make_directory, make_private_file, sync_path
+from dips.files import explain_unwritable, make_directory, make_private_file, name_aside, sync_path
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.store import tensorfile
@@ -35,8 +35,10 @@ class VersionFile:
     """
 
     def __init__(self, output: Path) -> None:
+        """Raise ConfigError if a directory is there."""
         self.output = output
-        self._aside = output.with_name(f".unfinished-{output.name}")
+        with explain_unwritable(output):
+            self._aside = name_aside(output)
         self._room: tensorfile.F32 | None = None  # of the version that was pulled last
 
     def make_room(self, run: str, version: VersionId, manifest: Manifest) -> tensorfile.F32:

@@ -317,6 +317,29 @@ def test_what_cannot_be_written_is_named(
     assert "cannot be written: Not a directory; name another path, or make this one writable" in told
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("trace", ".", "-o"),
+        ("export", "--master", "127.0.0.1:1", "-o"),
+        ("follow", "--master", "127.0.0.1:1", "-o"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_directory_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    """It has no name to write beside (`.`), or the file would have been renamed over it when all had come: it is told
+    before.
+    """
+    monkeypatch.chdir(tmp_path)
+    mark = {"at": 1, "run": "r", "role": "master", "who": "master", "kind": "term_begins", "term": 1}
+    Path("timeline.jsonl").write_text(json.dumps(mark) + "\n")
+    Path("there").mkdir()
+    for output in (".", "there"):
+        done = CliRunner().invoke(cli.cli, [*words, output])
+        assert isinstance(done.exception, ConfigError), done.exception
+        assert f"{output}: cannot be written: Is a directory; name another path" in str(done.exception)
+
+
 def test_a_full_disk_is_no_wrong_name(tmp_path: Path) -> None:
     """The end is that of a failed disk: to name another file would not help."""
     with pytest.raises(FailedDisk, match="full: cannot be written: No space left"), files.explain_unwritable("full"):
