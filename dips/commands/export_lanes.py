@@ -39,6 +39,7 @@ class VersionFile:
         self.output = output
         with explain_unwritable(output):
             self._aside = name_aside(output)
+        self._begun = False  # the file beside the output is ours: until then it may be another process's
         self._room: tensorfile.F32 | None = None  # of the version that was pulled last
 
     def make_room(self, run: str, version: VersionId, manifest: Manifest) -> tensorfile.F32:
@@ -47,6 +48,7 @@ class VersionFile:
         with explain_unwritable(self.output):
             make_directory(self.output.parent)
             make_private_file(self._aside)
+            self._begun = True
             room = tensorfile.map_new(self._aside, {"format": "pt", "run": run, "version": str(version)}, shapes)
         if self._room is not None:
             np.copyto(room, self._room)
@@ -58,8 +60,10 @@ class VersionFile:
         with explain_unwritable(self.output):
             sync_path(self._aside)
             self._aside.rename(self.output)
+            self._begun = False
             sync_path(self.output.parent)
 
     def close(self) -> None:
         """Remove what is unfinished. Idempotent."""
-        self._aside.unlink(missing_ok=True)
+        if self._begun:
+            self._aside.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import re
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,10 @@ from typer.testing import CliRunner
 
 from dips import __version__, cli, files
 from dips.commands import demo
+from dips.commands.export_lanes import VersionFile
 from dips.errors import ConfigError, DipsError, FailedDisk, UnavailableMaster, treatment_of
+from dips.ids import VersionId
+from dips.protocol.manifest import Manifest
 from dips.store.files import read_parameters
 from tests.run_files import write_run_file
 from tests.typed import type_dips
@@ -338,6 +342,19 @@ def test_a_directory_is_not_written_to(tmp_path: Path, monkeypatch: pytest.Monke
         done = CliRunner().invoke(cli.cli, [*words, output])
         assert isinstance(done.exception, ConfigError), done.exception
         assert f"{output}: cannot be written: Is a directory; name another path" in str(done.exception)
+
+
+def test_what_cannot_be_begun_is_told_and_what_another_has_begun_stays(tmp_path: Path) -> None:
+    """A file in the place of a directory was told as a traceback, of the removal of what was not begun; and a second
+    export of one output removed what the first one was writing.
+    """
+    (tmp_path / "taken").write_text("some words")
+    (anothers := tmp_path / ".unfinished-model").write_text("a version")
+    VersionFile(tmp_path / "model").close()
+    assert anothers.read_text() == "a version"
+    file = VersionFile(tmp_path / "taken" / "model")
+    with pytest.raises(ConfigError, match="taken/model: cannot be written: "), closing(file):
+        file.make_room("r", VersionId(1, 1), Manifest.from_shapes([("w", (1,))]))
 
 
 def test_a_full_disk_is_no_wrong_name(tmp_path: Path) -> None:
