@@ -18,7 +18,8 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
 def run_command(command_line: Callable[[], object]) -> None:
     """Run a command line; a DipsError becomes its message, its advice and its exit code (errors.TREATMENTS).
 
-    An OSError of a disk that is full, read-only or broken is treated alike, wherever it was raised.
+    An OSError of a disk that is full, read-only or broken is treated alike, wherever it was raised. One of a file that
+    this user may not open is a message, too: daemons keep theirs private.
     """
     try:
         refuse_other_dips()
@@ -26,9 +27,13 @@ def run_command(command_line: Callable[[], object]) -> None:
     except DipsError as error:
         _end_with(error)
     except OSError as error:
-        if error.errno not in OF_THE_DISK:
-            raise
-        _end_with(FailedDisk(str(error)))
+        if error.errno in OF_THE_DISK:
+            _end_with(FailedDisk(str(error)))
+        if isinstance(error, PermissionError) and error.filename is not None:
+            told = f"{error.filename}: {error.strerror}: become the user whose it is, or let this one use it"
+            sys.stderr.write(f"error: {make_lines_printable(told)}\n")
+            sys.exit(1)  # a daemon that met it is started again: it may pass
+        raise
 
 
 def _end_with(error: DipsError) -> NoReturn:

@@ -60,6 +60,27 @@ def test_a_disk_that_fails_anywhere_is_a_sentence(number: int, capsys: pytest.Ca
     assert advised == "make room on that disk, or repair it"
 
 
+def test_a_file_of_another_user_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Daemons' directories are their user's alone: whoever typed `dips history` as another one got a traceback. An
+    error without a file, as of a port, stays as it is.
+    """
+
+    def fail() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/var/lib/dips/master/ledger.sqlite")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(fail)
+    assert ended.value.code == 1
+    told = "error: /var/lib/dips/master/ledger.sqlite: Permission denied: become the user whose it is, or let this one "
+    assert capsys.readouterr().err == told + "use it\n"
+
+    def listen() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(PermissionError):
+        run_command(listen)
+
+
 def test_another_error_of_the_system_is_shown_with_where_it_was_met() -> None:
     with pytest.raises(FileNotFoundError):
         run_command(Path("/nowhere/at/all").read_text)
