@@ -87,7 +87,8 @@ def _find_timelines(directories: Iterable[Path]) -> list[Path]:
             raise ConfigError(f"RUN_DIR: {given} does not exist")
         below = [given] if given.is_file() else sorted(given.rglob(timeline.FILE))
         found |= dict.fromkeys(path.resolve() for path in below)
-    return list(found)
+    older = {timeline.older_path(path) for path in found}  # which `read_marks` reads with the newer one
+    return [path for path in found if path not in older]
 
 
 def describe_offsets(made: RunTrace) -> list[str]:

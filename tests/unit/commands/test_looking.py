@@ -25,7 +25,7 @@ from dips import cli
 from dips.client.parallel import shard_buffer
 from dips.client.rank.transfer import TransferRate
 from dips.codecs import Codec
-from dips.commands import completing, follow, logs, planning, up
+from dips.commands import completing, follow, logs, planning, trace, up
 from dips.commands.config_checks import check_files, read_files
 from dips.commands.init import load_tensors
 from dips.commands.seed import SeedBar
@@ -41,6 +41,7 @@ from dips.printable import FAIL, NOTE, OK, CheckFinding
 from dips.protocol.manifest import Manifest
 from dips.slave import machine
 from dips.slave.machine import COPIES_BYTES, TRANSIT_BYTES
+from dips.telemetry import timeline
 from dips.transport.endpoints import master_peer
 from dips.wire.chunks import encode_body
 from tests.enrolled import Enrolled
@@ -328,6 +329,16 @@ def test_a_command_gets_a_version_once(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 # ---- dips seed -------------------------------------------------------------------------------------------------------
+
+
+def test_a_timeline_is_read_once_however_it_is_named(tmp_path: Path) -> None:
+    """`timeline.jsonl*` names the older file, too, which is read with the newer one: its pushes were drawn twice."""
+    paths = [tmp_path / timeline.FILE, tmp_path / f"{timeline.FILE}.1"]
+    for at, path in enumerate(paths):
+        path.write_text(json.dumps({"at": at, "run": "r"}) + "\n")
+    for named in (paths, paths[::-1], [tmp_path, *paths], paths[:1]):
+        assert [mark["at"] for mark in trace.read_timelines(named)] == [1, 0]
+    assert [mark["at"] for mark in trace.read_timelines(paths[1:])] == [1], "by itself"
 
 
 def test_a_model_that_nobody_names_is_that_of_dips_init(files: FilesToCheck) -> None:
