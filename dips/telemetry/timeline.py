@@ -109,7 +109,7 @@ def older_path(path: Path) -> Path:
 
 
 def read_marks(path: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over a timeline's lines, oldest first; an incomplete last line (its writer was killed) is skipped.
+    """Iterate over a timeline's lines, oldest first; what is none is skipped, as where its writer was killed.
 
     Raise FileNotFoundError if there is none. Its writer may rename the file meanwhile.
     """
@@ -117,18 +117,20 @@ def read_marks(path: Path) -> Iterator[dict[str, Any]]:
         files = [stack.enter_context(file) for file in _open_files(path)]
         for line in chain.from_iterable(files):
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                mark = json.loads(line)
+            except ValueError:
                 continue
+            if isinstance(mark, dict):
+                yield mark
 
 
 def _open_files(path: Path) -> list[IO[str]]:
     """Open the older file and the newer one, as far as they are there: in a rotation the newer is not, for a moment."""
     newer = older = None
     with suppress(FileNotFoundError):
-        newer = path.open()
+        newer = path.open(errors="replace")
     with suppress(FileNotFoundError):
-        older = older_path(path).open()
+        older = older_path(path).open(errors="replace")
     if newer and older and os.path.sameopenfile(newer.fileno(), older.fileno()):  # it was renamed between the two
         older.close()
         older = None

@@ -36,8 +36,8 @@ def test_it_is_read_in_the_middle_of_a_rotation(tmp_path: Path, monkeypatch: pyt
     path.write_text('{"n": 1}\n')
     open_file = Path.open
 
-    def rotate_behind(self: Path, *args: Any) -> Any:
-        file = open_file(self, *args)
+    def rotate_behind(self: Path, *args: Any, **words: Any) -> Any:
+        file = open_file(self, *args, **words)
         if not opened:
             path.replace(older_path(path))
         opened.append(self)
@@ -52,6 +52,13 @@ def test_it_is_read_in_the_middle_of_a_rotation(tmp_path: Path, monkeypatch: pyt
     assert [line["n"] for line in read_marks(path)] == [1, 2]
     with pytest.raises(FileNotFoundError, match=r"no\.jsonl"):
         list(read_marks(tmp_path / "no.jsonl"))
+
+
+def test_what_is_no_line_is_skipped(tmp_path: Path) -> None:
+    """Bytes that are no text, as of a wrong file, or JSON of another kind, were a traceback of `dips trace`."""
+    path = tmp_path / FILE
+    path.write_bytes(b'{"n": 1}\n\xf6\x00\n[1]\n7\n' + 5_000 * b"7" + b'\n{"n": 2}\n{"n":')
+    assert [line["n"] for line in read_marks(path)] == [1, 2]
 
 
 def test_a_restarted_process_goes_on(tmp_path: Path) -> None:
