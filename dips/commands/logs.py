@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -85,9 +86,13 @@ def _print_tail(name: str, path: Path, lines: int, width: int) -> int:
 
 def _print_from(name: str, path: Path, offset: int, width: int) -> int:
     """Print the complete lines after `offset`; return the offset after them."""
-    if path.stat().st_size < offset:  # truncated, or replaced
-        offset = 0
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:  # moved away: the next one begins anew
+        return 0
+    with file:
+        if file.seek(0, os.SEEK_END) < offset:  # truncated, or replaced
+            offset = 0
         file.seek(offset)
         text = file.read(BLOCK)
     whole = text[: text.rfind(b"\n") + 1] or (text if len(text) == BLOCK else b"")

@@ -267,23 +267,26 @@ def test_the_log_that_a_process_writes_now_is_printed(files: FilesToCheck) -> No
 
 def test_logs_are_followed_by_whole_lines(files: FilesToCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is still being written waits for its end, unless it is longer than a block; a file that was truncated begins
-    again; Ctrl-C ends it.
+    again, and so does one that was moved away, which was a traceback; Ctrl-C ends it.
     """
     files.check()
     (files.directory / "logs").mkdir()
     (path := files.directory / "logs" / "west.log").write_bytes(b"one\n")
     block = b"y" * logs.BLOCK
-    steps = [b"one\ntw", b"one\ntwo\nthree\n", b"one\ntwo\nthree\n", b"new\n", b"new\n" + block]
+    steps = [b"one\ntw", b"one\ntwo\nthree\n", b"one\ntwo\nthree\n", None, b"a new file\n", b"new\n", b"new\n" + block]
 
     def sleep(seconds: float) -> None:
         if not steps:
             raise KeyboardInterrupt
-        path.write_bytes(steps.pop(0))
+        if (content := steps.pop(0)) is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=sleep))
     said = type_dips("logs", "-c", str(files.run_file), "--follow")
     assert [line[:12] for line in said.splitlines()] == [
-        "west | one", "west | two", "west | three", "west | new", "west | yyyyy"
+        "west | one", "west | two", "west | three", "west | a new", "west | new", "west | yyyyy"
     ]  # fmt: skip
 
 
