@@ -25,6 +25,7 @@ from dips.commands.options import (
 )
 from dips.commands.status import ask_view
 from dips.errors import ConfigError, UnavailableMaster
+from dips.ids import check_name
 from dips.protocol.effects import Acknowledged, Extended, Pending, Refused
 from dips.protocol.events import (
     DrainAllAsked,
@@ -167,9 +168,12 @@ def _split_changes(changes: Sequence[str]) -> tuple[tuple[TargetChange, ...], tu
 
 def _read_number(key: str, value: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except ValueError as error:
         raise typer.BadParameter(f"{key}: expected a number{' or off' if key in MAY_BE_OFF else ''}") from error
+    if not 0.0 <= number <= messages.MAX_REAL:  # NaN compares false; the master would call it a broken message
+        raise ConfigError(f"{key}: expected a number from 0 to {messages.MAX_REAL:g}, got {value}")
+    return number
 
 
 def _print_targets(answer: Extended) -> None:
@@ -360,7 +364,7 @@ def drain(
             raise ConfigError("--self: expected --config, which names the master and the slave's certificate, alone")
         _drain_self(slave, slave_peer(config, slave), wait_s)
         return
-    question = DrainAsked(0, slave) if slave else DrainAllAsked(0)
+    question = DrainAsked(0, check_name(slave, "slave")) if slave else DrainAllAsked(0)
     peer = find_master(config, master, credentials)
     answer = _wait_until(peer, question, wait_s, f"draining {slave or 'all slaves'}")
     if isinstance(answer, Acknowledged):
@@ -427,7 +431,7 @@ def quarantine(
       dips cluster quarantine west --reason "its data is being checked" --config dips.yaml
     """
     peer = find_master(config, master, credentials)
-    asyncio.run(ask_master(peer, QuarantineAsked(0, cluster, reason)))
+    asyncio.run(ask_master(peer, QuarantineAsked(0, check_name(cluster, "cluster"), reason)))
     print(f"{cluster} is quarantined")
 
 
@@ -454,5 +458,5 @@ def readmit(
       dips cluster readmit west --config dips.yaml
     """
     peer = find_master(config, master, credentials)
-    _require_done(asyncio.run(ask_master(peer, ReadmissionAsked(0, cluster))))
+    _require_done(asyncio.run(ask_master(peer, ReadmissionAsked(0, check_name(cluster, "cluster")))))
     print(f"{cluster} is readmitted")

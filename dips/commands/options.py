@@ -16,6 +16,7 @@ from dips.identity.names import PeerRole
 from dips.ids import VersionId
 from dips.transport.endpoints import PULLERS, Endpoint, credentials_peer, master_peer
 from dips.transport.tls import TlsSource
+from dips.wire.messages import MAX_INTEGER
 
 if TYPE_CHECKING:
     from dips.master.ledger import Ledger
@@ -40,9 +41,12 @@ OPERATOR = "operator"  # name whose certificate a command uses by default
 def read_version(text: str) -> VersionId:
     """Return the version that somebody named. Raises ConfigError."""
     try:
-        return VersionId.parse(text)
+        version = VersionId.parse(text)
+        if max(version.version, version.round) > MAX_INTEGER:
+            raise ValueError("no run has so many")
     except ValueError as error:
         raise ConfigError(f"version {text!r}: expected one as `dips history` names it, like v4100@r4107") from error
+    return version
 
 
 def open_ledger(config: RunFile) -> closing[Ledger]:

@@ -112,6 +112,24 @@ def test_an_option_may_be_off_and_a_finished_run_goes_on(ops: Operator) -> None:
     assert all(key in shown for key in TUNABLE) and all(moment in shown for moment in TUNABLE.values())
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("set", "outer.lr=-1"), "outer.lr: expected a number from 0 to "),
+        (("set", "outer.lr=nan"), "outer.lr: expected a number from 0 to "),
+        (("set", "stop.tokens=1e17"), "stop.tokens: expected a number from 0 to "),
+        (("cluster", "quarantine", "my cluster"), "cluster name 'my cluster' is not usable"),
+        (("cluster", "readmit", "my cluster"), "cluster name 'my cluster' is not usable"),
+        (("drain", "slave/0"), "slave name 'slave/0' is not usable"),
+        (("rollback", f"v{1 << 53}@r1"), "expected one as `dips history` names it"),
+    ],
+)
+def test_what_cannot_be_is_the_operators_to_correct(ops: Operator, words: tuple[str, ...], told: str) -> None:
+    """It was told as a broken protocol, `the peer is at fault: see its log`, or as a bug of Di-PS, without the key."""
+    error = CliRunner().invoke(cli.cli, [*words, *MASTER]).exception
+    assert isinstance(error, ConfigError) and told in str(error) and not ops.asked
+
+
 def test_what_is_waited_for_is_shown(ops: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the reason of the last answer."""
     lines = list[str]()
