@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -134,8 +135,9 @@ def set_options(
     peer = find_master(config, master, credentials)
     targets, tuned = _split_changes(changes or ())
     if targets:
-        _print_targets(_require_done(asyncio.run(ask_master(peer, ExtensionAsked(0, targets)))))
-    if tuned or not targets:
+        extended = _require_done(asyncio.run(ask_master(peer, ExtensionAsked(0, targets))))
+        _print_targets(extended, sys.stderr if as_json else sys.stdout)
+    if tuned or not targets or as_json:
         answer = _require_done(asyncio.run(ask_master(peer, TuningAsked(0, tuned))))
         _print_tuned(answer.changes, {change.key for change in tuned}, as_json)
 
@@ -176,10 +178,11 @@ def _read_number(key: str, value: str) -> float:
     return number
 
 
-def _print_targets(answer: Extended) -> None:
-    print(f"the run goes on until {answer.targets.describe()}")
+def _print_targets(answer: Extended, file: TextIO) -> None:
+    print(f"the run goes on until {answer.targets.describe()}", file=file)
     if answer.resumed is not None:
-        print(f"it was finished at {answer.resumed}, and goes on from there: start dips-client again on each cluster")
+        said = f"it was finished at {answer.resumed}, and goes on from there: start dips-client again on each cluster"
+        print(said, file=file)
 
 
 def _print_tuned(changes: Sequence[TunedOption], named: set[str], as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +93,13 @@ def test_options_and_targets_are_set_by_one_command(ops: Operator) -> None:
     ops.type("set", "stop.tokens=5", *MASTER, answers=(goal,))
     assert "nothing was set: all is as the run file says" in ops.type("set", *MASTER, answers=(Tuned(()),))
     assert ops.asked == [TuningAsked(0, ())]
+
+
+def test_json_is_all_that_a_script_reads(ops: Operator) -> None:
+    """The sentence about targets stood before it, or in its place: no script could read that."""
+    goal, tuned = Extended(Targets(tokens=5), VersionId(5, 6)), Tuned((TunedOption("outer.lr", 0.5),))
+    for words in (("stop.tokens=5", "outer.lr=0.5"), ("stop.tokens=5",)):
+        assert json.loads(ops.type("set", *words, "--json", *MASTER, answers=(goal, tuned))) == {"outer.lr": 0.5}
 
 
 def test_an_option_may_be_off_and_a_finished_run_goes_on(ops: Operator) -> None:
