@@ -25,7 +25,7 @@ from dips.commands.options import (
     slave_peer,
 )
 from dips.commands.status import ask_view
-from dips.errors import ConfigError, UnavailableMaster
+from dips.errors import Busy, ConfigError, UnavailableMaster
 from dips.ids import check_name
 from dips.protocol.effects import Acknowledged, Extended, Pending, Refused
 from dips.protocol.events import (
@@ -384,7 +384,7 @@ def _drain_self(slave: str, peer: Endpoint, wait_s: float) -> None:
     while True:
         try:
             answer = asyncio.run(_ask_until(peer, slave, until))
-        except (UnavailableMaster, TimeoutError) as error:
+        except (UnavailableMaster, Busy, TimeoutError) as error:
             answer = Pending(str(error) or f"{peer} did not answer in time")
             time.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
         if not isinstance(answer, Pending):

@@ -20,7 +20,7 @@ from dips.commands.operator import ask_master
 from dips.commands.options import open_ledger
 from dips.config import RunFile, SlaveSection
 from dips.differences import differing_options
-from dips.errors import ConfigError, DipsError, UnavailableMaster
+from dips.errors import Busy, ConfigError, DipsError, UnavailableMaster
 from dips.files import PidLock
 from dips.ids import VersionId
 from dips.master.genesis import check_is_of_run
@@ -35,6 +35,9 @@ from dips.store.tensorfile import F32
 from dips.transport.endpoints import Endpoint
 
 ASK_S = 1.0  # pause between two questions; a lease is ten seconds by default
+# Questions of one host at once, each over a connection of its own, for which a master waits with its answer: it lets
+# a certificate have 16 connections, and the pull of a slave's layers takes some.
+MOST_ASKED = 8
 MOST_MOVES = 40  # layers that the plan lists by name
 
 Say = Callable[[str], None]
@@ -54,7 +57,8 @@ def rebalance_run(config: RunFile, slaves: Sequence[str], master: Endpoint, wait
         for section in sections:
             busy = f"another `dips rebalance` copies into {section.directory}"
             held.enter_context(closing(PidLock(section.directory / REBALANCE_LOCK, busy=busy, advice="wait for it")))
-        asyncio.run(_move_all([_HostCopy(config, section, master, wait_s, say) for section in sections]))
+        asking = asyncio.Semaphore(MOST_ASKED)
+        asyncio.run(_move_all([_HostCopy(config, section, master, wait_s, say, asking) for section in sections]))
 
 
 def _require_directories(sections: Sequence[SlaveSection]) -> None:
@@ -93,8 +97,13 @@ async def _move_all(copies: Sequence[_HostCopy]) -> None:
 class _HostCopy:
     """The copy of one slave's layers."""
 
-    def __init__(self, config: RunFile, section: SlaveSection, master: Endpoint, wait_s: float, say: Say) -> None:
+    def __init__(
+        self, config: RunFile, section: SlaveSection, master: Endpoint, wait_s: float, say: Say,
+        asking: asyncio.Semaphore,
+    ) -> None:  # fmt: skip
+        """`asking` is held while the master is asked."""
         self._config, self._section, self._master, self._wait_s, self._say = config, section, master, wait_s, say
+        self._asking = asking
         self._run, self._slaves = config.shared.run, tuple(sorted(one.name for one in config.slaves))
         self._said = ""
 
@@ -118,7 +127,7 @@ class _HostCopy:
         while True:
             try:
                 result = await self._ask(version, digest)
-            except UnavailableMaster as error:
+            except (UnavailableMaster, Busy) as error:
                 self._say_once(str(error))
                 if time.monotonic() >= until:
                     raise
@@ -137,7 +146,8 @@ class _HostCopy:
             await asyncio.sleep(ASK_S)
 
     async def _ask(self, version: VersionId | None, digest: str) -> Any:
-        return await ask_master(self._master, RebalanceAsked(0, self._section.name, self._slaves, version, digest))
+        async with self._asking:
+            return await ask_master(self._master, RebalanceAsked(0, self._section.name, self._slaves, version, digest))
 
     async def _hold_head(self) -> None:
         """Keep the lease while the layers move. If it ends all the same, and the head moves, they are copied again."""

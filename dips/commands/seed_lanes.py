@@ -20,7 +20,7 @@ import numpy as np
 
 from dips.client.rank.transfer import TransferIdentity, TransferRate, push_pieces
 from dips.commands import operator
-from dips.errors import ConfigError, DipsError, UnavailableMaster, UnavailableSlave
+from dips.errors import Busy, ConfigError, DipsError, UnavailableMaster, UnavailableSlave
 from dips.ids import VersionId
 from dips.protocol.effects import Acknowledged, Dropped, Pending, Refused, Result, SeedGranted
 from dips.protocol.events import RecoverAsked, SeedAsked
@@ -150,7 +150,7 @@ class SeedTransfer:
             if isinstance(question, RecoverAsked):
                 question = replace(question, version=self.version)
             result = await self._lanes.ask_master(question)
-        except UnavailableMaster as error:
+        except (UnavailableMaster, Busy) as error:
             self._say_waits(str(error), error)
             return Pending(str(error))
         if failed is not None and not isinstance(result, Acknowledged):
@@ -228,7 +228,7 @@ async def await_master(master: Endpoint, watch: SeedWatch, wait_s: float) -> dic
     while True:
         try:
             return await ask_status(master)
-        except UnavailableMaster as error:
+        except (UnavailableMaster, Busy) as error:
             if time.monotonic() >= until:
                 raise
             watch.on_wait(str(error))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
-from dips.errors import UnavailableMaster
+from dips.errors import Busy, UnavailableMaster
 from dips.printable import make_tree_printable
 from dips.protocol.view import RunView
 from dips.transport import control
@@ -96,7 +96,7 @@ async def _watch_status(master: Endpoint, as_json: bool) -> None:
             while True:
                 try:
                     answer = await _ask_status(StatusServiceStub(channel), master, STATUS_DEADLINE_S)
-                except UnavailableMaster as error:
+                except (UnavailableMaster, Busy) as error:
                     if live is not None:
                         live.update(f"{error}; asking again", refresh=True)
                     else:

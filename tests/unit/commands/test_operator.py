@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dips import cli
 from dips.commands import operator
 from dips.commands.operator import RETRY_S, TRIES
-from dips.errors import ConfigError, UnavailableMaster
+from dips.errors import Busy, ConfigError, UnavailableMaster
 from dips.ids import VersionId
 from dips.protocol.effects import Acknowledged, Extended, Pending, Refused, Tuned
 from dips.protocol.events import (
@@ -207,12 +207,12 @@ def words_of_itself(tmp_path: Path) -> tuple[str, ...]:
 def test_a_slave_asks_until_it_may_end(ops: Operator, own: tuple[str, ...]) -> None:
     """A master that is away is asked again after a second; each new reason is told once, as a log has it."""
     round_open = Pending("a round is open")
-    said = ops.type(*own, answers=(AWAY, AWAY, TimeoutError(), round_open, round_open, AWAY, DONE))
+    said = ops.type(*own, answers=(AWAY, AWAY, TimeoutError(), round_open, round_open, Busy("full"), AWAY, DONE))
     assert said.splitlines() == [
         "waits: nobody answers", "waits: the master at 127.0.0.1:1 did not answer in time", "waits: a round is open",
-        "waits: nobody answers", "s0 may be stopped: drained",
+        "waits: full", "waits: nobody answers", "s0 may be stopped: drained",
     ]  # fmt: skip
-    assert ops.slept == [RETRY_S] * 4
+    assert ops.slept == [RETRY_S] * 5
     assert "s0 may be stopped: it does not serve" in ops.type(*own, answers=(Refused(0.0, "it does not serve"),))
 
 

@@ -20,7 +20,7 @@ import yaml
 from dips.commands import rebalancing
 from dips.commands.rebalancing import rebalance_run
 from dips.config import load_run
-from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk, UnavailableMaster
+from dips.errors import Busy, ConfigError, CorruptSnapshot, DipsError, FailedDisk, UnavailableMaster
 from dips.files import PidLock
 from dips.ids import VersionId
 from dips.master import genesis
@@ -33,6 +33,7 @@ from dips.store import tensorfile
 from dips.store.files import ASIDE, REBALANCE_LOCK, STAGING, read_layer, read_manifest, staged_path
 from dips.store.version import digest_of
 from dips.transport.endpoints import Endpoint, master_peer
+from dips.transport.limits import MASTER_LIMITS
 from tests.damage import flip_bit
 from tests.guillotine import Guillotine, Killed
 from tests.power_cut import PowerCut
@@ -56,6 +57,7 @@ def own_log() -> None:
 def test_it_asks_until_the_placement_is_valid(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reason to wait is said once; what the master refuses is said as it says it. Nothing is copied meanwhile."""
     away, waits = UnavailableMaster("nobody answers"), Pending("a push is open")
+    full = Busy("more calls come in than it takes")
     answers: list[Any] = []
     now, said, asked = 0.0, list[str](), list[Any]()
 
@@ -81,8 +83,8 @@ def test_it_asks_until_the_placement_is_valid(run: Path, monkeypatch: pytest.Mon
         said.clear()
         rebalance_run(load_run(run / "three.yaml"), slaves, master_peer("127.0.0.1:1", None), wait_s, said.append)
 
-    rebalance(60.0, away, away, waits, waits, away, Acknowledged())
-    assert said == ["nobody answers", "a push is open", "nobody answers"] and now == 5.0
+    rebalance(60.0, away, away, waits, waits, full, away, Acknowledged())
+    assert said == ["nobody answers", "a push is open", str(full), "nobody answers"] and now == 6.0
     assert asked[0] == RebalanceAsked(0, "s2", ("s0", "s1", "s2"), None, "")
     with pytest.raises(ConfigError, match="it has other layers"):
         rebalance(60.0, waits, Refused(0.0, "it has other layers"))
@@ -94,6 +96,28 @@ def test_it_asks_until_the_placement_is_valid(run: Path, monkeypatch: pytest.Mon
     assert now == 2.0
     rebalance(60.0, slaves=("s0", "s1", "s2"))
     assert now < 10.0, "the first that knows of the row ends the wait of all: the master has ended with it"
+
+
+def test_a_host_of_many_slaves_asks_for_a_few_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that waits holds its connection, of which a master lets a certificate have 16: with 17 slaves on one
+    host the command ended each time.
+    """
+    asked, now, most = list[str](), 0, 0
+
+    async def ask_master(master: Endpoint, question: Any) -> Any:
+        nonlocal now, most
+        asked.append(question.slave)
+        now += 1
+        most = max(now, most)
+        await asyncio.sleep(0.001)
+        now -= 1
+        return Acknowledged() if len(set(asked)) == 20 else Pending("a push is open")
+
+    monkeypatch.setattr(rebalancing, "ask_master", ask_master)
+    monkeypatch.setattr(rebalancing, "ASK_S", 0.0)
+    config = load_run(write_file(tmp_path, "twenty.yaml", 20))
+    rebalance_run(config, [s.name for s in config.slaves], master_peer("127.0.0.1:1", None), 60.0, lambda _: None)
+    assert most == rebalancing.MOST_ASKED < MASTER_LIMITS.peer_connections
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -180,7 +204,8 @@ def test_directories_that_cannot_be(run: Path) -> None:
 def test_another_run_and_too_small_a_machine_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a byte moves: what the master would not start with, or this machine not hold, is staged for nothing."""
     config = load_run(run / "three.yaml")
-    copied = rebalancing._HostCopy(config, config.slave_section("s2"), master_peer("127.0.0.1:1", None), 1.0, print)
+    master, asking = master_peer("127.0.0.1:1", None), asyncio.Semaphore()
+    copied = rebalancing._HostCopy(config, config.slave_section("s2"), master, 1.0, print, asking)
     agreed = config.shared.agreed
     copied._require_same_run(SimpleNamespace(run="r", shared=agreed))
     with pytest.raises(ConfigError, match=r"shared\.run: the master serves run 'august', the run file's is 'r'"):

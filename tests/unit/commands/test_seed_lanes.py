@@ -20,7 +20,7 @@ from dips.client.preflight import peers
 from dips.client.rank.transfer import TransferCancelled, TransferRate
 from dips.commands import operator, seed_lanes, status
 from dips.commands.seed_lanes import ASK_S, MOST_DROPS, ModelLanes, SeedTransfer, SeedWatch, await_master
-from dips.errors import ConfigError, UnavailableMaster, UnavailableSlave
+from dips.errors import Busy, ConfigError, UnavailableMaster, UnavailableSlave
 from dips.ids import PushId, VersionId
 from dips.master import genesis
 from dips.protocol.effects import Acknowledged, Dropped, Grant, Pending, Refused, SeedGranted, SlaveAddress
@@ -35,7 +35,7 @@ MASTER = Endpoint("the master", "127.0.0.1:1")
 LAYERS = Manifest((Layer("l", (Parameter("w", (4,)),)),))
 SEED = SeedAsked(0, "", ("0" * 32,))
 BEGUN, DONE, WAITS = Refused(0.0, "the run has begun"), Acknowledged(), Pending("s1 starts")
-AWAY = UnavailableMaster("nobody answers")
+AWAY, FULL = UnavailableMaster("nobody answers"), Busy("too many calls at once")
 SETTLED = "the transfer of the last grant has ended"
 WAIT_S = 9.0
 
@@ -188,9 +188,11 @@ def test_it_gives_up_after_some_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(script.questions) == MOST_DROPS
 
 
-@pytest.mark.parametrize(("answer", "error"), [(WAITS, UnavailableSlave), (AWAY, UnavailableMaster)])
+@pytest.mark.parametrize(("answer", "error"), [(WAITS, UnavailableSlave), (AWAY, UnavailableMaster), (FULL, Busy)])
 def test_it_waits_as_long_as_told(monkeypatch: pytest.MonkeyPatch, answer: Any, error: type[Exception]) -> None:
-    """From the last bytes on; a rate of 0 is none, but for the last bytes of all."""
+    """From the last bytes on; a rate of 0 is none, but for the last bytes of all. A master that is asked too much at
+    once, as after its restart, ended it.
+    """
 
     def moves(cancel: threading.Event, progress: Callable[[TransferRate], None]) -> None:
         for now, rate in ((2.0, TransferRate(10, 100, 5.0)), (4.0, TransferRate(10, 100, 0.0))):
@@ -211,9 +213,9 @@ def test_it_waits_as_long_as_told(monkeypatch: pytest.MonkeyPatch, answer: Any, 
 
 def test_the_master_is_awaited_as_long_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first answer is taken; each time nobody answers is told."""
-    script = ScriptedTransfer(monkeypatch, AWAY, AWAY, {"run": "r"}, moves=at_once)
+    script = ScriptedTransfer(monkeypatch, AWAY, FULL, {"run": "r"}, moves=at_once)
     assert asyncio.run(await_master(MASTER, script.watch, WAIT_S)) == {"run": "r"}
-    assert script.waits == ["nobody answers"] * 2 and script.slept == [ASK_S] * 2
+    assert script.waits == ["nobody answers", "too many calls at once"] and script.slept == [ASK_S] * 2
     script = ScriptedTransfer(monkeypatch, *[AWAY] * 20, moves=at_once)
     with pytest.raises(UnavailableMaster):
         asyncio.run(await_master(MASTER, script.watch, WAIT_S))

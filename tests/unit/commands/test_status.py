@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dips.cli import cli
 from dips.commands import status
-from dips.errors import UnavailableMaster
+from dips.errors import Busy, UnavailableMaster
 from dips.transport.endpoints import Endpoint
 
 ANSWER = {"head": "v1@r1", "rounds": {"applied": 1}, "clusters": {}, "slaves": {}}
@@ -22,7 +22,7 @@ ANSWER = {"head": "v1@r1", "rounds": {"applied": 1}, "clusters": {}, "slaves": {
 @pytest.fixture(autouse=True)
 def answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A master that is away for a moment, and whoever watches it until Ctrl-C."""
-    answers: list[Any] = [ANSWER, UnavailableMaster("nobody answers"), ANSWER]
+    answers: list[Any] = [ANSWER, UnavailableMaster("nobody answers"), Busy("full"), ANSWER]
 
     async def ask_status(stub: Any, master: Endpoint, deadline_s: float) -> Any:
         answer = answers.pop(0)
@@ -40,14 +40,14 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_watching_into_a_pipe_prints_a_line_a_second(as_json: bool) -> None:
-    """It printed nothing: what was drawn waited for a terminal. A master that is away is said on standard error, and
-    Ctrl-C ends it without an error.
+    """It printed nothing: what was drawn waited for a terminal. A master that is away, or is asked too
+    much at once, is said on standard error, and Ctrl-C ends it without an error.
     """
     words = ["status", "--watch", "--master", "127.0.0.1:1", *(["--json"] if as_json else [])]
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 0, repr(done.exception)
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 and done.stderr == "nobody answers; asking again\n"
+    assert len(lines) == 2 and done.stderr == "nobody answers; asking again\nfull; asking again\n"
     assert all(json.loads(line) == ANSWER if as_json else "head v1@r1, 1 applied" in line for line in lines)
 
 
