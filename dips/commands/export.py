@@ -69,7 +69,7 @@ def export(
         return
     from dips.commands.export_hf import ModelSource, write_hf_directory
 
-    (source := ModelSource(factory, like, convert)).check()
+    (source := ModelSource(factory, like, convert)).check(output)
     with explain_unwritable(f"--output {output}"):
         output.parent.mkdir(parents=True, exist_ok=True)
         beside = TemporaryDirectory(dir=output.parent, prefix=".unfinished-")

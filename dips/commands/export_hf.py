@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dips.errors import ConfigError
 from dips.files import explain_unwritable
@@ -32,22 +33,36 @@ class ModelSource:
     like: Path | None = None  # a transformers directory with config.json, whose tokenizer is copied, too
     convert: str | None = None  # MODULE:FUNCTION from tensors by name to the model, for models with other names
 
-    def check(self) -> None:
-        """Raise ConfigError unless exactly one is given."""
+    def check(self, output: Path) -> None:
+        """Raise ConfigError for what is known before a version has come: not exactly one is given, there is no such
+        function or directory, a package is missing, or `output` is not empty.
+        """
         if sum(way is not None for way in (self.factory, self.like, self.convert)) != 1:
             raise ConfigError(
                 "--format hf: of what model? give one of --factory MODULE:FUNCTION, --like DIR and, if the model that "
                 "was trained is none of transformers, --convert MODULE:FUNCTION"
             )
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(f"--output: {output} is there and not empty: name a new directory")
+        for package in ("torch", "transformers"):
+            try:
+                importlib.import_module(package)
+            except ImportError as error:
+                raise ConfigError(f"--format hf needs {package} here ({error}): pip install 'di-ps[hf]'") from error
+        from dips.client.parallel.factory import find_function
+
+        for spec, option in ((self.factory, "--factory"), (self.convert, "--convert")):
+            if spec is not None:
+                find_function(spec, option)
+        if self.like is not None:
+            _read_kind(self.like)
 
 
 def write_hf_directory(file: Path, directory: Path, source: ModelSource) -> None:
     """Write the version in `file` as a transformers directory.
 
-    Raises ConfigError if `directory` is not empty, or the file does not fit the model.
+    Raises ConfigError if the file does not fit the model.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"--output: {directory} is there and not empty: name a new directory")
     model, like = _read_model(file, source), source.like
     aside = directory.with_name(f".unfinished-{directory.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -58,7 +73,7 @@ def write_hf_directory(file: Path, directory: Path, source: ModelSource) -> None
             for pattern in COPIED if like else ():
                 for path in sorted(like.glob(pattern)):  # type: ignore[union-attr]
                     shutil.copyfile(path, aside / path.name)
-            aside.rename(directory)  # also over an empty directory
+            aside.rename(directory)  # also over an empty directory, over no other
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -101,6 +116,13 @@ def _require_pretrained(made: object, option: str) -> PreTrainedModel:
 
 
 def _make_like(directory: Path) -> PreTrainedModel:
+    kind, config = _read_kind(directory)
+    made: PreTrainedModel = kind(config)
+    return made
+
+
+def _read_kind(directory: Path) -> tuple[Any, Any]:
+    """Return the class and the configuration of the model of which this is a directory."""
     import transformers
 
     try:
@@ -111,5 +133,4 @@ def _make_like(directory: Path) -> PreTrainedModel:
     kind = getattr(transformers, named, None)
     if kind is None:
         raise ConfigError(f"--like {directory}: its architecture {named} is not one of transformers; use --factory")
-    made: PreTrainedModel = kind(config)
-    return made
+    return kind, config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import closing
 from pathlib import Path
@@ -174,6 +175,36 @@ def test_what_is_no_such_model_is_refused(exported: Exported, tmp_path: Path, wo
     with pytest.raises(ConfigError, match=message):
         exported.export(tmp_path / "hf", *words)
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".unfinished*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--factory", "mymodle:build"], "--factory mymodle:build: No module named 'mymodle'"),
+        (["--convert", f"{__name__}:absent"], "--convert .*absent"),
+        (["--like", "nowhere"], "expected a directory with config.json"),
+        (["--factory", f"{__name__}:build"], "there is there and not empty: name a new directory"),
+    ],
+)
+def test_what_is_wrong_is_told_before_a_version_is_pulled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    """Not behind the hour that a large version takes, which was thrown away."""
+    monkeypatch.chdir(tmp_path)
+    (output := Path("there")).mkdir()
+    if words[-1] == f"{__name__}:build":
+        (output / "x").touch()
+    asked = ["export", "--master", "127.0.0.1:1", "--output", str(output), "--format", "hf"]
+    with pytest.raises(ConfigError, match=message):
+        type_dips(*asked, *words)
+
+
+def test_without_transformers_it_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback, behind the export of the whole version."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    asked = ["export", "--master", "127.0.0.1:1", "--output", str(tmp_path / "hf"), "--format", "hf"]
+    with pytest.raises(ConfigError, match=r"--format hf needs transformers here .*: pip install 'di-ps"):
+        type_dips(*asked, "--like", "x")
 
 
 def test_an_export_overwrites_no_directory(exported: Exported, tmp_path: Path) -> None:
