@@ -15,6 +15,7 @@ from rich.console import Console
 from dips.commands.options import CONFIG, open_ledger
 from dips.config import load_run
 from dips.ids import VersionId
+from dips.plain import to_plain
 from dips.protocol.records import OperatorActed
 from dips.telemetry.listing import Column, Listing, ListingRow
 from dips.view.terminal import NONE, format_count
@@ -90,7 +91,7 @@ def history(
     rounds = _rows(config, last)
     if as_json:
         for row in rounds:
-            print(json.dumps(row))
+            print(json.dumps(to_plain(row), allow_nan=False))  # of a push that was not finite the norm is not, either
     else:
         Console().print(draw_rounds(rounds))
 

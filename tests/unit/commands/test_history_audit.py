@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,19 @@ from typer.testing import CliRunner
 
 from dips import cli
 from dips.commands.history import draw_audit
+from dips.ids import PushId
 from dips.master.ledger import Ledger
+from dips.protocol.enums import OutcomeKind, RoundResult
 from dips.protocol.options import TunedOption
-from dips.protocol.records import ClusterQuarantined, OperatorActed, OptionsTuned, RunRow
+from dips.protocol.records import (
+    ClusterQuarantined,
+    OperatorActed,
+    OptionsTuned,
+    OutcomeRow,
+    RoundEnded,
+    RoundReserved,
+    RunRow,
+)
 from tests.run_files import write_run_file
 from tests.typed import type_dips
 
@@ -34,6 +46,21 @@ def made_run_file(tmp_path: Path) -> Path:
     ledger.write_records([OptionsTuned(changes, 1.0), ROWS[0], ClusterQuarantined("west", "why", 2.0), ROWS[1]])
     ledger.close()
     return write_run_file(tmp_path, ["s"])
+
+
+def test_a_push_that_was_not_finite_is_json(run_file: Path) -> None:
+    """Its norm was printed as `Infinity`, which is none: jq ended there, with all rounds behind it unread."""
+    outcome = OutcomeRow(PushId("west", 1, 1), OutcomeKind.GATED, "not finite", 7, 4, math.inf, math.inf, ())
+    with closing(Ledger.open(run_file.parent / "m" / "ledger.sqlite")) as ledger:
+        ledger.write_records([RoundReserved(1, 0.0)])
+        ledger.write_records([RoundEnded(1, RoundResult.UNCHANGED, "all were gated", (outcome,), (), 0.0)])
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    *_, told = type_dips("history", "-c", str(run_file), "--json").splitlines()
+    (push,) = json.loads(told, parse_constant=refuse)["outcomes"]
+    assert push["norm"] is push["score"] is None and push["kind"] == "gated" and push["reason"] == "not finite"
 
 
 def test_the_audit_is_listed(run_file: Path) -> None:
