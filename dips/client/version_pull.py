@@ -93,6 +93,7 @@ class VersionPuller:
     async def __aenter__(self) -> VersionPuller:
         described = await _describe_run(self._master)
         self.run, self.manifest = str(described["run"]), Manifest.from_json(described["manifest"])
+        self._master.require_run(self.run)
         self.shared: dict[str, Any] = described["shared"]
         self._link = MasterLink(self._master, self.shared)
         try:

@@ -24,7 +24,7 @@ from dips.commands.options import (
     read_version,
     slave_peer,
 )
-from dips.commands.status import ask_view
+from dips.commands.status import ask_status, ask_view
 from dips.errors import Busy, ConfigError, UnavailableMaster
 from dips.ids import check_name
 from dips.protocol.effects import Acknowledged, Extended, Pending, Refused
@@ -53,7 +53,11 @@ ASK_S = 0.5  # pause between two questions
 
 
 async def ask_master(master: Endpoint, question: object) -> Any:
-    """Ask once and return the answer. Raises UnavailableMaster if none comes, and the errors of the master."""
+    """Ask once and return the answer. Raises UnavailableMaster if none comes, ConfigError if it serves another run, and
+    the errors of the master.
+    """
+    if master.run and master.tls is None:
+        await ask_status(master)
     channel, request = control.open_channel(master), messages.to_proto(question)
     service = operator_pb2.DESCRIPTOR.services_by_name["OperatorService"]
     method = next(method.name for method in service.methods if method.input_type.name == request.DESCRIPTOR.name)

@@ -82,7 +82,7 @@ def operator_peer(config: RunFile, name: str, role: PeerRole = PeerRole.OPERATOR
     """
     files = config.tls_files(name, role)
     source = TlsSource(files, name, role, config.shared.run, _warn) if files else None
-    return master_peer(config.master.listen, source)
+    return master_peer(config.master.listen, source, config.shared.run)
 
 
 def slave_peer(config: Path, slave: str) -> Endpoint:
@@ -91,7 +91,7 @@ def slave_peer(config: Path, slave: str) -> Endpoint:
     section = run_file.slave_section(slave)
     files = run_file.tls_files(slave, PeerRole.SLAVE)
     source = TlsSource(files, slave, PeerRole.SLAVE, run_file.shared.run, _warn) if files else None
-    return master_peer(section.master, source)
+    return master_peer(section.master, source, run_file.shared.run)
 
 
 def _warn(problem: str) -> None:

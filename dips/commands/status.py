@@ -78,6 +78,7 @@ async def _ask_status(stub: Any, master: Endpoint, deadline_s: float) -> dict[st
         explain=True,
     )
     answer: dict[str, Any] = make_tree_printable(json.loads(reply.json))
+    master.require_run(answer.get("run"))
     return answer
 
 

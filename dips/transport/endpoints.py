@@ -33,9 +33,18 @@ class Endpoint:
     address: str  # host:port
     identity: PeerIdentity | None = None  # the identity that its certificate must have; None: plain text
     tls: TlsSource | None = field(default=None, compare=False)
+    run: str = ""  # that its caller means; "": any. In plain text no certificate says whose master has an address
 
     def __str__(self) -> str:
         return self.what
+
+    def require_run(self, served: object) -> None:
+        """Raise ConfigError if the master serves another run than its caller means."""
+        if self.run and served != self.run:
+            raise ConfigError(
+                f"{self} serves run {served!r}, the run file is of {self.run!r}: "
+                "start its own master, at an address of its own"
+            )
 
     def explain_silence(self) -> str:
         """Return the result of a handshake with a server that gRPC could not reach; empty if it explains nothing.
@@ -52,10 +61,10 @@ class Endpoint:
             return _explain_tls(raw, self.tls, self.identity)
 
 
-def master_peer(address: str, tls: TlsSource | None) -> Endpoint:
-    """Return the endpoint of the run's master."""
+def master_peer(address: str, tls: TlsSource | None, run: str = "") -> Endpoint:
+    """Return the endpoint of the run's master; `run` is its name, if the caller knows it."""
     identity = PeerIdentity(MASTER_NAME, PeerRole.MASTER, tls.run) if tls is not None else None
-    return Endpoint(f"the master at {address}", address, identity, tls)
+    return Endpoint(f"the master at {address}", address, identity, tls, run)
 
 
 def credentials_peer(address: str, cert: Path, roles: Collection[PeerRole], warn: Callable[[str], None]) -> Endpoint:

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dips import cli
+from dips.client import version_pull
 from dips.commands import operator
 from dips.commands.operator import RETRY_S, TRIES
 from dips.errors import Busy, ConfigError, UnavailableMaster
@@ -27,9 +28,12 @@ from dips.protocol.events import (
     TargetChange,
     TuningAsked,
 )
+from dips.protocol.manifest import Manifest
 from dips.protocol.options import Targets, TunedOption
 from dips.protocol.tunable import TUNABLE
+from dips.transport import control
 from dips.transport.endpoints import Endpoint
+from dips.wire.generated.status_pb2 import StatusReply
 from tests.run_files import write_run_file
 
 MASTER = ("--master", "127.0.0.1:1")
@@ -194,6 +198,31 @@ def test_a_cluster_that_is_not_quarantined_is_not_readmitted(ops: Operator) -> N
     refused = Refused(0.0, "west is not quarantined")
     assert "nothing done" in ops.type("cluster", "readmit", "west", *MASTER, answers=(refused,), code=1)
     assert ops.asked == [ReadmissionAsked(0, "west")]
+
+
+# ---- whose master it is ----------------------------------------------------------------------------------------------
+
+
+def test_the_master_of_another_run_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In plain text, where two runs of one machine have the address of `dips new`: `dips stop` ended the other run, and
+    `dips follow` wrote its model.
+    """
+    asked = list[str]()
+
+    async def call_method(method: Any, request: Any, **_: Any) -> Any:
+        asked.append(type(request).__name__)
+        return StatusReply(json='{"run": "q"}')
+
+    async def describe_run(master: Endpoint) -> dict[str, Any]:
+        return {"run": "q", "manifest": Manifest(()).to_json()}
+
+    monkeypatch.setattr(control, "call_method", call_method)
+    monkeypatch.setattr(version_pull, "_describe_run", describe_run)
+    run_file = str(write_run_file(tmp_path, ["s0"]))
+    for words in (("set", "outer.lr=0.5"), ("stop",), ("drain", "s0", "--self"), ("follow", "-o", str(tmp_path / "o"))):
+        error = CliRunner().invoke(cli.cli, [*words, "--config", run_file]).exception
+        assert isinstance(error, ConfigError) and "serves run 'q', the run file is of 'r'" in str(error), words
+    assert set(asked) == {"StatusRequest"}
 
 
 # ---- a slave drains itself -------------------------------------------------------------------------------------------
