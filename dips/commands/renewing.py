@@ -55,7 +55,8 @@ CRT, KEY, CSR = ".crt", ".key", ".csr"
 LOOK_S = 60.0  # between two looks at a certificate that is not due
 LOOKS = 24  # at least in the third of its life in which it is renewed
 DEADLINE_S = 10.0  # of a call; the list of signed certificates is read in it
-AGAIN = (Unavailable, Busy, RemoteProtocolError, FailedDisk)  # what passes, here or at the authority
+# What passes, here or at the authority; ConfigError: a file beside the certificate is wrong, as while it is copied.
+AGAIN = (Unavailable, Busy, RemoteProtocolError, FailedDisk, ConfigError)
 
 # ---- the authority's port -------------------------------------------------------------------------------------------
 

@@ -332,6 +332,29 @@ async def test_it_ends_when_only_a_person_can_help(enrolled: Enrolled) -> None:
     assert ["is not renewed" in said[0], "crl.pem may be old" in said[1], len(said)] == [True, True, 2], said
 
 
+async def test_a_file_that_is_wrong_for_a_while_ends_no_renewal(
+    enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crl.pem that is being copied there, or a certificate that a person brings for another key, ended it with 78,
+    which nothing restarts: a day later the certificate had ended.
+    """
+    monkeypatch.setattr("dips.commands.renewing.LOOK_S", 0.02)
+    west = far_away(enrolled, enrolled.enroll_ending("west", PeerRole.CLUSTER))
+    stray = west.cert.with_name("west.cluster.renewal.crt")
+    async with served(enrolled) as address:
+        renewer, said = said_by(west, address)
+        west.crl.write_text("-----BEGIN X509 CRL-----\n")
+        stray.write_bytes(enrolled.enroll("west", PeerRole.CLUSTER).cert.read_bytes())
+        keeping = asyncio.create_task(renewer.keep())
+        await eventually(lambda: len(said) > 3 or keeping.done())
+        west.crl.unlink()
+        stray.unlink()
+        await eventually(lambda: any("renewed, valid until" in line for line in said) or keeping.done())
+        keeping.cancel()
+    assert "was not signed for" in said[0] and "crl.pem may be old: tls: " in said[1]
+    assert load_tls(west).until - utc_now() > timedelta(hours=23)
+
+
 @pytest.mark.parametrize("full", ["west.cluster", "ca"])
 async def test_a_disk_that_is_full_for_a_while_ends_no_renewal(
     enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch, full: str
