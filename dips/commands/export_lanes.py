@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +41,7 @@ class VersionFile:
         self.output = output
         with explain_unwritable(output):
             self._aside = name_aside(output)
-        self._begun = False  # the file beside the output is ours: until then it may be another process's
+        self._inode = 0  # of the file beside the output that we have begun; another one is another process's
         self._room: tensorfile.F32 | None = None  # of the version that was pulled last
 
     def make_room(self, run: str, version: VersionId, manifest: Manifest) -> tensorfile.F32:
@@ -48,7 +50,7 @@ class VersionFile:
         with explain_unwritable(self.output):
             make_directory(self.output.parent)
             make_private_file(self._aside)
-            self._begun = True
+            self._inode = self._aside.stat().st_ino
             room = tensorfile.map_new(self._aside, {"format": "pt", "run": run, "version": str(version)}, shapes)
         if self._room is not None:
             np.copyto(room, self._room)
@@ -59,11 +61,13 @@ class VersionFile:
         """Put the new file in the place of the output; durable on return."""
         with explain_unwritable(self.output):
             sync_path(self._aside)
+            if self._aside.stat().st_ino != self._inode:  # and not whole yet
+                raise FileExistsError(errno.EEXIST, "another process writes to it, too", str(self.output))
             self._aside.rename(self.output)
-            self._begun = False
             sync_path(self.output.parent)
 
     def close(self) -> None:
         """Remove what is unfinished. Idempotent."""
-        if self._begun:
-            self._aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            if self._aside.stat().st_ino == self._inode:
+                self._aside.unlink()

@@ -357,6 +357,23 @@ def test_what_cannot_be_begun_is_told_and_what_another_has_begun_stays(tmp_path:
         file.make_room("r", VersionId(1, 1), Manifest.from_shapes([("w", (1,))]))
 
 
+def test_what_another_process_writes_is_not_published(tmp_path: Path) -> None:
+    """An export beside a follower of the same output put the follower's file in its place, half full: zeros, which a
+    reader takes for the model.
+    """
+    manifest, output = Manifest.from_shapes([("w", (2,))]), tmp_path / "model"
+    first, second = VersionFile(output), VersionFile(output)
+    first.make_room("r", VersionId(1, 1), manifest)[:] = 1.0
+    room = second.make_room("r", VersionId(1, 1), manifest)
+    with pytest.raises(ConfigError, match="model: cannot be written: another process writes to it, too"):
+        first.publish()
+    first.close()
+    assert not output.exists()
+    room[:] = 2.0
+    second.publish()
+    assert load_file(output)["w"].tolist() == [2.0, 2.0] and [output] == list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_no_wrong_name(tmp_path: Path) -> None:
     """The end is that of a failed disk: to name another file would not help."""
     with pytest.raises(FailedDisk, match="full: cannot be written: No space left"), files.explain_unwritable("full"):
