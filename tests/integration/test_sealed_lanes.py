@@ -307,8 +307,8 @@ class Tamperer:
 MIDDLE = {
     "repeat": {"unasked", "replayed"},
     "delay": {"replayed"},
-    "flip": {"seal", "unasked", "replayed"},
-    "forge": {"seal", "unasked", "replayed", "stream"},  # the last may come when its stream is over
+    "flip": {"seal", "unasked", "replayed", "stream"},  # the last may come when its stream is over
+    "forge": {"seal", "unasked", "replayed", "stream"},
 }
 
 
