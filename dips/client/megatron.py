@@ -97,10 +97,11 @@ class OuterPretrain:
     ) -> tuple[Any, ...]:
         outer = self._join(model, optimizer)
         if not outer.finished:
+            self._set_learning_rate(outer, optimizer)  # Megatron's scheduler sets it behind each step, and at the start
             found = self._before["train_step"](forward_step_func, data_iterator, model, optimizer, *words, **options)
             losses = found[0]
             outer.step(tokens=self._count_tokens(), loss=next(iter(losses.values()), None))
-            self._set_learning_rate(outer, optimizer)
+            self._set_learning_rate(outer, optimizer)  # for Megatron's log
         else:  # before the first step
             found = ({}, 0, False, False, 0, None, None, 0)
         self._stepped = True

@@ -95,6 +95,24 @@ def test_megatrons_steps_are_counted_saved_and_resumed(tmp_path: Path) -> None:
         assert hook.outer is not None and hook.outer.inner_steps == 1, "of the checkpoint"
 
 
+def test_megatrons_first_step_has_the_runs_learning_rate(tmp_path: Path) -> None:
+    """After each start one step was taken with the rate of Megatron's scheduler, which knows nothing of the run."""
+    model, training, rates = nn.Linear(2, 2), Training(tmp_path), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = training.train_step
+
+    def train_step(*words: Any, **options: Any) -> Any:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["lr"] = 7.0  # its scheduler's
+        return before(*words, **options)
+
+    training.train_step = train_step
+    with OuterPretrain(training=training, learning_rate=lambda _: 0.25):
+        step(training, model, optimizer)
+        step(training, model, optimizer)
+    assert rates == [0.25, 0.25] and optimizer.param_groups[0]["lr"] == 0.25
+
+
 def test_megatrons_outer_state_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
