@@ -378,6 +378,17 @@ def test_another_image_can_be_applied() -> None:
     assert "Job dips-seed is applied with the servers" in next(find_frozen(together("base", "seed")))
 
 
+def test_a_set_that_is_held_back_stays_so() -> None:
+    """The API server refuses OnDelete beside the `rollingUpdate` that it has filled in; a strategy in the file took it
+    back, so the apply of another image rolled slaves one by one that were to be started all together.
+    """
+    held, given_back = map(json.loads, re.findall(r"-p '(.+?)'", (KUBERNETES.parent / "README.md").read_text()))
+    assert held["spec"]["updateStrategy"] == {"type": "OnDelete", "rollingUpdate": None}
+    assert given_back["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+    sets = [o for o in together("base", "chart") if o["kind"] == "StatefulSet"]
+    assert len(sets) == 4 and not [o["metadata"]["name"] for o in sets if "updateStrategy" in o["spec"]]
+
+
 def test_an_indexed_jobs_pods_have_names() -> None:
     """The head's address in the job is the name of its first pod."""
     pods = expand_pods(together("cluster"))
