@@ -10,6 +10,7 @@ from dips.commands.completing import complete_slave
 from dips.commands.options import CONFIG, CREDENTIALS, find_master
 from dips.config import load_run
 from dips.files import keep_files_private
+from dips.transport.endpoints import master_peer
 
 
 def rebalance(
@@ -64,7 +65,8 @@ def rebalance(
         rebalancing.show_plan(after)
         return
     names = slave or [section.name for section in after.slaves]
-    peer = find_master(config, None, credentials)
+    # As the slaves of this host dial it: where the master listens on all interfaces, that is no address from here.
+    peer = master_peer(after.slave_section(names[0]).master, find_master(config, None, credentials).tls)
     rebalancing.rebalance_run(after, names, peer, wait_s, lambda line: print(line, flush=True))
     placed = ", ".join(section.name for section in after.slaves)
     print(f"the layers lie on {placed}: stop the former slaves, start the master and these with the new run file")

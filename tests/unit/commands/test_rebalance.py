@@ -182,6 +182,15 @@ def test_a_plan_that_cannot_be(run: Path, spoil: Any, told: str) -> None:
         type_dips("rebalance", "--config", str(run / "three.yaml"), "--dry-run")
 
 
+def test_a_host_dials_the_master_as_its_slave_does(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`master.listen` may be 0.0.0.0, which on a slave's own host is that host: the call waited an hour for nobody."""
+    dialled = list[str]()
+    monkeypatch.setattr(rebalancing, "rebalance_run", lambda _, slaves, peer, *__: dialled.append(peer.address))
+    file = write_file(run, "four.yaml", 4, master="localhost:2")
+    type_dips("rebalance", "--config", str(file), "--slave", "s3")
+    assert dialled == ["localhost:2"]
+
+
 def test_directories_that_cannot_be(run: Path) -> None:
     """Named before anybody is asked: one that is not here, one of two slaves, one that another call copies into."""
     call = partial(rebalance_run, master=master_peer("127.0.0.1:1", None), wait_s=0.0, say=print)
