@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,3 +127,11 @@ def test_clusters_that_the_run_file_does_not_list() -> None:
     check_enrolled(who(PeerRole.SLAVE), ("b",))
     with pytest.raises(Denied, match="a name of the run file's list"):
         check_enrolled(who(PeerRole.CLUSTER), ("b",))
+
+
+def test_the_guide_says_all_that_an_operator_may() -> None:
+    """It says that what its table lacks is refused, and lacked three requests of operators."""
+    guide = (Path(__file__).parents[3] / "docs/guides/certificates.md").read_text()
+    row = next(line for line in guide.splitlines() if line.startswith("| `operator` |")).replace(" ", "")
+    asked = {method.rpartition("/")[2].lower() for method in RIGHTS if "/dips.v1.OperatorService/" in method}
+    assert {word for word in asked if word not in row} == {"begin", "drainall"}, "parts of `seed` and of `drain`"
