@@ -39,7 +39,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("shared.data.epochs", _SET),
     ("shared.heartbeat_s", "slaves and clusters go by it: restart all of them with the new file"),
     ("shared.*", _AGREED),
-    ("master.timing.*", _SET),
+    ("master.timing.window_s", _SET),
     ("slaves", "layers lie on the slaves of the ledger: `dips rebalance` moves them to others"),
     ("*.listen", _OPEN),
     ("*.lanes", _OPEN),

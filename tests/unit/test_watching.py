@@ -17,8 +17,10 @@ import yaml
 from dips.config import RunFile, load_run, watching
 from dips.config.watching import ConfigWatch, explain_key, find_changes, keep_watching
 from dips.daemon import watch_file
+from dips.protocol.tunable import TARGETS, TUNABLE
 from dips.slave.app import list_foreign_keys
 from dips.telemetry import logs
+from tests.structure import config_keys
 from tests.unit.slave.test_snapshots import as_nobody
 
 
@@ -290,3 +292,10 @@ def test_every_key_has_a_reason() -> None:
     assert "next start of the training command" in explain_key("overlap")
     assert "restart the master" in explain_key("slaves.s0.supervisor"), "the slave says it, and does not read it"
     assert list(find_changes({"a": {"b": 1}}, {"a": {"b": 2}, "c": 3})) == [("a.b", 1, 2), ("c", None, 3)]
+
+
+def test_dips_set_takes_each_key_for_which_it_is_named() -> None:
+    """Who edited `timing.window` was sent to `dips set`, which has no such key; the master reads it at its start."""
+    named = {key for key in config_keys(RunFile) if "dips set" in explain_key(key)}
+    assert {key.removeprefix("shared.").removeprefix("master.") for key in named} <= {*TUNABLE, *TARGETS}
+    assert "restart this process" in explain_key("master.timing.window")
