@@ -37,6 +37,7 @@ from dips.protocol.manifest import Manifest
 from dips.protocol.placement import place_layers
 
 SLAVES, RANKS, ROUNDS, CPUS = 2, 8, 10_000, 4
+EXPORTS = 2  # files of `on_version`: the last version's, and the one that is written
 GB, MB, GBIT_BYTES = 1e9, 1e6, 1.25e8
 DISK_MB, LINK_GBIT = 500.0, 1.0  # rates by default: an SSD of a cloud, and a slow link between two places
 
@@ -136,7 +137,9 @@ def make_plan(
     ]
     total = sum(numel for _, _, numel in shares)
     of_cluster = plan_cluster(total, ranks, codec, pull_codec, cluster_file)
-    return plan_memory(total, planned, of_cluster, plan_round(planned, of_cluster, *rates, KEEP_SNAPSHOTS), rounds)
+    cost = plan_round(planned, of_cluster, *rates, KEEP_SNAPSHOTS)
+    exports = EXPORTS if run_file and run_file.master.on_version else 0
+    return plan_memory(total, planned, of_cluster, cost, rounds, exports)
 
 
 def draw_plan(plan: MemoryPlan) -> Table:

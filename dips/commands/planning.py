@@ -14,16 +14,19 @@ from typing import Any
 
 from dips.codecs import OWED_BYTES, Codec
 from dips.config import ClusterFile, SlaveSection
+from dips.master.journal import SEGMENT_BYTES, SEGMENTS_KEPT
 from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.protocol.options import Options
 from dips.slave.machine import memory_of
+from dips.telemetry.timeline import MOST_BYTES as TIMELINE_BYTES
 
 KEEP_SNAPSHOTS = Options().keep_snapshots
 WRITTEN, LAGGING = 1, 2  # snapshots on a slave's disk besides those that are kept; the latter with a mirror
 SNAPSHOT_BYTES = 2 * BYTES_PER_PARAMETER  # θ and m
 RANK_PROCESS_BYTES = 60_000_000  # as in dips/client/parallel/shard_buffer.py, which needs torch
 MASTER_BYTES = 400_000_000  # measured: 89 MB idle, 126 MB with 2,000 connections; the rest is for working clusters
-LEDGER_BYTES_ROUND = 2_000  # per round of ten clusters, without journal and timeline
+LEDGER_BYTES_ROUND = 2_000  # per round of ten clusters
+MASTER_LOG_BYTES = SEGMENTS_KEPT * SEGMENT_BYTES + 2 * TIMELINE_BYTES  # its journal and its timeline
 HEADROOM = 1.1  # factor from a sum to a Kubernetes request
 MIB = 1 << 20
 LEAST_CLAIM_MIB = 1024
@@ -141,10 +144,17 @@ def plan_round(
 
 
 def plan_memory(
-    model: int, slaves: Sequence[PlannedSlave], cluster: PlannedCluster, cost: PlannedRound, rounds: int
+    model: int,
+    slaves: Sequence[PlannedSlave],
+    cluster: PlannedCluster,
+    cost: PlannedRound,
+    rounds: int,
+    exports: int = 0,
 ) -> MemoryPlan:
-    """Return the plan of a run; the master holds no parameters, but a copy of the first model is in its directory."""
-    disk = BYTES_PER_PARAMETER * model + LEDGER_BYTES_ROUND * rounds
+    """Return the plan of a run; the master holds no parameters, but a copy of the first model is in its directory, and
+    `exports` more at a time (`on_version`). Its ledger is there twice while it is copied for the mirror.
+    """
+    disk = BYTES_PER_PARAMETER * model * (1 + exports) + 2 * LEDGER_BYTES_ROUND * rounds + MASTER_LOG_BYTES
     return MemoryPlan(model, tuple(slaves), cluster, cost, MASTER_BYTES, disk)
 
 

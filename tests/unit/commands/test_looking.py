@@ -36,6 +36,7 @@ from dips.identity.certificates import SOON, utc_now
 from dips.identity.names import PeerRole
 from dips.ids import GENESIS, VersionId
 from dips.master.genesis import make_run
+from dips.master.journal import SEGMENT_BYTES, SEGMENTS_KEPT
 from dips.outer.pool import MemorySum
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 from dips.protocol.manifest import Manifest
@@ -469,6 +470,29 @@ def test_a_disk_has_room_for_what_stays_while_a_mirror_lags(files: FilesToCheck)
     files.run["master"].update(keep_every=10, keep_most=24)
     files.check()
     assert json.loads(type_dips(*words))["slaves"][0]["disk_bytes"] == 1000 * 8 * (5 + 24)
+
+
+def test_a_masters_disk_has_room_for_its_journal_and_for_versions_that_are_exported(files: FilesToCheck) -> None:
+    """A volume of the planned size was full when the journal had its length, or at the first version of `on_version`:
+    the ledger had no room, and the master ended with 74.
+    """
+    words = (
+        "plan",
+        "memory",
+        "--config",
+        str(files.run_file),
+        "--parameters",
+        "200000000",
+        "--rounds",
+        "1000",
+        "--json",
+    )
+    files.check()
+    logs = SEGMENTS_KEPT * SEGMENT_BYTES + 2 * timeline.MOST_BYTES
+    assert json.loads(type_dips(*words))["master_disk_bytes"] == 800_000_000 + 2 * 2_000_000 + logs
+    files.run["master"].update(keep_every=10, on_version={"every": 10, "command": ["true"]})
+    files.check()
+    assert json.loads(type_dips(*words))["master_disk_bytes"] == 3 * 800_000_000 + 2 * 2_000_000 + logs
 
 
 def test_a_round_costs_what_disk_and_link_take() -> None:
