@@ -12,7 +12,7 @@ from dips.client.ipc.address import PID_FILE, TOKEN, over_network, socket_path, 
 from dips.client.preflight.probe import ProbeResult, measure_lane, measure_round_trip
 from dips.config import ClusterFile
 from dips.differences import differing_options
-from dips.errors import ConfigError, DifferentModel, DipsError, Unavailable, treatment_of
+from dips.errors import Busy, ConfigError, DifferentModel, DipsError, Unavailable, treatment_of
 from dips.files import find_program, lock_holder
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 from dips.protocol.manifest import Manifest
@@ -22,7 +22,7 @@ AT_ONCE = 16  # slaves probed at the same time; rates are measured one after ano
 
 
 def failed_row(what: str, error: DipsError, remedy: str) -> CheckFinding:
-    return CheckFinding(what, FAIL, str(error), remedy, isinstance(error, Unavailable))
+    return CheckFinding(what, FAIL, str(error), remedy, silent=isinstance(error, Unavailable | Busy))
 
 
 def check_host(config: ClusterFile) -> list[CheckFinding]:

@@ -10,9 +10,9 @@ import pytest
 
 from dips.client.ipc.address import PID_FILE
 from dips.client.preflight import probe
-from dips.client.preflight.checks import check_host, check_lanes, check_model, check_run
+from dips.client.preflight.checks import check_host, check_lanes, check_model, check_run, failed_row
 from dips.config import ClusterFile, Shared
-from dips.errors import ConfigError
+from dips.errors import Busy, ConfigError, Denied, UnavailableMaster
 from dips.files import PidLock
 from dips.printable import FAIL, NOTE, OK, CheckFinding
 from dips.protocol.manifest import Manifest
@@ -122,6 +122,12 @@ def test_the_command_before_a_start_can_be_run(
     (tmp_path / "notes.txt").write_text("")
     row = shown(check_host(config(tmp_path, before_start=command))).get("before_start", "")
     assert row.startswith(expected) if expected else not row
+
+
+def test_what_passes_is_no_wrong_configuration() -> None:
+    """A master with too many calls at once, as when all clusters start, ended a job for good: 78 is not tried again."""
+    errors = UnavailableMaster("gone"), Busy("too many calls"), Denied("revoked"), ConfigError("wrong")
+    assert [failed_row("master", error, "").silent for error in errors] == [True, True, False, False]
 
 
 def test_slaves_without_lanes_fail_without_being_probed() -> None:
