@@ -101,8 +101,9 @@ def serve_command(
 
     Its decisions and their inputs are in <master.directory>/journal-*.jsonl (the newest eight).
 
-    Exit codes: 0 stopped by SIGTERM or SIGINT; 74 the ledger could not be written; 75 a later master exists;
-    78 the run file or the ledger is not usable. Start it again after 74; look at the message after the others.
+    Exit codes: 0 stopped by SIGTERM or SIGINT; 65 the ledger is damaged; 74 the ledger could not be written; 75 a later
+    master exists, or beside a standby the mirror was not reached for 8 s; 78 the run file or the ledger is not usable,
+    or the run was rebalanced. Start it again after 74; look at the message after the others.
 
     \b
     Example:
