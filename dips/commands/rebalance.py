@@ -66,7 +66,8 @@ def rebalance(
         return
     names = slave or [section.name for section in after.slaves]
     # As the slaves of this host dial it: where the master listens on all interfaces, that is no address from here.
-    peer = master_peer(after.slave_section(names[0]).master, find_master(config, None, credentials).tls)
+    known = find_master(config, None, credentials)
+    peer = master_peer(after.slave_section(names[0]).master, known.tls, known.run)
     rebalancing.rebalance_run(after, names, peer, wait_s, lambda line: print(line, flush=True))
     placed = ", ".join(section.name for section in after.slaves)
     print(f"the layers lie on {placed}: stop the former slaves, start the master and these with the new run file")
