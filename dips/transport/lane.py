@@ -7,6 +7,7 @@ import errno
 import os
 import queue
 import resource
+import secrets
 import socket
 import struct
 import threading
@@ -334,6 +335,9 @@ class Lane:
         self._zap: ZapHandler | None = None
         self._door: LaneDoor | None = None
         self._context = zmq.Context(io_threads=1)
+        # libzmq numbers connections from `rand` on, which nobody else seeds. A peer that takes the next number for its
+        # own name ends the process: libzmq asserts that nobody has it.
+        ctypes.CDLL(None).srand(secrets.randbits(32))
         self._socket = self._context.socket(zmq.ROUTER)
         self._waker = Waker()
         keep_message_memory()

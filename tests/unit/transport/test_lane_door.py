@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import resource
 import socket
@@ -234,6 +235,22 @@ def test_a_sleeping_lane_sees_who_comes(monkeypatch: pytest.MonkeyPatch) -> None
             assert time.monotonic() < until, "nobody has counted it"
             time.sleep(0.005)
     served.close()
+
+
+def test_nobody_knows_the_number_of_the_next_connection() -> None:
+    """libzmq's were the same in every process, and it aborts when a connection's number is another's name already: one
+    peer that took the next number for its own name ended a slave."""
+    numbers = list[bytes]()
+    for _ in range(2):
+        ctypes.CDLL(None).srand(1)  # as in a process that begins
+        served = Lane(0, "127.0.0.1", 0, 10.0)
+        served.start(handler := HearingHandler())
+        with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+            peer.connect(f"tcp://{served.address}")
+            peer.send(b"1")
+            numbers.append(handler.heard.get(timeout=10)[0])
+        served.close()
+    assert numbers[0] != numbers[1]
 
 
 def test_who_still_sends_is_not_forgotten_for_who_greets() -> None:
