@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import queue
 import resource
 import secrets
 import socket
 import struct
+import sys
+import termios
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
@@ -98,6 +103,10 @@ class Stage(Generic[T]):
 # reports connections and disconnections, and at the limit a filter at the listening socket drops packets that would
 # begin a connection: an honest rank's TCP tries again after one second, then two, and connects when there is room.
 # Connections that fail before they are a ZeroMQ peer, or do not hold the right key, are counted.
+#
+# libzmq bounds a part, and neither the number of a message's parts nor, before the last one is there, their bytes: it
+# keeps them all, empty ones as 64 bytes each, and shows them to nobody. So a connection is ended that has brought more
+# than any message of ours has, while the lane has read all that is complete and nothing of it.
 
 
 MOST_CONNECTIONS = 4_096  # of one lane at once: 64 ranks of 64 clusters; further ones wait in TCP
@@ -105,6 +114,10 @@ FEWEST_CONNECTIONS = 64  # of one lane, however few files this process may have 
 OWN_FILES = 512  # of the process besides: libraries, logs, snapshots, gRPC's connections
 ROOM = 64  # connections that must end before others are accepted again, so that the state does not flap
 MOST_EVENTS = 512  # monitor events that are read at a time, so that frames have their turn, too
+MOST_UNFINISHED = 4 << 20  # bytes of a connection that belong to no complete message; ours have 1 MiB and a header
+LOOK_S = 1.0  # least time between two looks at them
+FRAMING_BYTES = 9  # of ZMTP before a part, at most
+_RECEIVED = struct.Struct("@128xQ")  # the kernel's struct tcp_info up to tcpi_bytes_received
 BACKLOG = 256  # connections that the kernel has accepted and libzmq has not
 _SO_DETACH_FILTER = 27  # Linux; like SO_ATTACH_FILTER, not in every Python's module socket
 _SO_ATTACH_FILTER = 26
@@ -130,7 +143,10 @@ class LaneDoor:
 
     def __init__(self, router: zmq.Socket[bytes], host: str, port: int, most: int = MOST_CONNECTIONS) -> None:
         """Bind `router`; raise OSError or ZMQError if the address is not available."""
-        self._most, self._open, self._shut = most, set[int](), False
+        self._most, self._shut = most, False
+        self._open: dict[int, int] = {}  # connection's descriptor → bytes of it that the lane has read
+        self._unfinished: dict[int, int] = {}  # those with too many others at the last look, and what was read of them
+        self._look_at = 0.0
         self._listener = _listen(host, port)
         self.port = int(self._listener.getsockname()[1])
         self.monitor = router.get_monitor_socket(_EVENTS)
@@ -150,9 +166,9 @@ class LaneDoor:
             event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             kind = int(event["event"])
             if kind == zmq.Event.ACCEPTED:
-                self._open.add(int(event["value"]))
+                self._open[int(event["value"])] = 0
             elif kind == zmq.Event.DISCONNECTED:
-                self._open.discard(int(event["value"]))
+                self._open.pop(int(event["value"]), None)
             elif kind & _FAILED:
                 count_refusal("lane_handshake")
         if not self._shut and len(self._open) >= self._most:
@@ -161,6 +177,29 @@ class LaneDoor:
         elif self._shut and len(self._open) <= max(self._most - ROOM, 0):
             self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             self._shut = False
+
+    def count_read(self, parts: list[zmq.Frame]) -> None:
+        """Count a message as read from its connection."""
+        connection = int(parts[-1].get(zmq.SRCFD))
+        if connection in self._open:
+            self._open[connection] += sum(FRAMING_BYTES + len(part) for part in parts)
+
+    def end_unfinished(self) -> None:
+        """End connections with too long a message; called when all that is complete has been read."""
+        if (now := time.monotonic()) < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        before, self._unfinished = self._unfinished, {}
+        for number, read in self._open.items():
+            # A descriptor of our own for what libzmq may close at any time, or has: then the number may be another's.
+            with suppress(OSError), socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM) as connection:
+                if connection.getsockname()[1:2] != (self.port,) or _taken_bytes(connection) - read <= MOST_UNFINISHED:
+                    continue
+                if before.get(number) != read:
+                    self._unfinished[number] = read
+                    continue
+                count_refusal("lane_unfinished")
+                connection.shutdown(socket.SHUT_RDWR)
 
     def stop_watching(self, router: zmq.Socket[bytes]) -> None:
         """Close the monitor, before the router is closed."""
@@ -176,6 +215,15 @@ class LaneDoor:
         program = struct.pack("HL", 1, ctypes.addressof(code))  # struct sock_fprog: the kernel copies it
         self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
         self._shut = True
+
+
+def _taken_bytes(connection: socket.socket) -> int:
+    """Return the bytes that libzmq has taken from a connection; 0 if the kernel does not say."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+    if len(info) < _RECEIVED.size:
+        return 0
+    waiting = fcntl.ioctl(connection, termios.FIONREAD, bytes(4))
+    return int(_RECEIVED.unpack(info)[0]) - int.from_bytes(waiting, sys.byteorder)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -436,6 +484,8 @@ class Lane:
             if self._zap is not None:
                 self._zap.answer_handshakes()
             more = self._read_batch(handler)
+            if not more:
+                door.end_unfinished()
             handler.on_turn(self.index)
             self._flush_outbox()
 
@@ -446,6 +496,8 @@ class Lane:
                 peer, *parts = receive_parts(self._socket)
             except zmq.Again:
                 return False
+            assert self._door is not None
+            self._door.count_read(parts)
             name = self._name_peer(peer, parts)
             if self.sessions is not None:
                 self.sessions.keep_session(name)

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -234,6 +235,42 @@ def test_a_sleeping_lane_sees_who_comes(monkeypatch: pytest.MonkeyPatch) -> None
         while refusals_by_reason().get("lane_handshake", 0) == before:
             assert time.monotonic() < until, "nobody has counted it"
             time.sleep(0.005)
+    served.close()
+
+
+def greet_plainly(port: int) -> socket.socket:
+    """A ZMTP 3.0 connection of a DEALER, by hand."""
+    caller = socket.create_connection(("127.0.0.1", port), 10.0)
+    ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+    caller.sendall(b"\xff" + bytes(8) + b"\x7f\x03\0" + b"NULL".ljust(20, b"\0") + bytes(32))
+    caller.sendall(bytes((4, len(ready))) + ready)
+    said = b""
+    while b"Identity" not in said:
+        said += caller.recv(1 << 10)
+    return caller
+
+
+def test_a_message_without_an_end_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq kept whatever came: empty parts made a slave's memory grow 32 times as fast as they were sent, until it
+    was killed. Whoever sends as much in whole messages stays."""
+    monkeypatch.setattr(lane, "LOOK_S", 0.0)
+    monkeypatch.setattr(lane, "MOST_UNFINISHED", 1 << 16)
+    before = refusals_by_reason().get("lane_unfinished", 0)
+    served = Lane(0, "127.0.0.1", 0, 10.0)
+    served.start(handler := HearingHandler())
+    port = int(served.address.rpartition(":")[2])
+    more, last = b"\1\0", b"\0\0"
+    with greet_plainly(port) as honest, greet_plainly(port) as endless:
+        for _ in range(1 << 6):
+            honest.sendall((b"\1\xff" + bytes(255)) * 8 + last)
+            handler.heard.get(timeout=10)
+        endless.sendall(more * (1 << 17))
+        with suppress(ConnectionResetError):
+            while endless.recv(1 << 10):
+                """What the lane has said of itself."""
+        assert refusals_by_reason()["lane_unfinished"] == before + 1
+        honest.sendall(more + last)
+        handler.heard.get(timeout=10)
     served.close()
 
 
