@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
+from math import inf
 from typing import Any, ClassVar, TextIO, cast
 
 import structlog
@@ -55,6 +58,25 @@ class LogStream:
 
     def flush(self) -> None:
         """Do nothing: each line is flushed as it is written."""
+
+
+SELDOM_S = 1.0
+
+
+class SeldomWarnings:
+    """Warnings that anybody who reaches a port can cause: at most one of each kind in SELDOM_S, or they fill a disk."""
+
+    def __init__(self, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._clock = log, clock
+        self._told: dict[str, tuple[float, int]] = {}  # event → when it was written last, and those left out since
+
+    def warning(self, event: str, **fields: Any) -> None:
+        now, (told_at, left_out) = self._clock(), self._told.get(event, (-inf, 0))
+        if now - told_at < SELDOM_S:
+            self._told[event] = told_at, left_out + 1
+            return
+        self._told[event] = now, 0
+        self._log.warning(event, **fields, **({"left_out": left_out} if left_out else {}))
 
 
 def set_level(level: str) -> None:

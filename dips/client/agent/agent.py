@@ -66,7 +66,7 @@ from dips.protocol.events import (
 )
 from dips.protocol.heartbeats import MOST_LINES, ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.tasks import Alarm, call_apart, start_task
-from dips.telemetry.logs import Log
+from dips.telemetry.logs import Log, SeldomWarnings
 from dips.telemetry.refusals import count_refusal
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
@@ -263,6 +263,7 @@ class RankServer:
         """Create a server; `hold_s` is the longest time that a question is held open for an answer."""
         self._core, self._hold_s, self._perform = core, hold_s, perform
         self.signals, self._rewrite, self._log = signals, rewrite, log
+        self._refusals = SeldomWarnings(log)
         self._remote = 0  # connections over the network
         self._local = 0
 
@@ -279,7 +280,7 @@ class RankServer:
 
     def _refuse(self, writer: asyncio.StreamWriter, why: str, **fields: Any) -> None:
         count_refusal(why)
-        self._log.warning(why, **fields)
+        self._refusals.warning(why, **fields)
         writer.close()
 
     def serve_with(self, token: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:

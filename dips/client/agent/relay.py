@@ -25,7 +25,7 @@ from dips.dataclass import replace
 from dips.errors import Busy, ConfigError
 from dips.protocol.effects import Grant
 from dips.tasks import start_task
-from dips.telemetry.logs import Log
+from dips.telemetry.logs import Log, SeldomWarnings
 from dips.telemetry.refusals import count_refusal
 
 MOST_LANES = 1024  # ports of one relay: the lanes of all slaves of a run
@@ -53,6 +53,7 @@ class Relay:
     def __init__(self, host: str, log: Log, most_connections: int = MOST_CONNECTIONS) -> None:
         """Start the relay's thread with ports on `host`. Raises ConfigError if it is not an address of this machine."""
         self._host, self._log, self._most = host, log, most_connections
+        self._failures = SeldomWarnings(log)  # of connections, on the relay's thread
         self._ports: dict[str, Port] = {}  # by target; used on the agent's side
         self._connections = 0  # this and the counters below are written by the relay's thread only
         self.passed_bytes = 0
@@ -156,7 +157,7 @@ class Relay:
                 self.refused += 1
                 count_refusal("relay_full")
                 inner.close()
-                self._log.warning("relay_full", connections=self._connections, target=port.target)
+                self._failures.warning("relay_full", connections=self._connections, target=port.target)
                 continue
             self._begin_connection(port, inner)
 
@@ -187,7 +188,7 @@ class Relay:
                     way.cancel()
                 await asyncio.gather(*ways, return_exceptions=True)
         except (OSError, TimeoutError) as error:
-            self._log.warning("relay_cannot_reach", target=port.target, error=str(error) or type(error).__name__)
+            self._failures.warning("relay_cannot_reach", target=port.target, error=str(error) or type(error).__name__)
         finally:
             if outer is not None:
                 outer.close()

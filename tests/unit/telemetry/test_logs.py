@@ -36,6 +36,20 @@ def test_a_level_holds_from_the_next_line_on(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_what_strangers_cause_is_told_now_and_then() -> None:
+    """The first of a kind at once, then one a second with the number of those between."""
+    now = [0.0]
+    with structlog.testing.capture_logs() as lines:
+        seldom = logs.SeldomWarnings(structlog.get_logger(), lambda: now[0])
+        for second in (0.0, 0.5, 0.9, 1.0, 1.5, 3.0, 9.0):
+            now[0] = second
+            seldom.warning("full", at=second)
+        seldom.warning("refused", at=now[0])
+    assert [(line["event"], line["at"], line.get("left_out")) for line in lines] == [
+        ("full", 0.0, None), ("full", 1.0, 2), ("full", 3.0, 1), ("full", 9.0, None), ("refused", 9.0, None)
+    ]  # fmt: skip
+
+
 def _raise_drop() -> dict[str, str]:
     raise structlog.DropEvent
 

@@ -36,6 +36,7 @@ from dips.errors import Busy, ConfigError
 from dips.ids import GENESIS
 from dips.protocol.effects import Grant, Joined
 from dips.protocol.enums import ClusterStanding
+from dips.telemetry import logs
 from dips.telemetry.refusals import refusals_by_reason
 from tests.unit.client.agent.play import NONE_YET, Play, grant
 from tests.waiting import eventually
@@ -255,6 +256,22 @@ async def test_ranks_of_other_hosts_prove_the_token(tmp_path: Path, monkeypatch:
             pass
     async with serve(tmp_path, agent=environment[AGENT].removeprefix("tcp://")) as (_, again):
         assert again == environment, "at once: connections that the agent before has closed are no hindrance"
+
+
+async def test_strangers_fill_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection without the token wrote a line to the agent's log: whoever reached its port filled that disk."""
+    monkeypatch.setenv(TOKEN, SECRET)
+    monkeypatch.setattr(logs, "SELDOM_S", 60.0)
+    refused = refusals_by_reason().get("agent_line_refused", 0)
+    with structlog.testing.capture_logs() as lines:
+        async with serve(tmp_path, 0.0, agent="127.0.0.1:0") as (served, environment):
+            for _ in range(10):
+                with pytest.raises(asyncio.IncompleteReadError):
+                    async with join(environment, "another token...."):
+                        pass
+            await eventually(lambda: served.ranks._remote == 0)
+    assert refusals_by_reason()["agent_line_refused"] == refused + 10
+    assert [line["event"] for line in lines].count("agent_line_refused") == 1
 
 
 async def test_an_address_that_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from dips.client.ipc.address import keep_alive
 from dips.errors import Busy, ConfigError
 from dips.ids import GENESIS
 from dips.protocol.effects import Grant, SlaveAddress
+from dips.telemetry import logs
 from dips.telemetry.refusals import refusals_by_reason
 
 
@@ -165,8 +166,9 @@ def test_both_ways_have_ended_before_their_sockets_are_closed(target: Target) ->
     assert len(ended) == 2 and -1 not in ended
 
 
-def test_connections_are_bounded(target: Target) -> None:
+def test_connections_are_bounded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more than the most is closed at once, and is served when there is room again."""
+    monkeypatch.setattr(logs, "SELDOM_S", 60.0)
     made = relay(most=2)
     try:
         (address,) = lane(made, target.address)
@@ -175,9 +177,12 @@ def test_connections_are_bounded(target: Target) -> None:
             connection.sendall(b"x")
             assert receive(connection, 1) == b"x"
         counted = refusals_by_reason().get("relay_full", 0)
-        with dial(address) as third:
-            assert third.recv(1) == b""
-        assert (made.refused, made.open_connections, refusals_by_reason()["relay_full"]) == (1, 2, counted + 1)
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(10):  # a line each would fill the disk of the log
+                with dial(address) as third:
+                    assert third.recv(1) == b""
+        assert (made.refused, made.open_connections, refusals_by_reason()["relay_full"]) == (10, 2, counted + 10)
+        assert [line["event"] for line in lines] == ["relay_full"]
         first.shutdown(socket.SHUT_WR)
         assert first.recv(1) == b"", "the relay has counted the connection out before it closes it"
         assert made.open_connections == 1
