@@ -17,7 +17,7 @@ from dips.protocol.effects import (
     Ranges,
     Refused,
 )
-from dips.protocol.entities import Cluster, ProbeAdmission
+from dips.protocol.entities import INCARNATION_S, INCARNATIONS, Cluster, ProbeAdmission
 from dips.protocol.enums import ClusterCause, ClusterStanding, ClusterState, FanoutKind, Role
 from dips.protocol.rank_keys import KEY_CHARS, is_key
 from dips.protocol.records import ClusterEnded, IncarnationGiven, RangesLeased
@@ -76,6 +76,10 @@ def on_cluster_joined(run: RunState, event: events.ClusterJoined) -> None:
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
         if taken := _find_rival(run, cluster, event):
             run.reply_to(event.req, taken)
+            return
+        if cluster is not None and not cluster.incarnations.take_row(run.now):  # else one name fills the ledger's disk
+            often = f"cluster: {cluster.name} has begun {INCARNATIONS} incarnations, and more than one in"
+            run.reply_to(event.req, Failed(Busy, f"{often} {INCARNATION_S:g} s since: ask again"))
             return
         cluster = _begin_incarnation(run, event, cluster)
     ranges = run.ranges.held_by(cluster.name, cluster.inc)

@@ -25,6 +25,8 @@ from dips.protocol.verdicts import Verdict
 
 IDLE_ROWS = 50  # burst: rows of the audit for requests that changed nothing
 IDLE_ROW_S = 30.0  # one more row per this time: at most 3,000 a day, some 600 kB of a ledger
+INCARNATIONS = 100  # burst: of one cluster
+INCARNATION_S = 2.0  # one more per this time: as often as anybody joins who then moves anything
 PACES_KEPT = 16  # latest intervals between pushes of a cluster, for the window's default and for pushes to expect
 
 Bodies = dict[str, OrderBody]  # slave → its order
@@ -215,6 +217,9 @@ class Cluster:
     counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0, "undone": 0})
     tokens: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "lost": 0, "undone": 0})
     newest_protocol: int = added(2, 0)  # that this incarnation speaks; 0: not known to this master
+    incarnations: AuditBudget = field(
+        default_factory=lambda: AuditBudget(0.0, INCARNATIONS, most=INCARNATIONS, row_s=INCARNATION_S)
+    )  # that may begin
 
     @property
     def live(self) -> bool:
@@ -332,15 +337,19 @@ class Durability:
 
 @dataclass
 class AuditBudget:
-    """The rows left for requests that changed nothing (operator.py): a token bucket, refilled with time."""
+    """The rows left for requests that changed nothing (operator.py), or for the incarnations of one cluster: a token
+    bucket, refilled with time.
+    """
 
     at: float
     left: float = float(IDLE_ROWS)
     passed_over: int = 0  # requests since the last row for which there was no room
+    most: float = float(IDLE_ROWS)
+    row_s: float = IDLE_ROW_S  # until there is one more
 
     def take_row(self, now: float) -> bool:
         """Take one row from the budget; return False, and count the request as passed over, if none is left."""
-        self.left = min(float(IDLE_ROWS), self.left + (now - self.at) / IDLE_ROW_S)
+        self.left = min(self.most, self.left + (now - self.at) / self.row_s)
         self.at = now
         if self.left < 1.0:
             self.passed_over += 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dips.errors import ConfigError, UnavailableSlave
+from dips.errors import Busy, ConfigError, UnavailableSlave
 from dips.protocol import events as ev
 from dips.protocol.data import HELD_TIMES
-from dips.protocol.effects import Committed, Dropped, Failed, OpenPush, Pending, Ranges
+from dips.protocol.effects import Committed, Dropped, Failed, Joined, OpenPush, Pending, Ranges
+from dips.protocol.entities import INCARNATION_S, INCARNATIONS
 from dips.protocol.options import DataOptions, StopOptions
 from dips.protocol.rules import MOST_TIMES, TOKENS_KEPT
 from dips.protocol.seeding import SEEDER
@@ -60,6 +61,22 @@ def test_a_young_run_believes_what_clusters_bring() -> None:
         run.wait(10.0)
         run.outcome(push)
     assert [row.folds[0].tokens for row in run.committed][-1] == 10_000
+
+
+def test_who_joins_on_and_on_fills_no_ledger() -> None:
+    """Each incarnation has its rows, 200 times a second before: a puller's certificate filled the master's disk."""
+    run = ScriptedRun()
+    run.train("a")
+    asked = [
+        run.ask(ev.ClusterJoined(0, "a", f"n{i}", "r", run.manifest.digest, "c", former=run.inc("a")))
+        for i in range(INCARNATIONS + 10)
+    ]
+    assert [isinstance(answer, Joined) for answer in asked] == [True] * INCARNATIONS + [False] * 10
+    assert isinstance(asked[-1], Failed) and asked[-1].error is Busy
+    assert run.inc("a") == 1 + INCARNATIONS
+    joins = ev.ClusterJoined(0, "a", "later", "r", run.manifest.digest, "c", former=run.inc("a"))
+    run.wait(INCARNATION_S)
+    assert isinstance(run.ask(joins), Joined) and isinstance(run.ask(joins), Joined), "a repetition is none"
 
 
 FEW = 3  # data ranges that a cluster may hold
