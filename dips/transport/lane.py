@@ -147,6 +147,8 @@ class LaneDoor:
         self._open: dict[int, int] = {}  # connection's descriptor → bytes of it that the lane has read
         self._unfinished: dict[int, int] = {}  # those with too many others at the last look, and what was read of them
         self._look_at = 0.0
+        self._names: dict[int, bytes] = {}  # connection's descriptor → the peer that a message came from by it
+        self._gone: list[bytes] = []  # peers whose connections have ended since `take_gone`
         self._listener = _listen(host, port)
         self.port = int(self._listener.getsockname()[1])
         self.monitor = router.get_monitor_socket(_EVENTS)
@@ -169,6 +171,8 @@ class LaneDoor:
                 self._open[int(event["value"])] = 0
             elif kind == zmq.Event.DISCONNECTED:
                 self._open.pop(int(event["value"]), None)
+                if (peer := self._names.pop(int(event["value"]), None)) is not None:
+                    self._gone.append(peer)
             elif kind & _FAILED:
                 count_refusal("lane_handshake")
         if not self._shut and len(self._open) >= self._most:
@@ -178,11 +182,17 @@ class LaneDoor:
             self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             self._shut = False
 
-    def count_read(self, parts: list[zmq.Frame]) -> None:
-        """Count a message as read from its connection."""
+    def count_read(self, peer: bytes, parts: list[zmq.Frame]) -> None:
+        """Count a message as read from its connection, which is this peer."""
         connection = int(parts[-1].get(zmq.SRCFD))
+        self._names[connection] = peer
         if connection in self._open:
             self._open[connection] += sum(FRAMING_BYTES + len(part) for part in parts)
+
+    def take_gone(self) -> list[bytes]:
+        """Return the peers whose connections have ended; called when all that is complete has been read."""
+        gone, self._gone = self._gone, []
+        return gone
 
     def end_unfinished(self) -> None:
         """End connections with too long a message; called when all that is complete has been read."""
@@ -377,7 +387,7 @@ class Lane:
     ) -> None:
         """Bind; with a key the lane is encrypted, for keys that `admit` accepts. `most` limits connections."""
         self.index = index
-        # Twice the connections: those of the dead are forgotten before those of the living.
+        # Twice the connections: sessions end with them, a moment later.
         self.sessions = None if key is None else Sessions(key, 2 * most)
         self._key_chars = 0 if key is None else KEY_CHARS
         self._zap: ZapHandler | None = None
@@ -486,6 +496,7 @@ class Lane:
             more = self._read_batch(handler)
             if not more:
                 door.end_unfinished()
+                self._forget_peers(door.take_gone())
             handler.on_turn(self.index)
             self._flush_outbox()
 
@@ -497,12 +508,17 @@ class Lane:
             except zmq.Again:
                 return False
             assert self._door is not None
-            self._door.count_read(parts)
             name = self._name_peer(peer, parts)
+            self._door.count_read(name, parts)
             if self.sessions is not None:
                 self.sessions.keep_session(name)
             handler.on_message(self.index, name, parts)
         return True
+
+    def _forget_peers(self, gone: list[bytes]) -> None:
+        if self.sessions is not None:
+            for peer in gone:
+                self.sessions.forget_session(peer)
 
     def _name_peer(self, route: zmq.Frame, parts: list[zmq.Frame]) -> bytes:
         if not self._key_chars:

@@ -325,6 +325,10 @@ class Sessions:
         with suppress(KeyError):
             self._sessions.move_to_end(peer)
 
+    def forget_session(self, peer: bytes) -> None:
+        """End the session of a peer whose connection has ended. Idempotent."""
+        self._sessions.pop(peer, None)
+
     def greet_peer(self, peer: bytes, greeting: Buffer) -> bytes:
         """Begin the session of a peer, whose name begins with its key, and return the answer; raise BadFrame if the
         greeting is none.

@@ -238,6 +238,26 @@ def test_a_sleeping_lane_sees_who_comes(monkeypatch: pytest.MonkeyPatch) -> None
     served.close()
 
 
+def test_a_session_ends_with_its_connection() -> None:
+    """Whoever connected and left again and again displaced the sessions of ranks that wait for their turn: what they
+    were asked was dropped without a word, and their pushes with it."""
+    key, rank = new_keys(), new_keys()
+    served = Lane(0, "127.0.0.1", 0, 10.0, key)
+    served.start(handler := HearingHandler())
+    sessions = served.sessions
+    assert sessions is not None
+    with zmq.Context() as context:
+        for _ in range(3):
+            with context.socket(zmq.DEALER) as peer:
+                rank.speak_to(peer, key.public)
+                peer.connect(f"tcp://{served.address}")
+                peer.send(b"1")
+                sessions.greet_peer(handler.heard.get(timeout=10)[0], Greeter(rank, key.public).greeting)
+                assert len(sessions) >= 1
+        until(lambda: len(sessions) == 0, lambda: len(sessions))
+    served.close()
+
+
 def greet_plainly(port: int) -> socket.socket:
     """A ZMTP 3.0 connection of a DEALER, by hand."""
     caller = socket.create_connection(("127.0.0.1", port), 10.0)
@@ -291,7 +311,7 @@ def test_nobody_knows_the_number_of_the_next_connection() -> None:
 
 
 def test_who_still_sends_is_not_forgotten_for_who_greets() -> None:
-    """A lane has room for so many sessions, and ranks that are gone do not end theirs."""
+    """A lane has room for so many sessions; the end of a connection may be told late."""
     key = new_keys()
     served = Lane(0, "127.0.0.1", 0, 10.0, key, most=2)
     served.start(handler := HearingHandler())
@@ -312,5 +332,5 @@ def test_who_still_sends_is_not_forgotten_for_who_greets() -> None:
         peer.send(b"2")
         assert handler.heard.get(timeout=10) == (sender, b"2")
         greet(rank.public.encode() + b"new")
-    assert served.find_guard(sender) is not None and served.find_guard(gone[0]) is None
+        assert served.find_guard(sender) is not None and served.find_guard(gone[0]) is None
     served.close()
