@@ -77,7 +77,7 @@ def on_cluster_joined(run: RunState, event: events.ClusterJoined) -> None:
         if taken := _find_rival(run, cluster, event):
             run.reply_to(event.req, taken)
             return
-        if cluster is not None and not cluster.incarnations.take_row(run.now):  # else one name fills the ledger's disk
+        if cluster is not None and not cluster.take_join(run.now):  # else one name fills the ledger's disk
             often = f"cluster: {cluster.name} has begun {INCARNATIONS} incarnations, and more than one in"
             run.reply_to(event.req, Failed(Busy, f"{often} {INCARNATION_S:g} s since: ask again"))
             return

@@ -217,9 +217,17 @@ class Cluster:
     counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0, "undone": 0})
     tokens: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "lost": 0, "undone": 0})
     newest_protocol: int = added(2, 0)  # that this incarnation speaks; 0: not known to this master
-    incarnations: AuditBudget = field(
-        default_factory=lambda: AuditBudget(0.0, INCARNATIONS, most=INCARNATIONS, row_s=INCARNATION_S)
-    )  # that may begin
+    joins_left: float = added(2, float(INCARNATIONS))  # incarnations that may begin, at `joins_left_at`
+    joins_left_at: float = added(2, 0.0)
+
+    def take_join(self, now: float) -> bool:
+        """Take an incarnation from those that may begin; return False if none is left. It is refilled with time."""
+        self.joins_left = min(float(INCARNATIONS), self.joins_left + (now - self.joins_left_at) / INCARNATION_S)
+        self.joins_left_at = now
+        if self.joins_left < 1.0:
+            return False
+        self.joins_left -= 1.0
+        return True
 
     @property
     def live(self) -> bool:
@@ -337,19 +345,15 @@ class Durability:
 
 @dataclass
 class AuditBudget:
-    """The rows left for requests that changed nothing (operator.py), or for the incarnations of one cluster: a token
-    bucket, refilled with time.
-    """
+    """The rows left for requests that changed nothing (operator.py): a token bucket, refilled with time."""
 
     at: float
     left: float = float(IDLE_ROWS)
     passed_over: int = 0  # requests since the last row for which there was no room
-    most: float = float(IDLE_ROWS)
-    row_s: float = IDLE_ROW_S  # until there is one more
 
     def take_row(self, now: float) -> bool:
         """Take one row from the budget; return False, and count the request as passed over, if none is left."""
-        self.left = min(self.most, self.left + (now - self.at) / self.row_s)
+        self.left = min(float(IDLE_ROWS), self.left + (now - self.at) / IDLE_ROW_S)
         self.at = now
         if self.left < 1.0:
             self.passed_over += 1
