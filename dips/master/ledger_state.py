@@ -11,7 +11,7 @@ from dips.ids import GENESIS, VersionId
 from dips.master import ledger_history
 from dips.master.ledger_rows import OUTCOMES, RowReader, read_begun, read_ints, read_real
 from dips.protocol import records
-from dips.protocol.data import BegunRange, Intervals
+from dips.protocol.data import BegunRange, Intervals, Parts, newest_parts
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.run_state import oldest_offered
 
@@ -28,6 +28,7 @@ def read_state(db: sqlite3.Connection) -> records.LedgerState:
     restored = db.execute("SELECT incarnations_above FROM restores ORDER BY place DESC").fetchone()
     lineage, undone = _read_versions(db)
     settled, leased = _settled_ranges(db), _leased_ranges(db)
+    begun, parts = _begun_ranges(db, oldest_offered(lineage).round)
     held = {r for *_, ranges in leased for r in ranges}
     return records.LedgerState(
         row=read_run(db),
@@ -45,12 +46,13 @@ def read_state(db: sqlite3.Connection) -> records.LedgerState:
         totals=read_totals(db),
         rounds=tuple(db.execute("SELECT kind, count(*) FROM round_ends GROUP BY kind ORDER BY kind")),
         undone=undone,
-        begun=_begun_ranges(db),
+        begun=begun,
         undone_ranges=tuple(sorted(r for r in _undone_ranges(db) - held if r not in settled)),
         unknown_rounds=_unknown_rounds(db),
         incarnations_above=restored[0] if restored else 0,
         tuned=ledger_history.read_tuned(db),
         quarantined=ledger_history.read_quarantined(db),
+        parts=parts,
     )
 
 
@@ -238,16 +240,29 @@ def _settled_ranges(db: sqlite3.Connection) -> Intervals:
     return Intervals.of(r for (ranges,) in rows for r in read_ints(ranges))
 
 
-def _begun_ranges(db: sqlite3.Connection) -> tuple[BegunRange, ...]:
-    """Return the ranges that are settled in part, by the newest Outcome that named each."""
+def _begun_ranges(
+    db: sqlite3.Connection, oldest: int
+) -> tuple[tuple[BegunRange, ...], tuple[tuple[int, BegunRange], ...]]:
+    """Return the ranges that are settled in part, by the newest Outcome that named each; and what RangeBook knows of
+    parts, where versions of rounds from `oldest` on may be undone.
+    """
     begun: dict[int, BegunRange] = {}
-    query = "SELECT ranges, begun FROM outcomes WHERE kind != 'skipped' ORDER BY place"
-    for ranges, part in db.execute(query):
-        for number in read_ints(ranges) if begun else ():
+    parts: dict[int, Parts] = {}
+    query = """SELECT ranges, begun, iif(kind = 'accepted', round, 0), kind = 'accepted' AND u.round IS NOT NULL
+               FROM outcomes LEFT JOIN undone u USING (round) WHERE kind != 'skipped' ORDER BY place"""
+    for ranges, part, settled_by, over in db.execute(query):
+        for number in read_ints(ranges) if begun or parts else ():
             begun.pop(number, None)
+            if over and number in parts:
+                begun[number] = parts[number][-1][1]  # free again, but for the part that the lineage has
+            elif not over and (not settled_by or settled_by < oldest):
+                parts.pop(number, None)
         if (read := read_begun(part)) is not None:
             begun[read.number] = read
-    return tuple(begun[number] for number in sorted(begun))
+            if not over:
+                parts[read.number] = newest_parts((*parts.get(read.number, ()), (settled_by, read)), oldest)
+    chains = tuple(entry for number in sorted(parts) for entry in parts[number])
+    return tuple(begun[number] for number in sorted(begun)), chains
 
 
 def _undone_ranges(db: sqlite3.Connection) -> set[int]:

@@ -51,7 +51,8 @@ ADDED: dict[type, dict[str, Callable[[], Any]]] = {
         "rebalance": lambda: None,
         "former_slaves": dict[str, int],
         "refused_changes": dict[str, str],
-    }
+    },
+    data.RangeBook: {"parts": dict[int, data.Parts]},
 }
 SCALARS = (bool, int, float, str, type(None))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 
 from dips.printable import join_some
 from dips.protocol.options import RANGES_HELD, DataOptions
@@ -112,8 +112,9 @@ class Intervals:
 # A leased range stays leased while its cluster carries it unsettled. An accepted push settles its ranges as trained, a
 # gated one as gated; when an incarnation ends, what it had leased and not settled is free again. The trained part of a
 # range in settled pushes is kept, so that the next holder begins there. A range that was trained only by versions that
-# were rolled back is undone: leased again with `requeue: undone`, else never, since clusters still carry that work in
-# their parameters. Range e·ranges + i is range i in epoch e, so nothing is trained twice under one number.
+# were rolled back is undone: leased again with `requeue: undone`, behind the part that the lineage has, else never,
+# since clusters still carry that work in their parameters. Range e·ranges + i is range i in epoch e, so nothing is
+# trained twice under one number.
 #
 # A cluster holds at most RANGES_HELD ranges that are leased and not settled, or HELD_TIMES the ranges of its largest
 # push, so that one that leases and does not train withholds few from the others. At that bound a cluster pushes, then
@@ -133,6 +134,14 @@ class BegunRange:
     number: int
     done: int
     of: int
+
+
+Parts = tuple[tuple[int, BegunRange], ...]  # of one range: (round of the version, 0 if gated; part), oldest first
+
+
+def newest_parts(parts: Parts, oldest: int) -> Parts:
+    """Leave out all parts before the newest of a round below `oldest`."""
+    return tuple(part for part, after in pairwise((*parts, None)) if part and (after is None or after[0] >= oldest))
 
 
 @dataclass
@@ -157,20 +166,26 @@ class RangeBook:
         begun: Iterable[BegunRange] = (),
         used: Mapping[str, int] | None = None,
         held: int = RANGES_HELD,
+        parts: Iterable[tuple[int, BegunRange]] = (),
     ) -> None:
         """Build the book from the ledger's rows.
 
         leased  (cluster, incarnation, seq, ranges not settled) of each open lease, in the order of leasing
         used    ranges in the largest known push of each cluster
         held    ranges that each cluster may hold, whatever it used
+        parts   of ranges, with the round that settled each in the lineage, in order; 0: a gated push did
         """
         self.per_epoch = options.ranges
         self.total = options.ranges * options.epochs
         self.settled = Intervals() if settled is None else settled.copy()  # a copy: in long runs there may be millions
-        self.begun = {part.number: part for part in begun}  # settled in part
         self._requeue = requeue
         undone = set(undone)
         self.undone = set[int]() if requeue else undone
+        self.begun = {part.number: part for part in begun if part.number not in self.undone}  # settled in part
+        # Also of ranges that are settled, as long as the version that did may be undone.
+        self.parts: dict[int, Parts] = {}
+        for round_number, part in parts:
+            self._add_part(round_number, part)
         self._used, self._held = dict(used or {}), held
         self._leases: dict[tuple[str, int], Lease] = {}
         self.leased = 0  # ranges in all leases
@@ -250,30 +265,49 @@ class RangeBook:
         """Return those of the ranges that are settled in part, with the part."""
         return tuple(self.begun[r] for r in ranges if r in self.begun)
 
-    def settle_ranges(self, cluster: str, inc: int, ranges: Sequence[int], begun: BegunRange | None = None) -> None:
-        """Settle trained or gated ranges: they are never leased again in this lineage; of `begun` only a part is
-        settled.
+    def settle_ranges(
+        self, cluster: str, inc: int, ranges: Sequence[int], begun: BegunRange | None = None, round_number: int = 0
+    ) -> None:
+        """Settle ranges that a version of this round trained, or gated ones (0): they are never leased again in this
+        lineage; of `begun` only a part is settled.
 
-        A rollback does not change that part: clusters still carry that work in their parameters.
+        A rollback does not change that part while the range is leased or free: clusters still carry that work in their
+        parameters.
         """
         for number in ranges:
             self.settled.add_number(number)
             self.begun.pop(number, None)
+            if not round_number:
+                self.parts.pop(number, None)
         if begun is not None:
             self.begun[begun.number] = begun
+            self._add_part(round_number, begun)
         lease = self._leases.get((cluster, inc))
         if lease:
             self._strike(lease, ranges)
 
+    def undo_parts(self, after: int) -> None:
+        """Forget the parts that versions of rounds after this one settled; `undo_ranges` follows."""
+        self._keep_parts(lambda chain: tuple(entry for entry in chain if entry[0] <= after))
+
     def undo_ranges(self, ranges: Iterable[int]) -> None:
-        """Undo ranges of versions that were rolled back: free them again with `requeue: undone`, else mark them as
-        undone.
+        """Undo ranges of versions that were rolled back: with `requeue: undone` free them again, but for the part that
+        the lineage has, else mark them as undone.
         """
         over = {number for number in ranges if self.settled.remove_number(number)}
         if self._requeue:
             self._free_all(over)
+            self.begun.update((number, self.parts[number][-1][1]) for number in over if number in self.parts)
         else:
             self.undone |= over
+
+    def forget_parts(self, ranges: Iterable[int], oldest: int) -> None:
+        """Forget what no rollback asks for: the parts of these ranges, which are settled for good, and those before
+        the newest of a round below `oldest`.
+        """
+        for number in ranges:
+            self.parts.pop(number, None)
+        self._keep_parts(lambda chain: newest_parts(chain, oldest))
 
     def release_lease(self, cluster: str, inc: int, keep: Sequence[int] = ()) -> None:
         """Free the ranges of an ended incarnation, except `keep`: those of its push that is not yet settled."""
@@ -286,6 +320,12 @@ class RangeBook:
         self._free_all(freed)
         if keep:
             self._leases[cluster, inc] = lease
+
+    def _add_part(self, round_number: int, part: BegunRange) -> None:
+        self.parts[part.number] = (*self.parts.get(part.number, ()), (round_number, part))
+
+    def _keep_parts(self, choose: Callable[[Parts], Parts]) -> None:
+        self.parts = {number: kept for number, chain in self.parts.items() if (kept := choose(chain))}
 
     def _enter(self, lease: Lease, ranges: Iterable[int]) -> None:
         before = len(lease.ranges)

@@ -414,3 +414,4 @@ class LedgerState:
     incarnations_above: int = 0  # of a restored ledger
     tuned: tuple[TunedOption, ...] = ()  # with the present values, in the order in which they were first tuned
     quarantined: tuple[tuple[str, str], ...] = ()  # (cluster, reason) by an operator
+    parts: tuple[tuple[int, BegunRange], ...] = added(2, ())  # what a rollback may ask for: see RangeBook, in order

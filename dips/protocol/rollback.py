@@ -207,6 +207,7 @@ def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
 def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
     undone = [v for v in run.versions.values() if v.version.version > head.version]
     run.emit_record(RolledBack(head, tuple(v.version for v in undone), reason, run.now))
+    run.ranges.undo_parts(head.round)
     for row in undone:
         del run.versions[row.version]
         run.committed_at.pop(row.version, None)

@@ -725,7 +725,8 @@ def _settle_push(
     if kind is not OutcomeKind.SKIPPED or (same_incarnation and cluster.live):
         cluster.in_window -= 1
     if kind is not OutcomeKind.SKIPPED:
-        run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges, push.begun)
+        number = version.round if version is not None and kind is OutcomeKind.ACCEPTED else 0
+        run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges, push.begun, number)
         cluster.tokens[kind] += push.tokens
         if kind is OutcomeKind.ACCEPTED:
             cluster.last_tokens = push.counted

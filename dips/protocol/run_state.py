@@ -255,7 +255,6 @@ class RunState:
         }
         self.step_norms: dict[VersionId, float] = {}  # of this term: ‖θ − parent's θ‖ of each version; 0: unknown
         self.committed_at: dict[VersionId, float] = {}  # of versions of this term in the lineage
-        self.forget_old_versions()
         self.undone: dict[VersionId, VersionRow] = {v.version: v for v in state.undone}
         self.head = state.versions[-1].version
         self.next_round = state.next_round
@@ -270,8 +269,17 @@ class RunState:
         for name, _, ranges in (share for v in state.versions for share in v.shares):
             used[name] = max(len(ranges), used.get(name, 0))
         self.ranges = RangeBook(
-            data, state.settled, state.leased, state.undone_ranges, requeue, state.begun, used, options.ranges_held
+            data,
+            state.settled,
+            state.leased,
+            state.undone_ranges,
+            requeue,
+            state.begun,
+            used,
+            options.ranges_held,
+            state.parts,
         )
+        self.forget_old_versions()
         genesis_norm = sum(state.row.genesis_norms)
         self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
         self.round: Round | None = None
@@ -306,6 +314,8 @@ class RunState:
         """
         oldest = oldest_offered(self.versions.values())
         older = list(takewhile(lambda version: version.version < oldest.version, islice(self.versions, 1, None)))
+        settled = [number for v in older for _, _, ranges in self.versions[v].shares for number in ranges]
+        self.ranges.forget_parts(settled, oldest.round)
         for version in older:
             if self.versions[version].shares:
                 self.versions[version] = replace(self.versions[version], shares=())

@@ -10,7 +10,7 @@ from typing import Any
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.data import Intervals
+from dips.protocol.data import BegunRange, Intervals
 from dips.protocol.effects import Apply, Commit, Effect, Fold, Measure, OpenPull, Order, Persist, Reply
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Options, PenaltyOptions, TimingOptions
@@ -125,14 +125,28 @@ class ScriptedRun:
         self.ask(ev.PushRequested(0, push, base or self.head, ranks, idle_s=idle_s))
         return push
 
-    def commit(self, push: PushId, tokens: int = 100, steps: int = 1, ranges: Iterable[int] = ()) -> Any:
+    def commit(
+        self,
+        push: PushId,
+        tokens: int = 100,
+        steps: int = 1,
+        ranges: Iterable[int] = (),
+        begun: BegunRange | None = None,
+    ) -> Any:
         """The push is staged, and committed; return what its cluster is answered."""
         self.step(ev.PushStaged("s", self.view.slaves["s"].sinc, push, 4))
-        return self.ask(ev.PushFinished(0, push, tokens, steps, tuple(ranges), 2.5))
+        return self.ask(ev.PushFinished(0, push, tokens, steps, tuple(ranges), 2.5, begun))
 
-    def push(self, cluster: str, tokens: int = 100, steps: int = 1, ranges: Iterable[int] = ()) -> PushId:
+    def push(
+        self,
+        cluster: str,
+        tokens: int = 100,
+        steps: int = 1,
+        ranges: Iterable[int] = (),
+        begun: BegunRange | None = None,
+    ) -> PushId:
         push = self.open_push(cluster)
-        self.commit(push, tokens, steps, ranges)
+        self.commit(push, tokens, steps, ranges, begun)
         return push
 
     def outcome(self, push: PushId) -> Any:

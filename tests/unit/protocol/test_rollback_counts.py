@@ -17,6 +17,7 @@ from dips.ids import GENESIS, PullId, VersionId
 from dips.master.ledger import MEMORY, Ledger
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
+from dips.protocol.data import BegunRange
 from dips.protocol.effects import ClosePull, Commit, DropPush, Effect, Grant, Pending, Persist, Refused
 from dips.protocol.enums import DurabilityMode, OutcomeKind, RequeuePolicy
 from dips.protocol.options import DataOptions, Options, StopOptions
@@ -61,13 +62,15 @@ class StoredRun(ScriptedRun):
         assert isinstance(state, RunState)
         return state
 
-    def make_version(self, *clusters: str, finite: bool = True) -> None:
-        """One round: each pushes two ranges of data."""
+    def make_version(self, *clusters: str, finite: bool = True, done: int = 0) -> None:
+        """One round: each pushes two more ranges of data, or of the last one `done` of 10 samples."""
         self.leases, self.finite = self.leases + 1, finite
         pushes = []
         for cluster in clusters:
-            asked = ev.RangesRequested(0, cluster, self.inc(cluster), self.leases, 2)
-            pushes.append(self.push(cluster, ranges=self.ask(asked).ranges))
+            self.ask(ev.RangesRequested(0, cluster, self.inc(cluster), self.leases, 2))
+            *held, last = self.state.ranges.held_by(cluster, self.inc(cluster))
+            begun = BegunRange(last, done, 10) if done else None
+            pushes.append(self.push(cluster, ranges=held if done else (*held, last), begun=begun))
         self.wait(20.0)
         for push in pushes:
             self.outcome(push)
@@ -103,6 +106,7 @@ def describe(run: RunState) -> dict[str, Any]:
         "clusters": {c.name: (c.counts, c.tokens, c.settled, c.last_tokens) for c in run.clusters.values()},
         "settled": run.ranges.settled,
         "undone ranges": run.ranges.undone,
+        "begun ranges": (run.ranges.begun, run.ranges.parts if run.options.requeue is RequeuePolicy.UNDONE else None),
         "free": run.ranges.free,
         "leased": {c.name: run.ranges.held_by(c.name, c.inc) for c in run.clusters.values()},
         "versions": newer,
@@ -215,10 +219,39 @@ def test_back_to_the_initial_model_over_versions_that_no_disk_took() -> None:
     assert describe(run.state) == describe(read_again(run))
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_range_that_is_leased_again_begins_behind_the_part_that_the_lineage_has(restarts: bool) -> None:
+    """v1 has three samples of it, v2 the rest, and a rollback to v1 frees it: the three would be trained twice in one
+    lineage. Back at v0 all of it is to be trained. Guards docs/architecture.md#invariant-10.
+    """
+    run = StoredRun()
+    run.train("a")
+    for done in (3, 0):
+        run.make_version("a", done=done)
+    assert list(run.state.ranges.settled) == [0, 1, 2, 3] and not run.state.ranges.begun
+    for head, begun in ((VersionId(1, 1), (BegunRange(1, 3, 10),)), (GENESIS, ())):
+        if restarts:
+            run.machine = Coordinator(run.ledger.read_state(), MANIFEST, run.options, run.now)
+            run.orders.clear()
+        run.offer(*[head] * (head != GENESIS))
+        run.train("b" if begun else "c")
+        given = run.ask(ev.RangesRequested(0, "b" if begun else "c", 1, 1, 2))
+        assert (run.head, given.ranges[0], given.begun) == (head, 1 if begun else 0, begun)
+
+
+def test_parts_are_forgotten_with_the_versions_that_no_rollback_undoes() -> None:
+    """Else each range of a long run would have left its own."""
+    run = StoredRun()
+    run.train("a")
+    for n in range(24):
+        run.make_version("a", done=3 * (n % 2))
+    assert len(run.state.ranges.parts) <= 3
+
+
 @pytest.mark.parametrize("requeue", RequeuePolicy)
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= 12)) for n in range(30)])
 def test_memory_is_what_the_ledger_says_after_each_rollback(seed: int, requeue: RequeuePolicy) -> None:
-    draw = random.Random(seed)
+    draw, draw_part = random.Random(seed), random.Random(seed)
     archive = draw.choice([0, 0, 2, 3])
     run = StoredRun(replace(SHORT, requeue=requeue, keep_every=archive, keep_most=archive and 2))
     run.train("a", "b")
@@ -236,7 +269,8 @@ def test_memory_is_what_the_ledger_says_after_each_rollback(seed: int, requeue: 
                 run.offer(*offered[: draw.randrange(len(offered) + 1)])
                 undone = len(run.state.undone)
             case _:
-                run.make_version(*draw.choice([("a",), ("b",), ("a", "b")]), finite=draw.random() > 0.1)
+                clusters, finite = draw.choice([("a",), ("b",), ("a", "b")]), draw.random() > 0.1
+                run.make_version(*clusters, finite=finite, done=max(0, draw_part.randrange(-9, 10)))
         assert describe(run.state) == describe(read_again(run)), f"seed {seed}"
         assert {*run.state.step_norms, *run.state.committed_at} <= set(run.state.versions), "nothing else is remembered"
         assert not any(run.state.versions[mirrored].retired for mirrored in run.state.mirrored)
