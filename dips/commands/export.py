@@ -92,13 +92,16 @@ def _write_file(
 
 
 def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> VersionId:
-    from dips.master.genesis import INITIAL
+    from dips.master.genesis import INITIAL, fetch_initial, ledger_path
+    from dips.master.restore import mirror_of
     from dips.slave.export import export_snapshot
     from dips.store.files import find_complete
 
     run_file = load_run(config)
     if wanted == GENESIS:  # slaves have no snapshot of it
         initial = run_file.master.directory / INITIAL
+        if (store := mirror_of(run_file)) is not None and ledger_path(run_file).exists():  # of a former standby
+            fetch_initial(store, run_file.shared.run, run_file.master.directory)
         if not (initial / str(GENESIS)).exists():
             raise ConfigError(f"{initial}: `dips seed` brought v0@r0 to the slaves alone: take it with --master")
         return export_snapshot([initial], GENESIS, output)

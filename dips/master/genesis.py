@@ -133,8 +133,8 @@ def make_row(config: RunFile, manifest: Manifest, digests: tuple[str, ...], norm
     )
 
 
-def fetch_initial(store: MirrorStore, run: str, directory: Path) -> None:
-    """Restore what is missing of the root of v0@r0 from the mirror."""
+def fetch_initial(store: MirrorStore, run: str, directory: Path, *, model: bool = True) -> None:
+    """Restore what is missing of the root of v0@r0 from the mirror; without `model` the shared options alone."""
     root, shared = directory / INITIAL, directory / INITIAL_SHARED
     make_directory(root)
     if (
@@ -143,7 +143,7 @@ def fetch_initial(store: MirrorStore, run: str, directory: Path) -> None:
     ):
         write_durably(shared, content, shared.with_suffix(".tmp"))
     initial = store.subfolder(str(INITIAL))
-    if not (directory / INITIAL_VERSION).exists() and GENESIS in list_versions(initial):
+    if model and not (directory / INITIAL_VERSION).exists() and GENESIS in list_versions(initial):
         bring_back(initial, root, run, "", GENESIS)
 
 

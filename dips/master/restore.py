@@ -308,6 +308,8 @@ def restore_if_lost(config: RunFile, log: Log, claimed: int | None = None) -> No
     """Restore the ledger and the initial model from the mirror if they are lost; do nothing if they exist or have no
     mirror. A term is claimed before the mirror is read, or was by the caller; the master serves a later one.
 
+    A standby, whose term is claimed, has none of the slaves, and no time or room for their initial model.
+
     Raise ConfigError if the existing ledger is older than its mirror's; FailedMirror if a mirror that is needed cannot
     be read; Corrupt if it is of another run.
     """
@@ -317,7 +319,7 @@ def restore_if_lost(config: RunFile, log: Log, claimed: int | None = None) -> No
     if path.exists():
         _check_not_older(path, store, log)
         return
-    run = config.shared.run
+    run, model = config.shared.run, claimed is None
     with hold_ledger(path):  # one master restores it, and a second one finds it
         if not _list_bases(store):
             return  # a run that has not begun
@@ -328,7 +330,8 @@ def restore_if_lost(config: RunFile, log: Log, claimed: int | None = None) -> No
             found = read_newest(store, run, base)
             if found is None:
                 raise Corrupt(f"{store.url}/{FOLDER}: its bases are gone")
-            genesis.fetch_initial(store, run, config.master.directory)  # first: one with a ledger is not restored
+            # First: one with a ledger is not restored.
+            genesis.fetch_initial(store, run, config.master.directory, model=model)
             state = build_file(replace(found, term=claimed - SPARE - 1), path)
     log.warning(
         "ledger_restored", mirror=store.url, term=found.term, head=str(state.versions[-1].version),

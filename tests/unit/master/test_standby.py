@@ -27,8 +27,10 @@ import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
+from dips.commands import export
 from dips.config import RunFile, load_run
 from dips.errors import ConfigError, FailedMirror, StaleTerm
+from dips.ids import GENESIS
 from dips.master import genesis, restore, standby
 from dips.master.app import serve
 from dips.master.genesis import BOUND
@@ -231,6 +233,22 @@ def test_two_masters_that_restore_at_once_get_terms_of_their_own(tmp_path: Path,
         other.end()
     found = restore.read_newest(mirror(first), "r", tmp_path / "base")
     assert found is not None and found.term == other.term
+
+
+def test_a_standby_takes_over_without_the_initial_model(tmp_path: Path) -> None:
+    """Its copy took as long as the model is large, and a disk without room for it ended each try; `dips export` of
+    v0@r0 fetches it.
+    """
+    (tmp_path / "mirror").mkdir()
+    a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
+    Serving(a).die()
+    lease = restore.claim_term(mirror(b), "r", "b", claimable=True, above=restore.newest_term(mirror(b)))
+    assert lease is not None
+    b.master.directory.mkdir(exist_ok=True)
+    restore.restore_if_lost(b, LOG, claimed=lease.term)
+    assert genesis.ledger_path(b).exists() and (b.master.directory / genesis.INITIAL_SHARED).exists()
+    assert not (b.master.directory / genesis.INITIAL_VERSION).exists()
+    assert export._write_from_disks(tmp_path / "b.yaml", GENESIS, tmp_path / "model") == GENESIS
 
 
 @pytest.mark.parametrize("when", ["before the claim", "between claim and restore"])
