@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dips.config import OnVersionSection, TrackSection
 from dips.ids import VersionId
-from dips.master.supervisor import Child, truncate_log
+from dips.master.supervisor import BoundedLogs, Child
 from dips.protocol.records import Record, VersionResult
 from dips.protocol.view import TrackView, VersionProcessView
 from dips.tasks import Fail, start_task
@@ -60,6 +60,7 @@ class TrackProcesses:
 
     def __init__(self, file: Path, track: TrackSection, directory: Path, log: Log) -> None:
         self._file, self._directory, self._log = file, directory / "track", log
+        self._logs = BoundedLogs(log)
         self._kinds = [kind for kind in ("tensorboard", "wandb") if getattr(track, kind) is not None]
         self._reasons = dict.fromkeys(self._kinds, "")  # why the last one ended; empty: one runs
         self._tasks: list[asyncio.Task[None]] = []
@@ -93,12 +94,12 @@ class TrackProcesses:
     async def _run_process(self, kind: str) -> str:
         """Run a process; return why it has ended, which it should not."""
         log = self._directory / f"{kind}.log"
-        truncate_log(log, TRACKER_LOG_BYTES)
+        await self._logs.bound_log(log, TRACKER_LOG_BYTES)
         begin = _find_end(log)
         child = Child.start(_spell_command(TRACKER_PROGRAM, str(self._file), kind), log, whole_group=True)
         try:
             while not await child.wait(TRACKER_LOOKS_S):
-                await asyncio.to_thread(truncate_log, log, TRACKER_LOG_BYTES)
+                await self._logs.bound_log(log, TRACKER_LOG_BYTES)
         finally:
             await child.end(GRACE_S)
         said = await asyncio.to_thread(_read_last, log, begin)
@@ -144,7 +145,7 @@ class VersionProcesses:
         log: Log,
     ) -> None:
         self._file, self._config, self._find_due, self._write, self._log = file, config, find_due, write, log
-        self._directory = directory / "on_version"
+        self._directory, self._logs = directory / "on_version", BoundedLogs(log)
         self._clock = asyncio.get_running_loop().time
         self._running: tuple[VersionId, float] | None = None
         self._last: VersionResult | None = None
@@ -207,7 +208,7 @@ class VersionProcesses:
     async def _run_process(self, version: VersionId) -> tuple[bool, str, tuple[tuple[str, float], ...]]:
         """Return (whether it succeeded, why not, its numbers)."""
         log = self._directory / "output.log"
-        truncate_log(log, LOG_BYTES)
+        await self._logs.bound_log(log, LOG_BYTES)
         begin = _find_end(log)
         try:
             words = str(self._file), str(version), str(self._directory / "model.safetensors"), "--"
@@ -234,7 +235,7 @@ class VersionProcesses:
         while (left := until - self._clock()) > 0:
             if await child.wait(min(left, LOOK_EVERY_S)):
                 return True
-            await asyncio.to_thread(truncate_log, log, LOG_BYTES)
+            await self._logs.bound_log(log, LOG_BYTES)
         return False
 
 

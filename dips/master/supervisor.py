@@ -143,6 +143,24 @@ def truncate_log(log: Path, most_bytes: int) -> None:
             os.truncate(log, 0)
 
 
+class BoundedLogs:
+    """Keeps logs of other processes short; a failure is logged once and tried again, while the processes go on."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._unbounded: set[Path] = set()
+
+    async def bound_log(self, path: Path, most_bytes: int) -> None:
+        """Limit a log, as `truncate_log` does."""
+        try:
+            await asyncio.to_thread(truncate_log, path, most_bytes)
+            self._unbounded.discard(path)
+        except OSError as error:
+            if path not in self._unbounded:
+                self._log.warning("a log cannot be kept short", log=str(path), why=str(error))
+            self._unbounded.add(path)
+
+
 # ---- supervisor -----------------------------------------------------------------------------------------------------
 # Starts and supervises the slaves whose `supervisor` is `exec`: child processes on the master's own machine.
 #
@@ -230,7 +248,7 @@ class Supervisor:
         self._seen: Seen = {}
         self._children: dict[str, Child] = {}
         self._worked: dict[str, tuple[int, float]] = {}  # our slaves → (bytes processed, when they last rose)
-        self._unbounded: set[Path] = set()  # logs that could not be kept below LOG_BYTES
+        self._logs = BoundedLogs(log)
         self._tasks: list[asyncio.Task[None]] = []
         self._clock = asyncio.get_running_loop().time
 
@@ -262,18 +280,8 @@ class Supervisor:
         while True:
             self._seen = self._view()
             for slave in self._slaves:
-                await self._bound_log(self._log_path(slave))
+                await self._logs.bound_log(self._log_path(slave), LOG_BYTES)
             await asyncio.sleep(self._timing.heartbeat_s)
-
-    async def _bound_log(self, path: Path) -> None:
-        """Limit a slave's log; a failure is logged once and tried again, while supervision goes on."""
-        try:
-            await asyncio.to_thread(truncate_log, path, LOG_BYTES)
-            self._unbounded.discard(path)
-        except OSError as error:
-            if path not in self._unbounded:
-                self._log.warning("a slave's log cannot be kept short", log=str(path), why=str(error))
-            self._unbounded.add(path)
 
     async def _keep_running(self, slave: SlaveSection) -> None:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, Random())

@@ -275,6 +275,17 @@ async def test_one_that_prints_on_and_on_fills_no_disk(make_place: MakePlace, mo
     assert (await place.run_one()).numbers == (("a", 1.0),)
 
 
+async def test_one_whose_log_cannot_be_cut_goes_on(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk: it was killed, perhaps after hours, and began anew each minute."""
+    monkeypatch.setattr(hooks, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(hooks, "LOG_BYTES", 1)
+    place = make_place(command=["sh", "-c", "echo begun; sleep 0.1; echo '{\"a\": 1}'"])
+    (place.config.master.directory / "on_version" / "output.log.1").mkdir(parents=True)  # in the copy's place
+    place.commit()
+    place.commit()
+    assert (await place.run_one()).numbers == (("a", 1.0),)
+
+
 async def test_a_tracker_that_prints_on_and_on_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "TRACKER_LOOKS_S", 0.01)
     monkeypatch.setattr(hooks, "TRACKER_LOG_BYTES", 100)
