@@ -24,7 +24,7 @@ from dips.identity.names import MASTER_NAME, PeerRole
 from dips.master import genesis, operate, restore, standby, waiting
 from dips.master.core import MasterCore, Step
 from dips.master.journal import SEGMENTS_KEPT, Journal
-from dips.master.ledger import Ledger
+from dips.master.ledger import Ledger, lack_room
 from dips.master.page import MasterPage
 from dips.master.runtime import (
     BASE,
@@ -187,7 +187,9 @@ async def serve(
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY, guard)}"
         page = MasterPage(config.shared.agreed)
         runtime = _build_runtime(config, ledger, outside, log, timeline, stack, page, stands_by)
-        checker = await _add_services(server, runtime, guard, row, _describe_run(config, row), _name_page(config))
+        checker = await _add_services(
+            server, runtime, guard, row, _describe_run(config, row), _name_page(config), genesis.ledger_path(config)
+        )
         await server.start()
         await _serve_http(config, tls, runtime, page, log, stack)
         supervisor = _make_supervisor(config, file, runtime, log)
@@ -299,11 +301,18 @@ def _name_page(config: RunFile) -> str | None:
 
 
 async def _add_services(
-    server: aio.Server, runtime: Runtime, guard: Guard | None, row: RunRow, agreed: dict[str, Any], page: str | None
+    server: aio.Server,
+    runtime: Runtime,
+    guard: Guard | None,
+    row: RunRow,
+    agreed: dict[str, Any],
+    page: str | None,
+    ledger: Path,
 ) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(ClusterServicer(runtime, ManifestDesk(row.manifest)), server)
     add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
-    operators = OperatorServicer(runtime, partial(waiting.check_repeated, row), guard)
+    begin = partial(waiting.check_repeated, row)
+    operators = OperatorServicer(runtime, begin, guard, lack_room=partial(lack_room, ledger))
     add_OperatorServiceServicer_to_server(operators, server)
     add_StatusServiceServicer_to_server(StatusServicer(runtime, agreed, page, guard), server)
     return await control.serve_health(server, SERVICES)

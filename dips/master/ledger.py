@@ -7,6 +7,7 @@ meaning of a record and when it is written; this file does not know them.
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -38,6 +39,7 @@ from dips.view.points import RoundHistory
 
 MEMORY = ":memory:"
 FORMER = ".format{}.sqlite"  # end of the name of the file as it was before its format was raised from this one
+SPARE_BYTES = 16 << 20  # left free behind such a copy, for the rounds that follow
 BUSY_S = 10.0  # longest wait of SQLite for a reader's lock before a write fails
 
 Wall = Callable[[], float]
@@ -289,6 +291,17 @@ def _view_as_newest(db: sqlite3.Connection) -> None:
         db.execute("PRAGMA temp_store = MEMORY")
     for name, select in lacking.items():
         db.execute(f"CREATE TEMP VIEW IF NOT EXISTS {name} AS {select}")
+
+
+def lack_room(path: Path) -> str:
+    """Return why `dips finalise` has no room for the copy of this ledger that it keeps; empty if it has. In the middle
+    of the transaction a full disk would end the master, at each try.
+    """
+    needed = sum(file.stat().st_size for file in (path, path.with_name(path.name + "-wal")) if file.exists())
+    free = shutil.disk_usage(path.parent).free
+    if free >= needed + SPARE_BYTES:
+        return ""
+    return f"{path.parent}: expected {needed + SPARE_BYTES} free bytes, for a copy of the ledger, got {free}"
 
 
 def _keep_former(db: sqlite3.Connection, form: int) -> None:

@@ -720,9 +720,13 @@ class OperatorServicer(OperatorServiceServicer):
         begin: Callable[[events.RunProposed], None],
         guard: Guard | None = None,
         wall: Callable[[], float] = time.time,
+        lack_room: Callable[[], str] = lambda: "",
     ) -> None:
-        """`begin` creates the run's ledger, or raises why not; it does nothing if the run has begun with that model."""
+        """`begin` creates the run's ledger, or raises why not; it does nothing if the run has begun with that model.
+        `lack_room` returns why the run's protocol cannot be raised on the ledger's disk.
+        """
         self._runtime, self._begin, self._guard, self._wall = runtime, begin, guard, wall
+        self._lack_room = lack_room
 
     async def Begin(self, request: Any, context: Any) -> operator_pb2.BeginReply:
         self._begin(messages.from_proto(request, events.RunProposed))
@@ -741,10 +745,14 @@ class OperatorServicer(OperatorServiceServicer):
     _finalise = _audited(events.FinaliseAsked, operator_pb2.FinaliseReply)
 
     async def Finalise(self, request: Any, context: Any) -> operator_pb2.FinaliseReply:
-        """Ask the core, but for a standby that speaks less: the core knows none, they are files in the mirror."""
-        lease = self._runtime.build_view().lease
-        if lease is not None and (holdouts := lease.find_holdouts(request.protocol)):
-            refused = Refused(0.0, explain_holdouts(holdouts, request.protocol))
+        """Ask the core, but for a standby that speaks less, or a disk without room: the core knows of neither."""
+        view, why = self._runtime.build_view(), ""
+        if view.lease is not None and (holdouts := view.lease.find_holdouts(request.protocol)):
+            why = explain_holdouts(holdouts, request.protocol)
+        elif view.protocol < request.protocol:
+            why = self._lack_room()
+        if why:
+            refused = Refused(0.0, why)
             return cast(operator_pb2.FinaliseReply, messages.wrap_oneof(refused, operator_pb2.FinaliseReply))
         return cast(operator_pb2.FinaliseReply, await self._finalise(request, context))
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from dips.ids import GENESIS
 from dips.master import genesis, restore, standby
 from dips.master.app import serve
 from dips.master.genesis import BOUND
-from dips.master.ledger import Ledger
+from dips.master.ledger import SPARE_BYTES, Ledger, lack_room
 from dips.master.runtime import BASE, MasterOutside, OperatorServicer
 from dips.master.standby import LeaseKeeper, Standby
 from dips.protocol.effects import Acknowledged
@@ -546,6 +547,22 @@ async def test_nothing_is_mirrored_before_its_term_is_claimed(tmp_path: Path, mo
         until(lambda: not outside.complete_view(RunView()).ledger_mirror.red, "it is claimed, and keeps up")  # type: ignore[union-attr]
         await outside.close()
     assert mirrored == [] and "term 1 is not claimed" in view.ledger_mirror.reason  # type: ignore[union-attr]
+
+
+async def test_dips_finalise_is_refused_on_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former ledger, which is kept beside, filled it in the middle of the transaction: the master ended with 74."""
+    (tmp_path / "ledger.sqlite").write_bytes(bytes(1000))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=SPARE_BYTES + 1000 - full))
+
+    async def ask_core(make: Callable[[int], Any]) -> Acknowledged:
+        return Acknowledged()
+
+    for full, speaks, answer in ((1, 1, "refused"), (1, 2, "acknowledged"), (0, 1, "acknowledged")):
+        runtime: Any = SimpleNamespace(build_view=partial(RunView, protocol=speaks), ask_core=ask_core)
+        lacks = partial(lack_room, tmp_path / "ledger.sqlite")
+        operator = OperatorServicer(runtime, begin=ask_core, lack_room=lacks)
+        said = await operator.Finalise(operator_pb2.FinaliseAsked(protocol=2), None)
+        assert said.HasField(answer) and (full == 0 or "free bytes, for a copy of the ledger" in lacks())
 
 
 async def test_dips_finalise_waits_for_a_standby_of_the_release_before(tmp_path: Path, url: str) -> None:
