@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from math import inf
 from types import TracebackType
 from typing import Any
 
@@ -41,7 +43,8 @@ LEASE_HEARTBEATS = 5  # heartbeats per lease, as clusters send them
 JOIN_S = 30.0  # for a former process with this name to fall silent; or a lease, if that is longer
 GRANT_S = 60.0  # for the slaves to register and to pin the version
 RETRY_S = 0.2
-AGAIN_S = 2.0  # until a follower joins again
+AGAIN_S = 2.0  # until a follower joins again; a refusal that heals meanwhile ends none, as it ends no agent
+REFUSED_AGAIN_S = 60.0  # a refusal so soon after another is final
 STALL_S = 30.0  # without a byte of a transfer
 
 # (run, version, manifest) → an array for all parameters, concatenated in the manifest's order.
@@ -301,15 +304,18 @@ async def follow_versions(
                the last one again, if a pull that failed has overwritten it. The next is pulled when it returns;
                versions that pass meanwhile are left out
     warn       called with a sentence when master or slaves do not answer, which is tried again
-    Errors     those of VersionPuller until a version has come; then Denied, ConfigError, those of `make_room`, `take`
+    Errors     those of VersionPuller until a version has come; then Denied, if that is tried again in vain,
+               ConfigError, those of `make_room`, `take`
     """
-    following = _Following(master, name, make_room, take, warn)
+    following, may_be_refused_at = _Following(master, name, make_room, take, warn), -inf
     while True:
         try:
             return await following.join_and_pull()
-        except (Unavailable, Busy, Stale) as error:
-            if not following.has_pulled:
+        except (Unavailable, Busy, Stale, Denied) as error:
+            if not following.has_pulled or (isinstance(error, Denied) and time.monotonic() < may_be_refused_at):
                 raise
+            if isinstance(error, Denied):
+                may_be_refused_at = time.monotonic() + REFUSED_AGAIN_S
             warn(f"{error}; tried again in {AGAIN_S:g} s")
             await asyncio.sleep(AGAIN_S)
 

@@ -49,6 +49,7 @@ class MasterOfPullers(ClusterServiceServicer, StatusServiceServicer):
             "RequestPull": [Grant(V1, (), 60.0)],
         }
         self.busy = list[str]()  # methods whose next call is one too many, as gRPC itself answers
+        self.denies = 0  # heartbeats that it refuses next
         self.peer: Endpoint
 
     async def Describe(self, request: Any, context: Any) -> Any:
@@ -57,6 +58,10 @@ class MasterOfPullers(ClusterServiceServicer, StatusServiceServicer):
 
     async def Heartbeat(self, request: Any, context: Any) -> Any:
         await self._refuse_busy("Heartbeat", context)
+        if self.denies:
+            self.denies -= 1
+            why = "the cluster c.puller is not in the run file"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, why, (("dips-error", "Denied"),))
         self.beats.append(asyncio.get_running_loop().time())
         progress = Progress(0, 0, self.finished)
         return to_proto(ClusterHeartbeatAnswer(1, self.lease_s, self.standing, None, None, progress, head=self.head))
@@ -345,6 +350,28 @@ async def test_a_follower_outlives_a_master_that_is_busy(master: MasterOfPullers
         assert await follow_versions(master.peer, "c.puller", make_room, take, warned.append) == V2
     assert taken == [V1, V2] and master.busy == [] and len(master.of("Join")) == 1
     assert len(warned) == 1 and "Concurrent RPC limit exceeded!; tried again in 0.05 s" in warned[0]
+
+
+@pytest.mark.parametrize("denies", [1, 2])
+async def test_a_follower_outlives_a_refusal_that_heals(master: MasterOfPullers, slaves: Slaves, denies: int) -> None:
+    """A wrong run file that was saved for a second ended all inference servers for good."""
+    warned = list[str]()
+
+    async def take(version: VersionId) -> None:
+        if version == V1:
+            master.denies = denies
+            if denies == 1:
+                master.head, master.finished, master.script["RequestPull"] = V2, V2, [Grant(V2, (), 60.0)]
+            await eventually(lambda: master.denies < denies)
+
+    follows = follow_versions(master.peer, "c.puller", make_room, take, warned.append)
+    async with asyncio.timeout(20):
+        if denies == 1:
+            assert await follows == V2
+        else:
+            with pytest.raises(Denied, match="not in the run file"):
+                await follows
+    assert len(warned) == 1 and "not in the run file" in warned[0]
 
 
 async def test_a_follower_that_has_pulled_nothing_says_what_fails(master: MasterOfPullers, slaves: Slaves) -> None:
