@@ -619,6 +619,7 @@ class DataRanges:
         Also returns None if the remaining samples of the last ranges must be trained first. Collective.
         """
         self._asked += 1
+        was_finished = False
         while True:
             answer = self._agent_client.ask_until_answered(
                 messages.RangeWanted(self._state.attempt, self._asked, self._state.left)
@@ -629,7 +630,10 @@ class DataRanges:
             if not isinstance(answer, messages.RangesEnded):
                 raise LocalProtocolError(f"expected RangeGiven or RangesEnded from the agent, got {answer!r}")
             if (self._state.left and not answer.finished) or self._settle_ranges(answer):
-                return None
+                # An end of the run that is not there any more, since it was extended meanwhile, is asked for again.
+                if self._state.finished or not answer.finished or was_finished:
+                    return None
+                was_finished = True
             self._tell_news()
 
     def mark_position(self, left: Sequence[int], begun: BegunRange | None) -> None:

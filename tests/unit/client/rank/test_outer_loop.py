@@ -529,6 +529,20 @@ def test_each_outer_step_at_the_end_of_the_data_is_told(directory: Path, monkeyp
     agent.join()
 
 
+def test_ranges_go_on_in_a_run_that_is_extended_as_it_ends(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer ended for good, as at the end of the data. One whose end is told twice, and whose final version does
+    not come, ends.
+    """
+    monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
+    file = change_file(directory, shared={"run": "r", "data": {"ranges": 3}})
+    train_on, over = TrainOn("", 1, 0.25), messages.RangesEnded("the run is finished with v1@r1", True)
+    script = (over, train_on, messages.RangeGiven(0), over, train_on, over, train_on)
+    agent = ScriptedAgent(directory / "agent.sock", Attached(1, 0.0), pull_now(V1, 1), train_on, *script, Noted())
+    with OuterLoop(nn.Linear(3, 2), file) as outer:
+        assert list(outer.ranges()) == [0]
+    agent.join()
+
+
 def test_a_push_in_flight_at_the_end_of_the_data_is_settled(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the agent is asked again: its outcome may return ranges."""
     monkeypatch.setattr(transfer, "pull_pieces", fill_with_version)
