@@ -93,6 +93,11 @@ def map_behind(path: Path, header: bytes, numel: int) -> F32:
     return np.memmap(path, np.float32, "r+", len(header), (numel,)) if numel else np.empty(0, np.float32)
 
 
+# Maps by the file's device and inode, which no other file has while it is mapped, and the length: all readers of a file
+# share one, since a process has 65,530 at most, and its memory and threads need some of them.
+_MAPS = weakref.WeakValueDictionary[tuple[int, int, int], Any]()
+
+
 def map_floats(path: Path, begin: int, numel: int) -> F32:
     """Map the `numel` fp32 numbers at byte `begin` of a file for reading; the map outlives the file's deletion.
 
@@ -100,17 +105,26 @@ def map_floats(path: Path, begin: int, numel: int) -> F32:
     """
     length = begin + ITEM * numel
     with path.open("rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_size < length:
+        state = os.fstat(file.fileno())
+        if state.st_size < length:
             raise CorruptSnapshot(f"{path}: expected at least {length} bytes, it ends earlier")
-        address = _LIBC.mmap(None, length, _PROT_READ, _MAP_SHARED, file.fileno(), 0)
+        mapped = _MAPS.get((state.st_dev, state.st_ino, length))
+        if mapped is None:
+            mapped = _MAPS[state.st_dev, state.st_ino, length] = _map_file(path, file.fileno(), length)
+    array = np.frombuffer(mapped, np.float32, numel, begin)
+    array.flags.writeable = False
+    return array
+
+
+def _map_file(path: Path, descriptor: int, length: int) -> Any:
+    """Return the first bytes of a file, which are unmapped when nothing refers to them any more."""
+    address = _LIBC.mmap(None, length, _PROT_READ, _MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), str(path))
     mapped = (ctypes.c_char * length).from_address(address)
     weakref.finalize(mapped, _LIBC.munmap, address, length).atexit = False
-    array = np.frombuffer(mapped, np.float32, numel, begin)
-    array.flags.writeable = False
-    return array
+    return mapped
 
 
 class Reader:

@@ -598,6 +598,23 @@ def test_a_mapped_snapshot_outlives_its_deletion(tmp_path: Path) -> None:
     snapshots.close()
 
 
+def test_readers_of_a_version_share_its_maps(tmp_path: Path) -> None:
+    """Each had maps of its own, one a layer: with some hundred readers a slave had none left of the 65,530 of a
+    process, which its memory and threads need, too.
+    """
+    snapshots = opened(tmp_path / "s")
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    count = lambda: Path("/proc/self/maps").read_text().count(str(tmp_path))  # noqa: E731
+    readers = [snapshots.map_theta(V1)]
+    mapped = count()
+    readers += [snapshots.map_theta(V1) for _ in range(9)]
+    assert count() == mapped >= 4
+    assert all(reader is not None and same(reader, arrays((0, 1, 2, 3), 1)) for reader in readers)
+    readers.clear()
+    assert count() == 0
+    snapshots.close()
+
+
 def test_what_is_not_known_to_be_whole_is_not_mapped(tmp_path: Path) -> None:
     """A snapshot is mapped after it was written or verified by this process, and passed over if its file is damaged."""
     path = tmp_path / "s"
