@@ -161,10 +161,11 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
 
 def _without_own(source: CorpusSource, output: Path) -> CorpusSource:
     """Leave out what an earlier try, which was ended, has written below a source that `output` lies in."""
-    own = output.resolve() / TOKENS
-    files = tuple(file for file in source.files if not file.resolve().is_relative_to(own))
+    at = output.resolve()
+    own = [at / name for name in (TOKENS, index.DOCUMENTS, index.RANGES, f"{index.MANIFEST}.new")]
+    files = tuple(file for file in source.files if not any(file.resolve().is_relative_to(path) for path in own))
     if not files:
-        raise ConfigError(f"source {source.name}: there is no file but those that a build has written to {own}")
+        raise ConfigError(f"source {source.name}: there is no file but those that a build has written to {at}")
     return CorpusSource(source.name, files)
 
 

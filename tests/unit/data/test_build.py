@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from dips.data import DataSet, app
 from dips.data.build import BuildPlan, build_dataset, parse_source
+from dips.data.deal import DOCUMENT
 from dips.data.documents import Tokenizer, make_tokenizer
 from dips.errors import ConfigError, Corrupt
 
@@ -157,6 +158,9 @@ def test_what_a_killed_build_left_is_no_source(corpus: Path) -> None:
     spec, output, reader = f"x={corpus}/code", corpus / "code" / "set", make_tokenizer("bytes", None)
     (output / "tokens").mkdir(parents=True)
     (output / "tokens" / "x.bin").write_bytes(bytes(1000))
+    np.save(output / "documents.npy", np.empty(2, DOCUMENT))
+    np.save(output / "ranges.npy", np.arange(3))
+    (output / "dataset.json.new").write_text("{}\n")
     build_dataset(BuildPlan((parse_source(spec),), output, 2, 0, reader))
     made = DataSet(output)
     build_dataset(BuildPlan((parse_source(f"x={corpus}/code/*.*"),), corpus / "other", 2, 0, reader))
