@@ -156,6 +156,8 @@ def _check_plan(plan: PipelinePlan, name: str) -> None:
         refuse(f"expected parts that follow each other from layer 0 on, got {list(map(list, plan.layers))}")
     if len(set(plan.devices)) != len(plan.devices) or set(plan.devices) != set(plan.orders):
         refuse("expected an order for each device, and each device in one stage")
+    if not all(plan.stages):
+        refuse(f"stage {plan.stages.index(())}: expected at least one device")
     numbers = set(plan.shares[plan.stages[0][0]]).union(*(plan.shares[d] for d in plan.stages[0]))
     if plan.samples < 1 or numbers != set(range(len(numbers))):
         refuse(f"expected micro-batches numbered from 0, of at least one sample, got {sorted(numbers)}")

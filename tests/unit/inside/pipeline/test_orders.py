@@ -68,6 +68,12 @@ ALONE: dict[str, Any] = {
 }
 
 
+# Its first stage has no device.
+EMPTY: dict[str, Any] = {
+    **PLAN["pipeline"],
+    "stages": [{"devices": [], "layers": [[0, 3]]}, PLAN["pipeline"]["stages"][1]],
+    "orders": {device: PLAN["pipeline"]["orders"][device] for device in "bc"},
+}
 # The second stage's devices gather its two parts in one order and in the other.
 CROSSED: dict[str, Any] = {
     **PLAN["pipeline"],
@@ -334,6 +340,7 @@ def test_ministages_of_one_device_send_nothing() -> None:
             "0UNSHARD 1UNSHARD 1F0 1B0 1REDUCE_GRAD",
             "orders.b: expected actions of its parts, [1], got 0UNSHARD",
         ),
+        (("pipeline",), EMPTY, "stage 0: expected at least one device"),
         (("pipeline",), CROSSED, "stage 1: expected UNSHARD and REDUCE_GRAD of its parts in one order on b, c"),
     ],
 )
