@@ -391,7 +391,7 @@ class HostMemory:
         self._blocks = ShardBlocks(self._held, self._buffer)
         self._params = self._blocks.parameter_copies()
         self._masters = [list(self._blocks.master_copies(layer)) for layer in self.layers]
-        self._kept.move_copies(chain(*self._params, *self._masters))
+        self._kept.move_copies(self._copies_of_layers(None))
 
     @torch.no_grad()
     def find_not_finite(self, layers: Layers = None) -> str:

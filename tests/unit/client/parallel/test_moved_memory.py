@@ -199,6 +199,30 @@ def test_masters_that_are_made_before_a_merge_are_exact() -> None:
     assert found == pytest.approx(0.345678912, abs=1e-7)
 
 
+@pytest.mark.parametrize("norm", [True, False], ids=["some without a master", "all with one"])
+def test_masters_that_moved_after_a_push_was_kept_are_merged_as_they_were(norm: bool) -> None:
+    """As when an optimizer's state is loaded, or dropped and made again: what was kept of a master and of its parameter
+    changed places, and the job ended for other shapes, or merged what 16 bits had rounded.
+    """
+    layers = [nn.Linear(3, 2, dtype=BF16), nn.LayerNorm(2)] if norm else [nn.Linear(3, 2, dtype=BF16)]
+    model = nn.Sequential(*layers)
+    optimizer = MasterAdam(model[0].parameters(), "master_param")
+    optimizer.step()
+    memory = memory_of(model, optimizer)
+    pull(memory, 1.001)
+    memory.gather_pieces()
+    memory.keep_pushed_shard()
+    for p in model[0].parameters():
+        optimizer.state[p]["master_param"] = optimizer.state[p]["master_param"].clone()
+    assert memory.find_replaced_parameter() == ""
+    for piece in memory.pieces:
+        piece.array[:] = 1.003
+    memory.scatter_pieces()
+    assert memory.merge_shard()
+    (found,) = pushed(memory)
+    assert found == pytest.approx(1.003, abs=1e-6)
+
+
 def test_a_function_makes_masters_after_every_install() -> None:
     """For an optimizer of any other kind; after a merge as well. Masters that are known are merged, and not made."""
     model, called = nn.Linear(3, 2, dtype=BF16), []
