@@ -188,6 +188,17 @@ def map_pages(numel: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.frombuffer(pages, np.float32, numel)
 
 
+def enqueue_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy on the current stream, and wait for the copy if it needs temporary memory of the host.
+
+    torch casts and packs there what it copies to or from the host. CUDA waits for such a copy; torch_npu reads that
+    memory before an enqueued copy has filled it, or frees it before the copy has read it.
+    """
+    on_host = (tensor for tensor in (target, source) if tensor.device.type == "cpu")
+    plain = target.dtype is source.dtype and all(tensor.is_contiguous() for tensor in on_host)
+    target.copy_(source, non_blocking=plain)
+
+
 class DeferredScalar:
     """A number that an accelerator is computing, readable without waiting for other work enqueued before it."""
 

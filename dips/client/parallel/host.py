@@ -13,7 +13,7 @@ import xxhash
 
 from dips.client.parallel.adapter import Adapter, HeldParameter, TensorBlock
 from dips.client.parallel.blocks import FiniteCheck, find_not_finite, shaped_like, split_together, sum_bits
-from dips.client.parallel.devices import HOST_BLOCK_ITEMS, Device, ModelMemory, find_device
+from dips.client.parallel.devices import HOST_BLOCK_ITEMS, Device, ModelMemory, enqueue_copy, find_device
 from dips.client.parallel.plan import LocalRect, Replicas, TransferPlan
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.shard_buffer import BYTES, HostSum, PartExchange, RankExchange, SentPart, ShardBuffer
@@ -96,22 +96,22 @@ def _rounds(held: HeldParameter, block: TensorBlock) -> bool:
 def read_tensor(device: Device, view: torch.Tensor, host: torch.Tensor) -> None:
     """Copy a tensor into host memory; on an asynchronous device the copy is only enqueued."""
     if not device.accelerated or view.dtype is torch.float32:
-        host.copy_(view, non_blocking=True)
+        enqueue_copy(host, view)
         return
     for part, target in split_together(device.block_items, view, host):
         block = shaped_like(device.scratch, part)
         block.copy_(part)
-        target.copy_(block, non_blocking=True)
+        enqueue_copy(target, block)
 
 
 def write_pulled(device: Device, copy: ShardCopy) -> None:
     """Write pulled values into the tensor; on an asynchronous device the copy is only enqueued."""
     if not device.accelerated or copy.view.dtype is torch.float32:
-        copy.view.copy_(copy.host, non_blocking=True)
+        enqueue_copy(copy.view, copy.host)
         return
     for view, host in split_together(device.block_items, copy.view, copy.host):  # a cast on the host would block
         block = shaped_like(device.scratch, view)
-        block.copy_(host, non_blocking=True)
+        enqueue_copy(block, host)
         view.copy_(block)
 
 
@@ -131,7 +131,7 @@ def write_merged(
 
 def _add_by_scratch(device: Device, view: torch.Tensor, added: torch.Tensor, rest: Sequence[torch.Tensor]) -> None:
     block = shaped_like(device.scratch, view)
-    block.copy_(added, non_blocking=True)
+    enqueue_copy(block, added)
     if view.dtype is torch.float32:
         view.add_(block)
     else:
@@ -139,7 +139,7 @@ def _add_by_scratch(device: Device, view: torch.Tensor, added: torch.Tensor, res
         view.copy_(block)
     for rounded in rest:
         block.sub_(view)
-        rounded.copy_(block, non_blocking=True)
+        enqueue_copy(rounded, block)
 
 
 # ---- kept shard -----------------------------------------------------------------------------------------------------

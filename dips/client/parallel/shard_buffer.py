@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dips.client.parallel.blocks import shaped_like, split_rows
-from dips.client.parallel.devices import FLOAT_BYTES, Device, map_pages
+from dips.client.parallel.devices import FLOAT_BYTES, Device, enqueue_copy, map_pages
 from dips.client.parallel.plan import Holding, LocalRect, RankLayout, Redistribution
 from dips.client.parallel.rect import Rect
 from dips.wire.chunks import Piece
@@ -120,7 +120,7 @@ class PartExchange:
         packed, at = self._room("out", peer, _numel(batch)), 0
         for view, *addends in batch:
             part = shaped_like(packed[at:], view)
-            part.copy_(view, non_blocking=True)
+            enqueue_copy(part, view if self._on_device else view.to(part.dtype))  # cast where it lies
             for addend in addends:
                 if not self._on_device:
                     self._device.synchronize()  # the copy may not be complete
@@ -145,7 +145,7 @@ def _numel(batch: Batch) -> int:
 def _unpack_batch(packed: torch.Tensor, batch: Batch) -> None:
     at = 0
     for (view,) in batch:
-        view.copy_(shaped_like(packed[at:], view), non_blocking=True)
+        enqueue_copy(view, shaped_like(packed[at:], view))
         at += view.numel()
 
 

@@ -157,7 +157,11 @@ class _Late(TorchDispatchMode):
             made = func(*args, **options)
             return device.place(made) if options.get("device") == ON_DEVICE else made
         name = func.overloadpacket.__name__
-        blocks = name == "copy_" and not all(here) and not (args[2] if len(args) > 2 else options.get("non_blocking"))
+        crosses = name == "copy_" and not all(here)
+        blocks = crosses and not (args[2] if len(args) > 2 else options.get("non_blocking"))
+        if crosses and not blocks and _needs_temporary(*args[:2], on_host=args[here[0]]):
+            args = args[0], torch.full((), float("nan"))  # it is read before it is filled, or freed before it is read
+            here[0] or _call_now(func, *args)
         if name in DONE_LATER and here[0] | (name == "copy_") and not blocks:
             device.current.add(lambda: _call_now(func, *args, **options))
             return args[0]
@@ -165,6 +169,11 @@ class _Late(TorchDispatchMode):
         made = func(*args, **options)
         on_host = options.get("device") == torch.device("cpu")  # a copy to the host: it blocks
         return device.place(made) if isinstance(made, torch.Tensor) and not on_host else made
+
+
+def _needs_temporary(target: torch.Tensor, source: torch.Tensor, on_host: torch.Tensor) -> bool:
+    """Whether torch casts or packs in other memory of the host. CUDA waits for that memory, torch_npu does not."""
+    return target.dtype is not source.dtype or not on_host.is_contiguous()
 
 
 def _call_now(func: Any, *args: Any, **options: Any) -> None:
