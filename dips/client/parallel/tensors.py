@@ -59,6 +59,10 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 # optimizer the script passes a function instead, which is called after every install and makes masters from parameters.
 
 
+NOT_FP32 = (
+    "{kind} keeps its masters as {dtype}: expected torch.float32 (Transformer Engine's FusedAdam: "
+    "master_weight_dtype=torch.float32, store_param_remainders=False)"
+)
 STATE_KEYS = ("master_param", "master_params", "master_weight", "master_weights", "main_param", "fp32_param")
 
 
@@ -97,6 +101,8 @@ class OptimizerMasters:
         for optimizer in self._optimizers:
             for parameter, master in (*_from_state(optimizer), *_from_groups(optimizer)):
                 if id(parameter) in wanted:
+                    if master.dtype is not torch.float32:  # scaled, or the bits that the parameter lacks
+                        raise ConfigError(NOT_FP32.format(kind=type(optimizer).__name__, dtype=master.dtype))
                     found[parameter] = master
         for parameter in wanted.values():
             if (copy := self._by_map(parameter)) is not None:

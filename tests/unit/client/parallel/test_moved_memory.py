@@ -164,6 +164,16 @@ def test_parameters_of_32_bits_have_masters_only_on_the_host() -> None:
     assert OptimizerMasters(optimizer).find_masters(parameters) == {model.weight: copy}
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float16])
+def test_masters_of_another_type_are_refused(dtype: torch.dtype) -> None:
+    """Transformer Engine keeps the 16 bits that a parameter lacks, or scaled numbers: they were pushed as weights."""
+    model = nn.Linear(3, 2, dtype=BF16)
+    optimizer = MasterAdam(model.parameters(), "master_param")
+    optimizer.state[model.weight]["master_param"] = torch.ones(2, 3, dtype=dtype)
+    with pytest.raises(ConfigError, match=rf"MasterAdam keeps its masters as {dtype}: expected torch\.float32"):
+        lay_out(model, JobCollectives(), optimizer)
+
+
 def test_masters_that_are_made_after_the_first_pull_lose_nothing() -> None:
     """They begin as what 16 bits left of θ: the first push adds what was rounded away, those after it do not."""
     model = nn.Linear(3, 2, dtype=BF16)
