@@ -119,6 +119,8 @@ def write_merged(
     device: Device, copy: ShardCopy, difference: torch.Tensor, remainder: torch.Tensor | None, check: FiniteCheck
 ) -> None:
     """Add a difference to the tensor in fp32, and store the rounding error in `remainder`."""
+    if copy.view.device.type != device.where.type:  # an optimizer's copy on the host of a parameter on an accelerator
+        device = Device()
     parts = (copy.view, difference) if remainder is None else (copy.view, difference, remainder)
     in_place = copy.view.dtype is torch.float32 and not device.accelerated
     for view, added, *rest in split_together(device.block_items, *parts):

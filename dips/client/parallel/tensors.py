@@ -155,7 +155,7 @@ def unwrap_optimizers(given: Any) -> Iterator[Optimizer]:
 
 
 def _from_state(optimizer: Optimizer) -> Iterator[tuple[Any, torch.Tensor]]:
-    for parameter, state in optimizer.state.items():
+    for parameter, state in getattr(optimizer, "state", {}).items():  # torchao's for offloading has none
         if isinstance(state, dict):
             masters = (state.get(key) for key in STATE_KEYS)
             yield from ((parameter, m) for m in masters if isinstance(m, torch.Tensor) and m.shape == parameter.shape)
@@ -242,7 +242,9 @@ class TorchAdapter(Adapter):
             raise ConfigError(f"install: lazy does not write shared.share_buffers: {INSTEAD}")
         if self.staged:
             raise ConfigError(f"install: lazy is not supported for a model given in parts: {INSTEAD}")
-        if self._optimizer.known and any(p.dtype is not torch.float32 for _, p in self._trainable_parameters()):
+        parameters = [parameter for _, parameter in self._trainable_parameters()]
+        coarse = self._optimizer.known and any(p.dtype is not torch.float32 for p in parameters)
+        if coarse or self._optimizer.find_masters(parameters):
             raise ConfigError(f"install: lazy does not write an optimizer's fp32 masters: {INSTEAD}")
         (wrapped,), (model,) = self._wrapped, self._parts
         if kind := next((type(m).__name__ for m in wrapped.modules() if _compiled_module(m) is not None), ""):
@@ -320,7 +322,8 @@ def _describe_parameter(
     if master is None:
         return HeldParameter(name, shape, made if read else (), made)
     exact = pair_blocks(name, _local_tensor(master), parts)
-    return HeldParameter(name, shape, exact, made, exact)
+    # A copy of 16 bits is no more exact than the parameter, of which what a pull rounds away is kept.
+    return HeldParameter(name, shape, exact if master.dtype is torch.float32 else made, made, exact)
 
 
 def _local_shard(name: str, parameter: DTensor, places: Places) -> tuple[list[Rect], torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 from dips.client.parallel import HostMemory, LazyMemory, blocks, lay_out
 from dips.client.parallel.blocks import FiniteCheck, find_not_finite, split_rows, split_together
 from dips.client.parallel.devices import Device, find_device
+from dips.client.parallel.host import ShardCopy, write_merged
 from dips.client.rank.agent_client import JobCollectives
 
 BF16 = torch.bfloat16
@@ -66,6 +67,16 @@ def test_a_merge_is_the_sum(kind: type[HostMemory], dtype: torch.dtype, beside: 
     memory.gather_pieces()
     arrays = sorted(torch.from_numpy(piece.array).norm().item() for piece in memory.pieces)
     assert arrays == pytest.approx(sorted(exact.norm().item() for exact in expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_an_optimizers_copy_on_the_host_is_merged_there(dtype: torch.dtype) -> None:
+    """torchao's CPUOffloadOptimizer, beside a model on an accelerator: the sum of the two ended the job."""
+    device = Device(torch.device("meta"))
+    device.accelerated, view = True, torch.ones(1, 5, dtype=dtype)
+    check = FiniteCheck(device)
+    write_merged(device, ShardCopy("w", view, torch.zeros(1, 5)), torch.full((1, 5), 2.0), None, check)
+    assert view.eq(3.0).all() and check.is_finite
 
 
 @pytest.mark.parametrize("kind", [HostMemory, LazyMemory])

@@ -135,6 +135,23 @@ class CopyAdam:
             p.copy_(copy)
 
 
+class HostAdam(torch.optim.Optimizer):
+    """As torchao's CPUOffloadOptimizer: it steps copies on the host, of the parameters' type, and has no state."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_d2h_map = {p: p.detach().clone() for p in params}
+
+    @property
+    def param_groups(self) -> Any:
+        return [{"params": [copy]} for copy in self.param_d2h_map.values()]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, copy in self.param_d2h_map.items():
+            copy -= 0.125
+            p.copy_(copy)
+
+
 MASTERS = [(MasterAdam, "master_param"), (MasterAdam, "main_param"), (GroupedAdam, ""), (CopyAdam, "")]
 
 
@@ -162,6 +179,25 @@ def test_parameters_of_32_bits_have_masters_only_on_the_host() -> None:
     assert OptimizerMasters(optimizer).find_masters(parameters) == {}
     optimizer.param_d2h_map = {model.weight: copy}  # type: ignore[attr-defined]
     assert OptimizerMasters(optimizer).find_masters(parameters) == {model.weight: copy}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_copies_on_the_host_are_pulled_and_merged(dtype: torch.dtype) -> None:
+    """They were not found, for an optimizer without a state; of 16 bits they would lose what others trained since."""
+    model = nn.Linear(3, 2, dtype=dtype)
+    optimizer = HostAdam(model.parameters())
+    memory = memory_of(model, optimizer)
+    first, second = (float(torch.tensor(x)) for x in (0.623456789, 0.845678912))
+    pull(memory, first)
+    assert pushed(memory) == {first}
+    optimizer.step()
+    assert list(pushed(memory)) == [pytest.approx(first - 0.125, abs=1e-7)]
+    merge(memory, second)
+    assert list(pushed(memory)) == [pytest.approx(second, abs=1e-7)]
+    optimizer.step()
+    assert list(pushed(memory)) == [pytest.approx(second - 0.125, abs=1e-7)]
+    with pytest.raises(ConfigError, match="does not write an optimizer's fp32 masters: use install: whole"):
+        memory_of(model, optimizer, LazyMemory)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float16])
