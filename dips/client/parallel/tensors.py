@@ -101,7 +101,7 @@ class OptimizerMasters:
         for optimizer in self._optimizers:
             for parameter, master in (*_from_state(optimizer), *_from_groups(optimizer)):
                 if id(parameter) in wanted:
-                    if master.dtype is not torch.float32:  # scaled, or the bits that the parameter lacks
+                    if master.dtype not in (torch.float32, parameter.dtype):  # scaled, or bits that the parameter lacks
                         raise ConfigError(NOT_FP32.format(kind=type(optimizer).__name__, dtype=master.dtype))
                     found[parameter] = master
         for parameter in wanted.values():

@@ -208,6 +208,10 @@ def test_masters_of_another_type_are_refused(dtype: torch.dtype) -> None:
     optimizer.state[model.weight]["master_param"] = torch.ones(2, 3, dtype=dtype)
     with pytest.raises(ConfigError, match=rf"MasterAdam keeps its masters as {dtype}: expected torch\.float32"):
         lay_out(model, JobCollectives(), optimizer)
+    optimizer.state[model.weight]["master_param"] = model.weight.detach().clone()  # as load_state_dict casts them
+    memory, value = memory_of(model, optimizer), float(torch.tensor(0.123456789))
+    pull(memory, value)
+    assert pushed(memory) == {value}
 
 
 def test_masters_that_are_made_after_the_first_pull_lose_nothing() -> None:
