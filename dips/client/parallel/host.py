@@ -536,9 +536,11 @@ class HostMemory:
     def install_shard(self, layers: Layers = None) -> None:
         """Copy the shard into the model's own memory and into the optimizer's masters."""
         chosen = self._chosen(layers)
+        self.torn = True  # until the last tensor is written
         self._write_pulled(chain(*(self._params[layer] for layer in chosen)))
         self._adapter.reload_masters()
         self._write_pulled(chain(*(self._masters[layer] for layer in chosen)))
+        self.torn = False
         self._remainders.keep_installed(chain(*(self._params[layer] for layer in chosen)))
 
     @torch.no_grad()
@@ -554,11 +556,13 @@ class HostMemory:
             return False
         self._kept.subtract_kept(copies)
         check = FiniteCheck(self._device)
+        self.torn = True
         with self._device.ordered_copies():
             for copy in copies:
                 self._merge_copy(copy, check)
         if not any(self._masters):  # known masters were merged exactly; others are made from the parameters
             self._adapter.reload_masters()
+        self.torn = False
         self._kept.drop_copies(copies)
         return check.is_finite  # waits for the device, so that the host memory is free
 

@@ -289,6 +289,22 @@ def test_a_function_makes_masters_after_every_install() -> None:
     assert called == [2.0, 3.0]
 
 
+@pytest.mark.parametrize("step", [pull, merge])
+def test_an_install_that_breaks_off_leaves_a_torn_model(step: Callable[[HostMemory, float], None]) -> None:
+    """As where a script goes on after a device that was full: a half-written model was trained, and merged twice."""
+
+    def break_off() -> None:
+        raise MemoryError("of the device")
+
+    memory = memory_of(nn.Linear(3, 2, dtype=BF16), break_off)
+    with pytest.raises(MemoryError):
+        step(memory, 2.0)
+    assert memory.torn
+    memory._adapter.reload_masters = lambda: None  # type: ignore[method-assign]
+    step(memory, 2.0)
+    assert not memory.torn
+
+
 @pytest.mark.parametrize(("make", "place"), MASTERS)
 def test_what_is_frozen_later_is_shared_as_before(make: Callable[..., Any], place: str) -> None:
     """With masters that are there already, are made afterwards, or are matched by their order: both parts travel."""
