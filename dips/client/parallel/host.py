@@ -581,6 +581,10 @@ class HostMemory:
     def on_inner_step(self) -> None:
         """Finish an install beside training after an inner step (lazy.py)."""
 
+    def free(self) -> None:
+        """Free the host memory; nothing else may be called afterwards. No copy or transfer may use it any more."""
+        del self._buffer, self._blocks, self._params, self._masters, self._kept, self._remainders, self._exchange
+
     def _write_pulled(self, copies: Iterable[ShardCopy]) -> None:
         with self._device.ordered_copies():
             for copy in copies:

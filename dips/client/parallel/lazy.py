@@ -112,6 +112,10 @@ class LazyMemory(HostMemory):
         self._device.synchronize()
         self._remove_hooks()
 
+    def free(self) -> None:
+        super().free()
+        del self._copies_of
+
     def on_inner_step(self) -> None:
         """Install the parameters that the inner step's forward did not read.
 

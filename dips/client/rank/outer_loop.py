@@ -536,6 +536,7 @@ class OuterLoop:
         self._settle_steps()
         self._shard_transfer.finish_install()
         self._outer_steps.cancel_transfers()
+        self._shard_transfer.free()  # another loop of this process has its own, perhaps before this one is collected
         self._agent_client.ask_agent(messages.Detach(self._state.attempt))
         self._closed = CLOSED
         self._optimizers.close()
@@ -564,6 +565,7 @@ class OuterLoop:
         self._outer_steps.cancel_transfers()
         if not self._shard_transfer.torn:
             self._shard_transfer.finish_install()  # its hooks would write into the model after the next pull
+            self._shard_transfer.free()
         self._agent_client.disconnect()
         self._collectives.close()
 

@@ -506,6 +506,11 @@ class ShardTransfer:
         """Complete the install of the pulled version."""
         self._memory.finish_install()
 
+    def free(self) -> None:
+        """Free the host memory after the last transfer."""
+        self._feedback = None
+        self._memory.free()
+
     @property
     def torn(self) -> bool:
         """Whether an install failed half-way, so that the model mixes two versions."""
