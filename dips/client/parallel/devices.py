@@ -128,13 +128,14 @@ class Accelerator(Device):
 
     @contextmanager
     def background_copies(self) -> Iterator[None]:
-        training = torch.accelerator.current_stream(self.where)
-        self._stream.wait_stream(training)
-        torch.accelerator.set_stream(self._stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(training)
+        with torch.get_device_module(self.where).device(self.where):  # set_stream sets the current device, too
+            training = torch.accelerator.current_stream(self.where)
+            self._stream.wait_stream(training)
+            torch.accelerator.set_stream(self._stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(training)
 
     def record_event(self) -> torch.Event | None:
         event = torch.Event(device=self.where)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -88,15 +89,26 @@ def emulate_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         for stream in _here.streams:
             stream.run()
 
+    def set_stream(stream: LateStream) -> None:
+        _here.current, _here.index = stream, ON_DEVICE.index
+
+    @contextmanager
+    def keep_index(where: torch.device) -> Iterator[None]:
+        before, _here.index = _here.index, where.index
+        yield
+        _here.index = before
+
     accelerator = SimpleNamespace(
         current_stream=lambda where: _here.current,
-        set_stream=lambda stream: setattr(_here, "current", stream),
+        set_stream=set_stream,
         synchronize=synchronize,
     )
     late = ModuleType("late_torch")
     others = lambda name: getattr(torch, name)  # noqa: E731
     empty = lambda *shape, pin_memory=False, **options: torch.empty(*shape, **options)  # noqa: E731
-    late.__dict__.update(Stream=LateStream, Event=LateEvent, accelerator=accelerator, empty=empty, __getattr__=others)
+    module = lambda where: SimpleNamespace(device=keep_index)  # noqa: E731
+    late.__dict__.update(Stream=LateStream, Event=LateEvent, accelerator=accelerator, get_device_module=module)
+    late.__dict__.update(empty=empty, __getattr__=others)
     monkeypatch.setattr(devices, "torch", late)
 
 
@@ -110,7 +122,7 @@ class LateDevice(Accelerator):
     def __init__(self, model: nn.Module | None = None) -> None:
         _here.streams, self.pinned = [], list[int]()
         super().__init__(ON_DEVICE)
-        _here.current = LateStream()
+        _here.current, _here.index = LateStream(), ON_DEVICE.index
         self._placed: dict[int, torch.UntypedStorage] = {}
         self._mode = _Late(self)
         for tensor in (*model.parameters(), *model.buffers()) if model is not None else ():
@@ -126,6 +138,14 @@ class LateDevice(Accelerator):
     @property
     def current(self) -> LateStream:
         return _here.current  # type: ignore[no-any-return]
+
+    def set_index(self, index: int) -> None:
+        """Choose the current device of this thread."""
+        _here.index = index
+
+    @property
+    def index(self) -> int:
+        return _here.index  # type: ignore[no-any-return]
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its memory is the device's from now on."""

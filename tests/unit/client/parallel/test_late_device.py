@@ -279,13 +279,16 @@ def test_training_waits_for_copies_on_its_stream_or_on_all(all_streams: bool) ->
 
 
 def test_training_goes_on_after_copies_in_order() -> None:
-    """What it enqueues behind them finds them done, though nobody has waited on the host."""
+    """What it enqueues behind them finds them done, though nobody has waited on the host. What the script makes next is
+    on its current device, not on the model's.
+    """
     with LateDevice() as device:
         there, training = device.place(torch.zeros(1)), device.current
+        device.set_index(3)
         there.add_(3.0)
         with device.ordered_copies():
             there.mul_(2.0)
-        assert device.current is training
+        assert device.current is training and device.index == 3
         there.add_(1.0)
         assert float(there) == 7.0
         there.add_(1.0)
