@@ -47,7 +47,9 @@ class InnerOptimizers:
     def __init__(self, parts: Sequence[nn.Module], named: Any = None) -> None:
         """Start watching; `named` is the script's `optimizer` argument, of any kind."""
         self._parts = parts
-        self._found: WeakSet[Optimizer] = WeakSet(unwrap_optimizers(named))
+        found = list(unwrap_optimizers(named))
+        within = (one for each in found for one in getattr(each, "optim_dict", {}).values())  # torchao's, by parameter
+        self._found: WeakSet[Optimizer] = WeakSet([*found, *within])
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # steps of any optimizer
         self.steps = 0
         """The most steps that one optimizer has taken since this was made: parameters may be divided among several.

@@ -205,3 +205,16 @@ def test_following_an_optimizer_that_never_steps_ends() -> None:
     for _ in range(UNSEEN_STEPS + 1):
         step(model, busy)
     watched.close()
+
+
+def test_a_reset_reaches_the_optimizers_of_copies_on_the_host() -> None:
+    """torchao's CPUOffloadOptimizer has one for each: moments of NaN stayed, and each step diverged again."""
+    model = nn.Linear(2, 2)
+    copy = nn.Parameter(model.weight.detach().clone())
+    copy.grad = torch.full_like(copy, float("nan"))
+    offloading: Any = torch.optim.SGD([model.weight], 0.1)
+    offloading.optim_dict = {model.weight: torch.optim.Adam([copy])}
+    optimizers = InnerOptimizers([model], offloading)
+    offloading.optim_dict[model.weight].step()
+    assert optimizers.drop_state() == "" and not offloading.optim_dict[model.weight].state
+    optimizers.close()
