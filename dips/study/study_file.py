@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import count, product
@@ -62,7 +63,7 @@ def nest_keys(flat: Mapping[str, Any]) -> Nested:
     counts.
     """
     nested: Nested = {}
-    for key, value in flat.items():
+    for key, value in deepcopy(dict(flat)).items():  # rows share mappings, and dotted keys write into them
         at, *path = key.split(".")
         if at not in SECTIONS + OWN + WORDS or (path and at in WORDS):
             known = ", ".join((*WORDS, *(f"{s}.*" for s in SECTIONS + OWN)))

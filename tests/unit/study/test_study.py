@@ -88,6 +88,13 @@ def test_rows_and_a_grid_become_runs() -> None:
     assert first["ours"].options.outer.clip.norm is None and first["synchronous"].method == "synchronous"
 
 
+def test_a_row_changes_no_other() -> None:
+    """Its dotted key was written into the mapping of `base`, which every row has: all ran with it, silently."""
+    study = study_of(rows={"a": {}, "b": {"outer.momentum": 0.1}}, base={"outer": {"momentum": 0.8}, **BASE})
+    plans = study.plan_results(dict.fromkeys("ab", ()))
+    assert [plan.settings.options.outer.momentum for plan in plans[:2]] == [0.8, 0.1]
+
+
 def test_equal_runs_have_one_digest_however_they_are_spelt() -> None:
     study = study_of(rows={"a": {}, "b": {"outer": {"lr": 0.7}, "outer.clip": {}}, "c": {"outer.lr": 0.6}})
     plans = study.plan_results(dict.fromkeys("abc", ()))
