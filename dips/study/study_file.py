@@ -71,6 +71,8 @@ def nest_keys(flat: Mapping[str, Any]) -> Nested:
         if not path and at in WORDS:
             nested[at] = value
             continue
+        if not path and not isinstance(value, Mapping):
+            raise ConfigError(f"{key}: expected keys and their values, got {value!r}")
         place = nested
         for part in [at, *path][:-1]:
             place = place.setdefault(part, {})
@@ -410,13 +412,13 @@ def make_study(file: StudyFile) -> Study:
 def _unfold_rows(file: StudyFile) -> Iterator[StudyRow]:
     for name, flat in file.rows.items():
         own = dict(flat)
-        tune, seeds = own.pop("tune", file.tune), tuple(own.pop("seeds", file.seeds))
+        tune, seeds = own.pop("tune", file.tune), own.pop("seeds", file.seeds)
         compare = own.pop("compare", None)
-        if not isinstance(tune, dict) or not all(_is_list(v) for v in tune.values()):
-            raise ConfigError(f"rows.{name}.tune: expected keys with lists of numbers or words, got {tune!r}")
+        _require_lists(f"rows.{name}.tune", tune)
         _require_seeds(f"rows.{name}.seeds", seeds)
         tuned = {k: tuple(v) for k, v in tune.items() if "tune" in flat or k not in own}
-        yield StudyRow(name, {**file.base, **own}, tuned, seeds, compare)
+        yield StudyRow(name, {**file.base, **own}, tuned, tuple(seeds), compare)
+    _require_lists("tune", file.tune)
     _require_seeds("seeds", file.seeds)
     if file.grid:
         for values in product(*file.grid.values()):
@@ -430,9 +432,15 @@ def _is_list(values: Any) -> bool:
     return isinstance(values, list | tuple) and bool(values) and all(isinstance(v, int | float | str) for v in values)
 
 
-def _require_seeds(key: str, seeds: tuple[Any, ...]) -> None:
-    if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(seed, int) for seed in seeds):
-        raise ConfigError(f"{key}: expected different whole numbers, one at least, got {list(seeds)}")
+def _require_lists(key: str, tune: Any) -> None:
+    if not isinstance(tune, dict) or not all(_is_list(v) for v in tune.values()):
+        raise ConfigError(f"{key}: expected keys with lists of numbers or words, got {tune!r}")
+
+
+def _require_seeds(key: str, seeds: Any) -> None:
+    whole = isinstance(seeds, list | tuple) and all(isinstance(seed, int) for seed in seeds)
+    if not whole or not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"{key}: expected different whole numbers, one at least, got {seeds!r}")
 
 
 def _spell(value: Any) -> str:

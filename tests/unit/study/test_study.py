@@ -129,6 +129,11 @@ def test_equal_runs_have_one_digest_however_they_are_spelt() -> None:
         ({"compare": "nobody"}, "compare: no row 'nobody'"),
         ({"rows": {"x": {"compare": "y"}}}, "rows.x.compare: no row 'y'; there are x"),
         ({"seeds": [1, 1]}, "seeds: expected different whole numbers"),
+        ({"rows": {"x": {"seeds": 3}}}, "rows.x.seeds: expected different whole numbers, one at least, got 3"),
+        ({"rows": {"x": {"penalty": None}}}, "rows.x: penalty: expected keys and their values, got None"),
+        ({"rows": {"x": {"outer": "nesterov"}}}, "rows.x: outer: expected keys and their values, got 'nesterov'"),
+        ({"rows": {"x": {"task": 5}}}, "rows.x: task: expected keys and their values, got 5"),
+        ({"rows": {}, "grid": {"inner_steps": [2]}, "tune": {"penalty.gates": [["dips"], []]}}, "tune: expected keys"),
         ({"grid": {"outer.lr": [0.1 * i + 0.1 for i in range(100)], "seeds": [1]}}, "seeds: unknown key of a run"),
     ],
 )
