@@ -333,10 +333,15 @@ class Tuning:
         """Return the values to run next; none once all keys are tuned."""
         while self._open:
             key = self._open[0]
+            # Each value was checked beside those of before the first run, not beside the best of the keys before it.
+            self._values[key] = [
+                value for value in self._values[key] if self._study.can_run(self._row, self._with_value(key, value))
+            ]
             tried = {value: self._with_value(key, value) for value in self._values[key]}
             if missing := [tuned for tuned in tried.values() if tuned not in self._losses]:
                 return missing
-            self._best[key] = min(tried, key=lambda value: self._losses[tried[value]])
+            if tried:
+                self._best[key] = min(tried, key=lambda value: self._losses[tried[value]])
             if not self._widen(key):
                 del self._open[0]
         return []
@@ -347,9 +352,10 @@ class Tuning:
     def _widen(self, key: str) -> bool:
         """Add a value beyond the edge at which the best one is; return whether one was added."""
         values, best = self._values[key], self._best[key]
-        if not _are_numbers(values) or best not in (min(values), max(values)) or not best:
+        others = [value for value in values if value != best]
+        if not others or not _are_numbers(values) or best not in (min(values), max(values)) or not best:
             return False  # beyond 0, which ends a list, nothing follows
-        beside = min((value for value in values if value != best), key=lambda value: abs(value - best))
+        beside = min(others, key=lambda value: abs(value - best))
         further = _round_digits(best * best / beside) if beside else best
         if isinstance(best, int):
             further = round(further)

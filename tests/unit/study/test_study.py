@@ -289,6 +289,17 @@ def test_a_list_ends_where_settings_are_refused() -> None:
     assert dict(whole.best) == {"inner_steps": 8}
 
 
+def test_values_that_the_best_of_another_key_forbids_are_left_out() -> None:
+    """Eight inner steps are too many for a row whose best is to be data parallel for most of it: the whole study ended
+    with that, after the runs before, at each try.
+    """
+    lists = {"parallel": [0.0, 0.25, 0.75], "inner_steps": [2, 4, 8]}
+    tuning, tried = tune(lists, lambda parallel, steps: -parallel - steps)
+    assert dict(tuning.best) == {"parallel": 0.75, "inner_steps": 4} and (0.75, 8) not in tried
+    same, _ = tune({"outer.lr": [0.7, 0.7]}, lambda lr: lr)
+    assert dict(same.best) == {"outer.lr": 0.7} and not same.edges
+
+
 def test_the_table_says_which_best_value_is_at_an_edge() -> None:
     study = study_of(rows={"x": {"tune": {"outer.lr": [0.5, 0.7]}}}, seeds=[1])
     numbers = {"loss": 1.0, "diverged": False, "finished": True, **dict.fromkeys(("fastest_steps", "clipped"), 1)}
