@@ -177,12 +177,13 @@ def list_lines(result: StudyResult) -> list[tuple[str, ...]]:
         loss = f"{mean(losses.values()):.4f}" if losses else "diverged"
         loss += f" ({lost} of {len(runs)} diverged)" if lost and losses else ""
         loss += f" ({late} not finished)" if late else ""
-        held = compare_row(result, row.name)
+        held = str(compare_row(result, row.name) or "")
+        held += f", against {row.compare}" if held and row.compare else ""  # the column's head names the study's
         edges = result.edges.get(row.name, ())
         best = " ".join(f"{k} {v}{' (edge)' if k in edges else ''}" for k, v in result.best.get(row.name, ()))
         made = list(runs.values())
         compared = list(result.runs.get(row.compare or result.study.compare, {}).values())
-        lines.append((row.name, best, loss, str(held or ""), *(show(made, compared) for _, show in SHOWN.values())))
+        lines.append((row.name, best, loss, held, *(show(made, compared) for _, show in SHOWN.values())))
     return lines
 
 
@@ -214,7 +215,7 @@ def recommend(result: StudyResult) -> list[str]:
     said = [f"Take {best!r}: {mean(whole[best].values()):.4f} {unit}, {spelt}."]
     said += [f"{key}: {value} was the best of its values." for key, value in result.best[best]]
     if (held := compare_row(result, best)) is not None:
-        said.append(f"Against {study.compare!r}: {held}.")
+        said.append(f"Against {study.row(best).compare or study.compare!r}: {held}.")
     alike = [row for row in whole if row != best and _cannot_be_told(compare_paired(whole[row], whole[best]))]
     if alike:
         said.append(f"With these seeds it cannot be told from {', '.join(map(repr, alike))}.")

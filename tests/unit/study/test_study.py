@@ -378,6 +378,14 @@ def test_only_rows_that_differ_in_method_are_recommended() -> None:
     assert recommend(bad)[0].startswith("Nothing to recommend")
 
 
+def test_a_comparison_names_the_row_that_it_is_with() -> None:
+    """A row with a `compare` of its own was said to be so much better than the study's."""
+    rows = {"ours": {}, "clipped": {"outer.clip": {"norm": 1.0}, "compare": "ours"}}
+    result = result_of({"synchronous": 3.0, "ours": 2.0, "clipped": 1.0}, rows)
+    assert recommend(result)[1].startswith("Against 'ours': -50.0%")
+    assert [line[3].partition(": ")[2] for line in list_lines(result)[1:]] == ["better", "better, against ours"]
+
+
 def test_a_row_without_all_of_its_tokens_is_not_recommended() -> None:
     """A run in which everything was gated ends early, and may be low by then."""
     result = result_of({"synchronous": 2.0, "ours": 1.9, "early": 1.5}, {"ours": {}, "early": {"outer.lr": 0.1}})
