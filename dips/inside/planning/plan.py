@@ -144,9 +144,12 @@ def _make_gears(planner: Planner, choice: PipelineChoice, prediction: Prediction
     for pieces in PIECES[1:]:
         if choice.samples % pieces == 0:
             depths = tuple(pieces * depth for depth in choice.depths)  # as much memory as before
-            cut = planner.make_pipeline(replace(choice, samples=choice.samples // pieces, depths=depths))
-            cut = replace(cut, tied=())
-            gears[pieces] = freeze_orders(cut, simulate(cut, spans=False).orders)
+            try:
+                cut = planner.make_pipeline(replace(choice, samples=choice.samples // pieces, depths=depths))
+                cut = replace(cut, tied=())
+                gears[pieces] = freeze_orders(cut, simulate(cut, spans=False).orders)
+            except ConfigError:  # pieces are dealt anew: a device may get more than it has room for
+                continue
     return keep_useful(gears)
 
 

@@ -32,9 +32,10 @@ from dips.inside.planning.adapt import (
     predict_steps,
     spell_gears,
 )
-from dips.inside.planning.plan import make_plan, plan_data
+from dips.inside.planning.plan import _make_gears, make_plan, plan_data
 from dips.inside.planning.profile import parse_model, parse_profile
 from dips.inside.planning.schedules import ScheduleName
+from dips.inside.planning.search import PipelineChoice, Planner
 from dips.inside.planning.simulate import (
     PassSeconds,
     SimulatedPipeline,
@@ -243,6 +244,24 @@ def test_a_plan_for_slow_links_has_gears() -> None:
     found["samples"] = 3
     with pytest.raises(ConfigError, match="pieces of micro-batches of 3 samples, cut into 2"):
         read_gears(data, read_pipeline(data, "plan"), "plan")
+
+
+def test_pieces_for_which_a_device_has_no_room_are_no_gear() -> None:
+    """The faster of two devices has 4 of 8 micro-batches, and 9 of 16 halves: a plan that fits was refused for them."""
+    machines = {
+        "nodes": [{"name": "a", "kind": "fast", "devices": 2}, {"name": "b", "kind": "slow", "devices": 2}],
+        "kinds": {
+            "fast": {"memory_gb": 14.2, "tflops": 100, "inside_gbit": 500},
+            "slow": {"memory_gb": 14.2, "tflops": 80, "inside_gbit": 500},
+        },
+        "links": {"site": {"site": 5}},
+    }
+    layer = {"name": "l", "parameters": 5e6, "flops": 1e12, "activation_bytes": 2e8, "border_bytes": 1e8, "repeat": 8}
+    model = parse_model({"name": "m", "batch": 32, "recompute": False, "layers": [layer]}, "m")
+    planner = Planner(parse_profile(machines, "p"), model)
+    choice = PipelineChoice(ScheduleName.BREADTH_FIRST, (("a.0", "b.0"), ("a.1", "b.1")), (0, 4, 8), 4)
+    choice, prediction = planner.finish(choice)
+    assert list(_make_gears(planner, choice, prediction)) == [1]
 
 
 # ---- a new plan ------------------------------------------------------------------------------------------------------
