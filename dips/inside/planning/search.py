@@ -488,7 +488,7 @@ class Planner:
     def average_nodes(self, nodes: Sequence[Sequence[str]], tau: int = 128) -> list[RankedPlan]:
         """EDiT and A-EDiT: HSDP whose nodes average parameters every `tau` steps, hidden under a forward (E§3.1)."""
         share = self.model.batch / len(nodes)
-        own = replace_batch(self, int(share) or 1)
+        own = replace_batch(self, -(-self.model.batch // len(nodes)))  # a node may have one more than its share
         alone = [own.shard_in_nodes([g], average=False) for g in nodes]
         if missing := next((p.missing for p in alone if p.missing), ""):
             return [RankedPlan("EDiT", inf, self.model.batch, missing=missing)]

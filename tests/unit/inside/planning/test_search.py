@@ -300,6 +300,13 @@ def test_a_round_of_edit_takes_as_long_as_its_slowest_node() -> None:
     assert apart.rate == pytest.approx(20 / fast + 20 / slow, rel=0.01)
 
 
+def test_edit_trains_the_whole_batch() -> None:
+    """Of three samples one of two nodes has two: EDiT was said to train them all in the time of one."""
+    planner = Planner(small_cluster((100, 100), gbit=0.2), small_model(8, batch=3))
+    two_s = Planner(planner.profile, small_model(8, batch=2)).shard_in_nodes([("n0.0",)], average=False).step_s
+    assert planner.average_nodes([("n0.0",), ("n1.0",)])[0].step_s >= two_s
+
+
 def test_edit_fits_where_each_nodes_share_does() -> None:
     """Two nodes with room for the activations of half of the batch each, and not of all of it."""
     planner = Planner(small_cluster((100, 100), gbit=0.2), small_model(8, batch=600))
