@@ -86,7 +86,12 @@ def make_plan(profile: ClusterProfile, model: ModelProfile, target: Framework | 
     Errors   ConfigError if the model fits nowhere, or the framework can run none of the plans
     """
     planner = Planner(profile, model)
-    accept: Callable[[PipelineChoice], bool] = _RUNS[target] if target else lambda _: True
+
+    def accept(choice: PipelineChoice) -> bool:
+        if target is None:
+            return True
+        return _RUNS[target](choice) and (target not in _EQUAL_SHARES or planner.has_equal_shares(choice))
+
     result = planner.search(accept)
     ranked = [plan for plan in result.ranked if target is None or _can_run(target, plan)]
     if target is not None and not ranked:
@@ -162,11 +167,10 @@ def _list_shares(choice: PipelineChoice, stages: Sequence[PlannedStage]) -> dict
 
 
 def _list_stages(planner: Planner, choice: PipelineChoice, prediction: Prediction) -> tuple[PlannedStage, ...]:
-    p = len(choice.groups)
     pipeline = planner.make_pipeline(choice)
     rows = []
     for s, stage in enumerate(pipeline.stages):
-        parts = tuple((choice.cuts[v * p + s], choice.cuts[v * p + s + 1]) for v in range(choice.ministages))
+        parts = tuple(choice.list_parts(s))
         tightest = max(stage.devices, key=lambda d: prediction.peak_bytes[d.name] / planner.capacity(d.name))
         rows.append(
             PlannedStage(
@@ -315,6 +319,7 @@ _RUNS: dict[Framework, Callable[[PipelineChoice], bool]] = {
     Framework.FSDP2: _is_data_parallel,
     Framework.PIPELINE: lambda _: True,
 }
+_EQUAL_SHARES = frozenset({Framework.TORCHTITAN, Framework.MEGATRON})  # of the devices of a stage
 _TAKES = {
     Framework.TORCHTITAN: "stages of equally many devices with equal shares",
     Framework.MEGATRON: "stages of equally many devices with equal shares",

@@ -66,6 +66,11 @@ class PipelineChoice:
     depths: tuple[int, ...] = ()
     found_by: str = ""
 
+    def list_parts(self, stage: int) -> list[tuple[int, int]]:
+        """The layers of each of a stage's ministages: the first, and one past the last."""
+        ends = range(stage, len(self.cuts) - 1, len(self.groups))
+        return [(self.cuts[part], self.cuts[part + 1]) for part in ends]
+
 
 @dataclass(frozen=True, slots=True)
 class RankedPlan:
@@ -179,16 +184,11 @@ class Planner:
     def make_pipeline(self, choice: PipelineChoice) -> SimulatedPipeline:
         """Return the pipeline. Raises ConfigError if it cannot run: shares, memory with device and missing bytes."""
         p, v = len(choice.groups), choice.ministages
-        total = self.model.batch // choice.samples
         if any(b <= a for a, b in zip(choice.cuts, choice.cuts[1:], strict=False)):
             raise ConfigError(f"{p * v} parts: expected a layer for each, the model has {len(self.layers)}")
-        stages = []
-        for s, group in enumerate(choice.groups):
-            parts = [(choice.cuts[k * p + s], choice.cuts[k * p + s + 1]) for k in range(v)]
-            stages.append(self._make_stage(choice, s, group, parts, total))
         return SimulatedPipeline(
             schedule=choice.schedule,
-            stages=tuple(stages),
+            stages=tuple(self._make_stage(choice, s) for s in range(p)),
             border_bytes=tuple(
                 choice.samples * self.layers[c - 1].border_bytes * self.model.border_share for c in choice.cuts[1:-1]
             ),
@@ -207,18 +207,29 @@ class Planner:
             ),
         )
 
-    def _make_stage(
-        self, choice: PipelineChoice, s: int, group: tuple[str, ...], parts: list[tuple[int, int]], total: int
-    ) -> PipelineStage:
-        n, samples = len(group), choice.samples
+    def has_equal_shares(self, choice: PipelineChoice) -> bool:
+        """Whether each device of a stage has as many micro-batches as the others."""
+        shares = (self._deal_stage(choice, s)[1] for s in range(len(choice.groups)))
+        return all(len({len(share) for share in of}) == 1 for of in shares)
+
+    def _deal_stage(
+        self, choice: PipelineChoice, s: int
+    ) -> tuple[list[tuple[PassSeconds, ...]], tuple[tuple[int, ...], ...]]:
+        """Seconds of each part on each device of a stage, and the micro-batches of each device."""
+        parts, total = choice.list_parts(s), self.model.batch // choice.samples
+        seconds = [tuple(self.device_seconds(d, choice.samples, a, b) for a, b in parts) for d in choice.groups[s]]
+        return seconds, share_microbatches([sum(t.total_s for t in row) for row in seconds], total)
+
+    def _make_stage(self, choice: PipelineChoice, s: int) -> PipelineStage:
+        group, parts, samples = choice.groups[s], choice.list_parts(s), choice.samples
+        n, total = len(group), self.model.batch // samples
         if total < n:
             raise ConfigError(
                 f"stage {s}: expected a micro-batch for each of {n} devices, got {total}: a batch of "
                 f"{self.model.batch} in micro-batches of {samples}"
             )
         sizes = tuple(self.part_bytes(a, b, n, samples) for a, b in parts)
-        seconds = [tuple(self.device_seconds(d, samples, a, b) for a, b in parts) for d in group]
-        shares = share_microbatches([sum(t.total_s for t in row) for row in seconds], total)
+        seconds, shares = self._deal_stage(choice, s)
         workspace = self._workspace(parts, samples)
         held = 1 << 30
         devices = []

@@ -207,6 +207,19 @@ def test_a_plan_is_handed_over() -> None:
     assert plan_data(megatron)["pipeline"]["schedule"] == "1f1b"
 
 
+@pytest.mark.parametrize("framework", [Framework.TORCHTITAN, Framework.MEGATRON])
+def test_stages_of_unlike_devices_are_not_handed_to_who_cannot_run_them(framework: Framework) -> None:
+    """Two sites with a fast and a slow device each: the best pipeline has a stage a site, in unequal shares. It was
+    refused after the search, though stages of like devices could be run.
+    """
+    nodes = [{"name": f"{site}-{kind}", "kind": kind, "site": site} for site in "ew" for kind in ("big", "small")]
+    links = {"e": {"e": 100, "w": 2}, "w": {"e": 2, "w": 100}}
+    shape = {"blocks": 1, "hidden": 1024, "ffn": 4096, "vocab": 32000}
+    model = parse_model(DECODER | {"batch": 24, "sequence": 1024, "transformer": shape}, "m")
+    profile = parse_profile(MACHINES | {"nodes": nodes, "links": links}, "p")
+    assert hand_over(make_plan(profile, model, framework), framework).flags
+
+
 def test_what_a_framework_is_given_is_printed_and_written(files: list[str], tmp_path: Path) -> None:
     """torchtitan's schedule is a file of its own, whose path is in the flags; with --json they are not printed."""
     csv = tmp_path / "schedule.csv"
