@@ -83,7 +83,7 @@ def cluster_command(
         for line in explain_plan(plan) if explain else []:
             print(line)
     if output is not None:
-        sources = {key: os.path.relpath(path, output.parent) for key, path in (("profile", profile), ("model", model))}
+        sources = {key: _relate(path, output.parent) for key, path in (("profile", profile), ("model", model))}
         write_output(output, yaml.safe_dump({**data, "made_from": {**sources, "replans": 0}}, sort_keys=False))
     if timeline is not None:
         if plan.prediction is None:
@@ -98,6 +98,11 @@ def cluster_command(
             write_output(csv, handed.csv)
         if not as_json:
             print("\n".join(handed.flags))
+
+
+def _relate(path: Path, directory: Path) -> str:
+    """Return a file's path from a directory, either of which may be behind a link, from which `..` leads elsewhere."""
+    return os.path.relpath(path.parent.resolve() / path.name, directory.resolve())
 
 
 def _choose_framework(frameworks: type[Framework], target: str | None) -> Framework | None:

@@ -76,6 +76,16 @@ def test_the_plan_is_shown_and_written(files: list[str], tmp_path: Path) -> None
     assert max(span.end_s for span in plan.timeline) == pytest.approx(data["step_s"], rel=1e-3)
 
 
+def test_a_plan_behind_a_link_names_its_files(files: list[str], tmp_path: Path) -> None:
+    """Plans may be on another disk: a pipeline that adapts looked for the profile there, and ended."""
+    (tmp_path / "disk" / "plans").mkdir(parents=True)
+    (tmp_path / "plans").symlink_to(tmp_path / "disk" / "plans")
+    out = tmp_path / "plans" / "plan.yaml"
+    assert CliRunner().invoke(cli, ["plan", "cluster", *files, "-o", str(out)]).exit_code == 0
+    made = yaml.safe_load(out.read_text())["made_from"]
+    assert [(out.parent / made[key]).is_file() for key in ("profile", "model")] == [True, True]
+
+
 def test_borders_of_16_bits_have_half_the_bytes(files: list[str], tmp_path: Path) -> None:
     """Of layers of 32 bits that cross in bf16: in the bytes that are moved, the step of a pipeline that waits for them,
     and its gears' costs. The memory of what is kept to compute with stays.
