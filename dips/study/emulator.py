@@ -333,16 +333,30 @@ class _Comings(Observer):
             self._world.call_later(0.0, what, action)
 
     def _plan_member(self, name: str, member: FleetCluster) -> list[tuple[float, str, Callable[[], None]]]:
-        cluster = self._world.clusters[name]
+        cluster, there = self._world.clusters[name], member.joins == 0
+
+        def come() -> None:
+            nonlocal there
+            there = True
+            cluster.start()
+
+        def leave() -> None:
+            nonlocal there
+            there = False
+            cluster.leave_run()
+
+        def start_again() -> None:
+            if there:  # it may have left while it was down
+                cluster.start()
 
         def fail() -> None:
             cluster.crash()
-            self._world.call_later(member.down_s, f"{name} starts again", cluster.start)
+            self._world.call_later(member.down_s, f"{name} starts again", start_again)
 
         planned = [
-            (member.joins, f"{name} joins", cluster.start, member.joins > 0),
-            (member.leaves, f"{name} leaves", cluster.leave_run, member.leaves < 1),
-            (member.returns, f"{name} comes back", cluster.start, member.returns < 1),
+            (member.joins, f"{name} joins", come, member.joins > 0),
+            (member.leaves, f"{name} leaves", leave, member.leaves < 1),
+            (member.returns, f"{name} comes back", come, member.returns < 1),
             (member.fails, f"{name} is killed", fail, member.fails < 1),
         ]
         return [(share, what, action) for share, what, action, wanted in planned if wanted]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from dips.study.baselines import (
     train_synchronous,
     train_together,
 )
-from dips.study.emulator import Emulated, GateCount, emulate
+from dips.study.emulator import Emulated, GateCount, _Comings, emulate
 from dips.study.fleet import KINDS, Fault, Fleet, FleetCluster
 from dips.study.learner import LastRounds, LearnedModel, Recipe, make_optimizers, split_matrices
 from tests.unit.study.tiny import TINY, TOKENS, WIDTH, WORDS, build, fleet
@@ -168,6 +169,21 @@ def test_clusters_join_leave_and_fail_by_the_run_s_tokens() -> None:
     made = emulated(Fleet(members, 4), steps=240)[0]
     assert made.finished and set(made.shares) == {"a", "b", "c", "d"}
     assert made.shares["a"] > max(made.shares["b"], made.shares["c"]) > 0
+
+
+@pytest.mark.parametrize("fails", [0.28, 0.6])
+def test_who_has_left_is_not_started_again(fails: float) -> None:
+    """Killed just before it leaves, or after it: it was started `down_s` later, and took part to the end."""
+    cluster, later, result = Mock(), list[tuple[float, str, Callable[[], None]]](), Emulated()
+    world = Mock(clusters={"a": cluster, "b": Mock()}, call_later=lambda *planned: later.append(planned))
+    fleet = Fleet((FleetCluster(leaves=0.3, fails=fails), FleetCluster()))
+    comings = _Comings(world, fleet, result, tokens=100)
+    result.tokens = 100
+    comings.time_passed()
+    while later:
+        later.sort(key=lambda planned: planned[0])
+        later.pop(0)[2]()
+    assert cluster.crash.called and cluster.leave_run.called and not cluster.start.called
 
 
 def test_stragglers_take_longer() -> None:
