@@ -97,7 +97,7 @@ class World:
         """Return the machines of a cluster of the scenario."""
         name, shape = self.scenario.names[number], self.scenario.clusters[number]
         rng = self.chance.generator_for(f"cluster/{name}")
-        fragments = min(shape.fragments, self.scenario.layers)
+        fragments = min(shape.fragments, len(self.sizes))
         ways = shape.aligned_steps, shape.overlap, shape.restarts, fragments, shape.jitter, shape.straggles
         return Site(name, shape.ranks, shape.step_s, rng, *ways)
 

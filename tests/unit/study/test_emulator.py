@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from dips.codecs import Codec
 from dips.errors import ConfigError
 from dips.ids import PushId
 from dips.protocol.enums import LayerUnit, MergeRule, StepRule
 from dips.protocol.options import Clip, Options, OuterOptions
 from dips.sim.scenario import Site
+from dips.sim.world import World
 from dips.slave.ports import F32
 from dips.study import baselines, emulator
 from dips.study.baselines import (
@@ -26,7 +28,7 @@ from dips.study.baselines import (
     train_synchronous,
     train_together,
 )
-from dips.study.emulator import Emulated, GateCount, _Comings, emulate
+from dips.study.emulator import Emulated, GateCount, _Comings, emulate, make_scenario
 from dips.study.fleet import KINDS, Fault, Fleet, FleetCluster
 from dips.study.learner import LastRounds, LearnedModel, Recipe, make_optimizers, split_matrices
 from tests.unit.study.tiny import TINY, TOKENS, WIDTH, WORDS, build, fleet
@@ -125,6 +127,15 @@ def test_aligned_clusters_that_train_on_meet(fragments: int) -> None:
     made = emulated(members, steps=12 * 3 * 32)[0]
     assert made.finished and made.versions <= 18
     assert made.mean_staleness < 0.5, "1.1 and 1.9 as long as windows did not wait for them"
+
+
+def test_a_model_moves_in_as_many_fragments_as_it_has_layers() -> None:
+    """A study of eight moved any model in four, and compared a row of eight with one of four that was the same."""
+    layers = (nn.Embedding(WORDS, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    model = LearnedModel(replace(TASK, make_model=lambda: nn.Sequential(*layers)), TINY, 1)
+    for fragments, moved in ((5, 5), (8, 6)):
+        scenario = make_scenario(replace(fleet(1.0), overlap=True, fragments=fragments), Options(), 1.0, Codec.FP32)
+        assert World(1, scenario, model).make_site(0).fragments == moved
 
 
 def test_the_same_seed_gives_the_same_bits(made: Emulated) -> None:
