@@ -162,6 +162,7 @@ class Fleet:
         _require(self.inner_steps >= 1, "inner_steps", "a whole number, at least 1", self.inner_steps)
         _require(self.pace in PACES, "pace", " or ".join(PACES), self.pace)
         _require(self.fragments >= 1, "fragments", "a whole number, at least 1", self.fragments)
+        _require(self.overlap or self.fragments == 1, "fragments", "1 without overlap", self.fragments)
         _require(any(m.joins == 0.0 for m in self.members), "clusters: joins", "0 for one at least", "none")
 
     @property
