@@ -114,6 +114,13 @@ class SimulatedRun(Section):
     pull_codec: PullCodec = Codec.FP32
     seed: Count = 1
 
+    @model_validator(mode="after")
+    def _check(self) -> SimulatedRun:
+        for name, times in Counter(cluster.name for cluster in self.clusters).items():
+            if times > 1:  # tables and figures have one row of each name
+                raise ValueError(f"clusters: {times} are called {name}: rename one, or give `number` of those alike")
+        return self
+
     @property
     def members(self) -> dict[str, SimulatedClusters]:
         """Each cluster by its name in the simulation."""

@@ -203,6 +203,7 @@ def test_table_2_is_in_the_rates_of_its_pushes() -> None:
         ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "number": 0}]}, "number"),
         ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "joins": 0.5, "leaves": 0.5}]}, "joins before leaves"),
         ({"clusters": [{"name": "a", "step_s": 1, "up_gbit": 1, "failures": -1}]}, "failures"),
+        ({"clusters": [{"name": "a", "step_s": s, "up_gbit": 1} for s in (1, 2)]}, "clusters: 2 are called a"),
         ({"seed": -1}, "seed"),
         ({"hours": 0.01}, "too short: east"),
     ],
