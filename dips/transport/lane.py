@@ -184,7 +184,10 @@ class LaneDoor:
 
     def count_read(self, peer: bytes, parts: list[zmq.Frame]) -> None:
         """Count a message as read from its connection, which is this peer."""
-        connection = int(parts[-1].get(zmq.SRCFD))
+        try:
+            connection = int(parts[-1].get(zmq.SRCFD))
+        except zmq.ZMQError:  # libzmq does not say it of peers of ZMTP 1.0 and 2.0, of which none is ours
+            return
         self._names[connection] = peer
         if connection in self._open:
             self._open[connection] += sum(FRAMING_BYTES + len(part) for part in parts)

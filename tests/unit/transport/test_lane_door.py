@@ -294,6 +294,20 @@ def test_a_message_without_an_end_ends_its_connection(monkeypatch: pytest.Monkey
     served.close()
 
 
+@pytest.mark.parametrize("greeting", [b"\1\0", b"\xff" + bytes(8) + b"\x7f\1\5\0\0"], ids=["1.0", "2.0"])
+def test_a_peer_of_an_old_protocol_ends_no_lane(greeting: bytes) -> None:
+    """libzmq does not say by which connection its messages came; that ended the lane's thread."""
+    served = Lane(0, "127.0.0.1", 0, 10.0)
+    served.start(handler := HearingHandler())
+    port = int(served.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), 10.0) as old, greet_plainly(port) as honest:
+        old.sendall(greeting + (b"\2\0x" if greeting[0] == 1 else b"\0\1x"))
+        assert handler.heard.get(timeout=10)[1] == b"x"
+        honest.sendall(b"\0\1y")
+        assert handler.heard.get(timeout=10)[1] == b"y"
+    served.close()
+
+
 def test_nobody_knows_the_number_of_the_next_connection() -> None:
     """libzmq's were the same in every process, and it aborts when a connection's number is another's name already: one
     peer that took the next number for its own name ended a slave."""
