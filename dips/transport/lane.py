@@ -106,7 +106,8 @@ class Stage(Generic[T]):
 #
 # libzmq bounds a part, and neither the number of a message's parts nor, before the last one is there, their bytes: it
 # keeps them all, empty ones as 64 bytes each, and shows them to nobody. So a connection is ended that has brought more
-# than any message of ours has, while the lane has read all that is complete and nothing of it.
+# than any message of ours has, while the lane has read all that is complete and nothing of it. libzmq serves
+# connections in turn, so in a flood of messages all that was complete is read when each has had its turn.
 
 
 MOST_CONNECTIONS = 4_096  # of one lane at once: 64 ranks of 64 clusters; further ones wait in TCP
@@ -116,7 +117,7 @@ ROOM = 64  # connections that must end before others are accepted again, so that
 MOST_EVENTS = 512  # monitor events that are read at a time, so that frames have their turn, too
 MOST_UNFINISHED = 4 << 20  # bytes of a connection that belong to no complete message; ours have 1 MiB and a header
 LOOK_S = 1.0  # least time between two looks at them
-FRAMING_BYTES = 9  # of ZMTP before a part, at most
+FRAMING_BYTES = 2, 9  # of ZMTP before a part of less than 256 bytes, and before a longer one
 _RECEIVED = struct.Struct("@128xQ")  # the kernel's struct tcp_info up to tcpi_bytes_received
 BACKLOG = 256  # connections that the kernel has accepted and libzmq has not
 _SO_DETACH_FILTER = 27  # Linux; like SO_ATTACH_FILTER, not in every Python's module socket
@@ -147,6 +148,7 @@ class LaneDoor:
         self._open: dict[int, int] = {}  # connection's descriptor → bytes of it that the lane has read
         self._unfinished: dict[int, int] = {}  # those with too many others at the last look, and what was read of them
         self._look_at = 0.0
+        self._turns = 0  # messages that were read since the last look
         self._names: dict[int, bytes] = {}  # connection's descriptor → the peer that a message came from by it
         self._gone: list[bytes] = []  # peers whose connections have ended since `take_gone`
         self._listener = _listen(host, port)
@@ -189,19 +191,22 @@ class LaneDoor:
         except zmq.ZMQError:  # libzmq does not say it of peers of ZMTP 1.0 and 2.0, of which none is ours
             return
         self._names[connection] = peer
+        self._turns += 1
         if connection in self._open:
-            self._open[connection] += sum(FRAMING_BYTES + len(part) for part in parts)
+            self._open[connection] += sum(FRAMING_BYTES[len(part) > 255] + len(part) for part in parts)
 
     def take_gone(self) -> list[bytes]:
         """Return the peers whose connections have ended; called when all that is complete has been read."""
         gone, self._gone = self._gone, []
         return gone
 
-    def end_unfinished(self) -> None:
-        """End connections with too long a message; called when all that is complete has been read."""
-        if (now := time.monotonic()) < self._look_at:
+    def end_unfinished(self, more: bool) -> None:
+        """End connections with too long a message; called after each batch. `more`: not all that is complete has been
+        read.
+        """
+        if (now := time.monotonic()) < self._look_at or (more and self._turns < 2 * len(self._open)):
             return
-        self._look_at = now + LOOK_S
+        self._look_at, self._turns = now + LOOK_S, 0
         before, self._unfinished = self._unfinished, {}
         for number, read in self._open.items():
             # A descriptor of our own for what libzmq may close at any time, or has: then the number may be another's.
@@ -497,8 +502,8 @@ class Lane:
             if self._zap is not None:
                 self._zap.answer_handshakes()
             more = self._read_batch(handler)
+            door.end_unfinished(more)
             if not more:
-                door.end_unfinished()
                 self._forget_peers(door.take_gone())
             handler.on_turn(self.index)
             self._flush_outbox()
