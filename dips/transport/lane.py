@@ -190,7 +190,9 @@ class LaneDoor:
             connection = int(parts[-1].get(zmq.SRCFD))
         except zmq.ZMQError:  # libzmq does not say it of peers of ZMTP 1.0 and 2.0, of which none is ours
             return
-        self._names[connection] = peer
+        if self._names.get(connection) != peer:
+            self.follow_connections()  # the end of another one, whose descriptor it has, is no end of this one
+            self._names[connection] = peer
         self._turns += 1
         if connection in self._open:
             self._open[connection] += sum(FRAMING_BYTES[len(part) > 255] + len(part) for part in parts)

@@ -6,6 +6,7 @@ import ctypes
 import queue
 import resource
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -318,6 +319,43 @@ def test_a_peer_of_an_old_protocol_ends_no_lane(greeting: bytes) -> None:
         honest.sendall(b"\0\1y")
         assert handler.heard.get(timeout=10)[1] == b"y"
     served.close()
+
+
+class Part(bytes):
+    """Of a message that came by the connection with descriptor 7."""
+
+    def get(self, option: int) -> int:
+        return 7
+
+
+class ToldEvents:
+    """A monitor of the connection with descriptor 7."""
+
+    def __init__(self, *events: zmq.Event) -> None:
+        self.events = list(events)
+
+    def getsockopt(self, option: int) -> int:
+        return int(zmq.POLLIN) if self.events else 0
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        return [struct.pack("=hi", self.events.pop(0), 7), b""]
+
+
+def test_the_end_of_a_connection_is_not_taken_for_that_of_the_next(
+    door: LaneDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors are used again: an end that was read only after the next one's first frame ended its session, and its
+    push stalled."""
+    with monkeypatch.context() as patched:
+        patched.setattr(door, "monitor", told := ToldEvents(zmq.Event.ACCEPTED))
+        door.follow_connections()
+        told.events = [zmq.Event.DISCONNECTED, zmq.Event.ACCEPTED]
+        door.count_read(b"next", [Part(b"frame")])  # type: ignore[list-item]
+        door.follow_connections()
+        assert door.take_gone() == [] and door.connections == 1
+        told.events = [zmq.Event.DISCONNECTED]
+        door.follow_connections()
+        assert door.take_gone() == [b"next"] and door.connections == 0
 
 
 def test_nobody_knows_the_number_of_the_next_connection() -> None:
