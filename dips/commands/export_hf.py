@@ -42,6 +42,8 @@ class ModelSource:
                 "--format hf: of what model? give one of --factory MODULE:FUNCTION, --like DIR and, if the model that "
                 "was trained is none of transformers, --convert MODULE:FUNCTION"
             )
+        if not output.name:  # `.`: nothing can be renamed over it
+            raise ConfigError(f"--output: {output} has no name of its own: name a new directory")
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ConfigError(f"--output: {output} is there and not empty: name a new directory")
         for package in ("torch", "transformers"):

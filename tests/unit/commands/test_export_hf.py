@@ -184,6 +184,7 @@ def test_what_is_no_such_model_is_refused(exported: Exported, tmp_path: Path, wo
         (["--convert", f"{__name__}:absent"], "--convert .*absent"),
         (["--like", "nowhere"], "expected a directory with config.json"),
         (["--factory", f"{__name__}:build"], "there is there and not empty: name a new directory"),
+        (["--factory", f"{__name__}:build_untied"], "--output: . has no name of its own: name a new directory"),
     ],
 )
 def test_what_is_wrong_is_told_before_a_version_is_pulled(
@@ -194,6 +195,9 @@ def test_what_is_wrong_is_told_before_a_version_is_pulled(
     (output := Path("there")).mkdir()
     if words[-1] == f"{__name__}:build":
         (output / "x").touch()
+    if words[-1] == f"{__name__}:build_untied":
+        monkeypatch.chdir(output)
+        output = Path()
     asked = ["export", "--master", "127.0.0.1:1", "--output", str(output), "--format", "hf"]
     with pytest.raises(ConfigError, match=message):
         type_dips(*asked, *words)
