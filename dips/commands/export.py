@@ -100,9 +100,10 @@ def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> V
     run_file = load_run(config)
     if wanted == GENESIS:  # slaves have no snapshot of it
         initial = run_file.master.directory / INITIAL
-        if (store := mirror_of(run_file)) is not None and ledger_path(run_file).exists():  # of a former standby
-            fetch_initial(store, run_file.shared.run, run_file.master.directory)
-        if not (initial / str(GENESIS)).exists():
+        here = (initial / str(GENESIS)).exists
+        if not here() and ledger_path(run_file).exists() and (store := mirror_of(run_file)) is not None:
+            fetch_initial(store, run_file.shared.run, run_file.master.directory)  # of a former standby
+        if not here():
             raise ConfigError(f"{initial}: `dips seed` brought v0@r0 to the slaves alone: take it with --master")
         return export_snapshot([initial], GENESIS, output)
     directories = [s.directory for s in run_file.slaves]
