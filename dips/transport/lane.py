@@ -146,6 +146,7 @@ class LaneDoor:
         """Bind `router`; raise OSError or ZMQError if the address is not available."""
         self._most, self._shut = most, False
         self._open: dict[int, int] = {}  # connection's descriptor → bytes of it that the lane has read
+        self._read_before: dict[int, int] = {}  # as `_open` was at the last look
         self._unfinished: dict[int, int] = {}  # those with too many others at the last look, and what was read of them
         self._look_at = 0.0
         self._turns = 0  # messages that were read since the last look
@@ -209,8 +210,11 @@ class LaneDoor:
         if (now := time.monotonic()) < self._look_at or (more and self._turns < 2 * len(self._open)):
             return
         self._look_at, self._turns = now + LOOK_S, 0
+        read_before, self._read_before = self._read_before, dict(self._open)
         before, self._unfinished = self._unfinished, {}
         for number, read in self._open.items():
+            if read_before.get(number) != read:
+                continue  # whose messages end; a look takes calls of the system, and there may be thousands of them
             # A descriptor of our own for what libzmq may close at any time, or has: then the number may be another's.
             with suppress(OSError), socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM) as connection:
                 if connection.getsockname()[1:2] != (self.port,) or _taken_bytes(connection) - read <= MOST_UNFINISHED:

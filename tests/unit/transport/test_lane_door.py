@@ -321,6 +321,25 @@ def test_a_peer_of_an_old_protocol_ends_no_lane(greeting: bytes) -> None:
     served.close()
 
 
+def test_who_sends_is_not_looked_at(door: LaneDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at 4,096 connections, each second, took a lane's thread a quarter of it on two slow cores."""
+    looked_at = list[socket.socket]()
+
+    def taken_bytes(connection: socket.socket) -> int:
+        looked_at.append(connection)
+        return 0
+
+    monkeypatch.setattr(lane, "LOOK_S", 0.0)
+    monkeypatch.setattr(lane, "_taken_bytes", taken_bytes)
+    with socket.create_connection(("127.0.0.1", door.port), 2.0), socket.create_connection(("127.0.0.1", door.port)):
+        wait_for(door, 2)
+        door.end_unfinished(False)
+        for _ in range(3):
+            door._open[min(door._open)] += 1
+            door.end_unfinished(False)
+        assert len(looked_at) == 3, "the other one"
+
+
 class Part(bytes):
     """Of a message that came by the connection with descriptor 7."""
 
