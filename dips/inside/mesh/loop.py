@@ -33,6 +33,7 @@ from functools import partial
 from math import isinf
 from pathlib import Path
 from typing import Any, SupportsInt, cast
+from weakref import WeakSet
 
 import structlog
 import torch
@@ -124,6 +125,7 @@ class MeshLoop:
         self._ours = {id(p) for group in groups for p in group.reads.values()}
         hook = model.register_load_state_dict_pre_hook(self._before_load)
         self._hooks = [register_optimizer_step_pre_hook(self._before_optimizer), hook]
+        self._watched = WeakSet[torch.optim.Optimizer]()  # those whose steps take the anchor
         self._warm_left, self._anchored = warmup_steps, False
         self._stepped = False  # whether an optimizer has, since the last call of `step`
         self._unstepped = 0  # twice the calls without a step, less those with one
@@ -224,7 +226,9 @@ class MeshLoop:
         losses = sum(of[4] for of in told)
         self._reported = (sum(of[3] for of in told) / losses if losses else None, intervals)
         if not self._anchored:  # a replica may have taken no step: it has what the last sync made
-            self._take_anchor()
+            if (outer := find_loop([self._model])) is not None:
+                outer.install()  # what `install: lazy` has not written yet
+            self._sync.take_anchor()
         self._anchored = False
         self._begin_interval()
         self._sync.begin(intervals)
@@ -290,16 +294,16 @@ class MeshLoop:
         if self._warm_left or not any(id(p) in self._ours for g in optimizer.param_groups for p in g["params"]):
             return
         self._stepped = True
+        if optimizer not in self._watched:
+            # Behind the hooks of all optimizers: that of `install: lazy` writes what is left of a pull, and is removed.
+            self._watched.add(optimizer)
+            self._hooks.append(optimizer.register_step_pre_hook(self._take_anchor))
+
+    def _take_anchor(self, *_: Any) -> None:
         if not self._anchored:
             self._sync.finish()
-            self._take_anchor()
+            self._sync.take_anchor()
             self._anchored = True
-
-    def _take_anchor(self) -> None:
-        """Take what the model holds for synchronised, with what `install: lazy` has not written yet."""
-        if (outer := find_loop([self._model])) is not None:
-            outer.install()
-        self._sync.take_anchor()
 
     def _before_load(self, *_: Any) -> None:
         """Take what is loaded before an interval's first step for what was synchronised: torch steps an optimizer that
