@@ -44,7 +44,7 @@ JOIN_S = 30.0  # for a former process with this name to fall silent; or a lease,
 GRANT_S = 60.0  # for the slaves to register and to pin the version
 RETRY_S = 0.2
 AGAIN_S = 2.0  # until a follower joins again; a refusal that heals meanwhile ends none, as it ends no agent
-REFUSED_AGAIN_S = 60.0  # a refusal so soon after another is final
+HEALED_S = 60.0  # after a refusal, another one is final until it has been a member for so long
 STALL_S = 30.0  # without a byte of a transfer
 
 # (run, version, manifest) → an array for all parameters, concatenated in the manifest's order.
@@ -307,15 +307,15 @@ async def follow_versions(
     Errors     those of VersionPuller until a version has come; then Denied, if that is tried again in vain,
                ConfigError, those of `make_room`, `take`
     """
-    following, may_be_refused_at = _Following(master, name, make_room, take, warn), -inf
+    following, refused = _Following(master, name, make_room, take, warn), False
     while True:
         try:
             return await following.join_and_pull()
         except (Unavailable, Busy, Stale, Denied) as error:
-            if not following.has_pulled or (isinstance(error, Denied) and time.monotonic() < may_be_refused_at):
+            denied, refused = isinstance(error, Denied), refused and not following.is_healed
+            if not following.has_pulled or (denied and refused):
                 raise
-            if isinstance(error, Denied):
-                may_be_refused_at = time.monotonic() + REFUSED_AGAIN_S
+            refused |= denied
             warn(f"{error}; tried again in {AGAIN_S:g} s")
             await asyncio.sleep(AGAIN_S)
 
@@ -331,10 +331,17 @@ class _Following:
     warn: Warn
     has_pulled: bool = False  # a version; until then the caller is told what fails, and may be wrong
     held: VersionId | None = None  # by the array; None: nothing whole
+    joined_at: float = inf  # the last incarnation; inf: it has not
+
+    @property
+    def is_healed(self) -> bool:
+        return time.monotonic() >= self.joined_at + HEALED_S
 
     async def join_and_pull(self) -> VersionId:
         """Follow as one incarnation; return the run's last version."""
+        self.joined_at = inf
         async with VersionPuller(self.master, self.name) as puller:
+            self.joined_at = time.monotonic()
             while await puller.wait_for_news(self.held):
                 try:
                     await self._pull_version(puller)

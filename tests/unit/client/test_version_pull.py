@@ -374,6 +374,24 @@ async def test_a_follower_outlives_a_refusal_that_heals(master: MasterOfPullers,
     assert len(warned) == 1 and "not in the run file" in warned[0]
 
 
+async def test_a_follower_whose_name_another_has_ends(
+    master: MasterOfPullers, slaves: Slaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it waits for its name: with heartbeats above 12 s it was denied it and tried again for ever."""
+    monkeypatch.setattr(version_pull, "JOIN_S", 0.2)
+    monkeypatch.setattr(version_pull, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(version_pull, "HEALED_S", 0.1)
+    warned = list[str]()
+
+    async def take(_: VersionId) -> None:
+        master.standing, master.script["Join"] = ClusterStanding.FENCED, [Refused(0.01, "another one has it")]
+
+    async with asyncio.timeout(20):
+        with pytest.raises(Denied, match="another one has it"):
+            await follow_versions(master.peer, "c.puller", make_room, take, warned.append)
+    assert ["another one has it" in text for text in warned] == [False, True]
+
+
 async def test_a_follower_that_has_pulled_nothing_says_what_fails(master: MasterOfPullers, slaves: Slaves) -> None:
     """Its caller may be wrong: nothing is tried again."""
     slaves.failures = [UnavailableSlave("ps1 is gone")]
