@@ -536,9 +536,9 @@ class OuterLoop:
         self._settle_steps()
         self._shard_transfer.finish_install()
         self._outer_steps.cancel_transfers()
-        self._shard_transfer.free()  # another loop of this process has its own, perhaps before this one is collected
         self._agent_client.ask_agent(messages.Detach(self._state.attempt))
         self._closed = CLOSED
+        self._shard_transfer.free()  # another loop of this process has its own, perhaps before this one is collected
         self._optimizers.close()
         self._agent_client.disconnect()
         self._collectives.close()

@@ -23,6 +23,7 @@ from dips.client.ipc.messages import (
     Answer,
     AskAgain,
     Attached,
+    ErrorReply,
     Noted,
     Over,
     PullMoved,
@@ -43,7 +44,7 @@ from dips.client.rank.transfer import TransferStats
 from dips.codecs import Codec
 from dips.config import load_cluster
 from dips.dataclass import replace
-from dips.errors import ConfigError, Diverged, LocalProtocolError, UnavailableSlave
+from dips.errors import ConfigError, Diverged, LocalProtocolError, StaleIncarnation, UnavailableSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 from tests.unit.client.parallel.late_device import Meeting, ThreadRanks, run_ranks
@@ -641,6 +642,20 @@ def test_a_script_that_fails_leaves_its_optimizer_alone(directory: Path, monkeyp
     optimizer.step()
     agent.join()
     assert counted == [1] and not any(isinstance(message, messages.Detach) for message in agent.messages)
+
+
+def test_a_goodbye_that_is_refused_leaves_a_loop_as_it_was(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed again, as in a `finally`, it says the same; and another loop of this process can take its place."""
+    monkeypatch.setattr(transfer, "pull_pieces", lambda *_, **__: TransferStats(0, 0.0, 1))
+    begin, refused = (pull_now(V1, 1), TrainOn("", 1000, 0.25)), ErrorReply("StaleIncarnation", "attempt 1 is over")
+    script = (Attached(1, 0.0), *begin, refused, refused, Attached(2, 0.0), *begin, Noted())
+    agent = ScriptedAgent(directory / "agent.sock", *script, connections=2)
+    first = OuterLoop(nn.Linear(3, 2), directory / "cluster.yaml")
+    for _ in range(2):
+        with pytest.raises(StaleIncarnation, match="attempt 1 is over"):
+            first.close()
+    OuterLoop(nn.Linear(3, 2), directory / "cluster.yaml").close()
+    agent.join()
 
 
 @pytest.mark.parametrize("closes", [True, False])
