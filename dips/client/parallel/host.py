@@ -582,7 +582,8 @@ class HostMemory:
         """Finish an install beside training after an inner step (lazy.py)."""
 
     def free(self) -> None:
-        """Free the host memory; nothing else may be called afterwards. No copy or transfer may use it any more."""
+        """Free the host memory; nothing else may be called afterwards. No transfer may use it any more."""
+        self._device.synchronize()  # an install that broke off may have left copies
         del self._buffer, self._blocks, self._params, self._masters, self._kept, self._remainders, self._exchange
 
     def _write_pulled(self, copies: Iterable[ShardCopy]) -> None:

@@ -565,7 +565,7 @@ class OuterLoop:
         self._outer_steps.cancel_transfers()
         if not self._shard_transfer.torn:
             self._shard_transfer.finish_install()  # its hooks would write into the model after the next pull
-            self._shard_transfer.free()
+        self._shard_transfer.free()
         self._agent_client.disconnect()
         self._collectives.close()
 

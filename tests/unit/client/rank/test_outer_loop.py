@@ -658,9 +658,9 @@ def test_a_goodbye_that_is_refused_leaves_a_loop_as_it_was(directory: Path, monk
     agent.join()
 
 
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize(("closes", "torn"), [(True, False), (False, False), (False, True)])
 def test_a_process_may_make_one_loop_after_another(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, closes: bool
+    directory: Path, monkeypatch: pytest.MonkeyPatch, closes: bool, torn: bool
 ) -> None:
     """Trainer.train() twice, or again after it ran out of memory: an attempt of its own, and the former one ends. Its
     host memory is free: there was twice the sum that is printed until the former loop was collected.
@@ -680,6 +680,7 @@ def test_a_process_may_make_one_loop_after_another(
     first = OuterLoop(model, directory / "cluster.yaml")
     first.follow_optimizer(optimizer, tokens=lambda: count_in(1))
     shard = weakref.ref(first._shard_transfer._memory._buffer.pieces[0].array)
+    first._shard_transfer._memory.torn = torn  # by an install for which the device was full
     if closes:
         first.close()
     with OuterLoop(model, directory / "cluster.yaml") as second:
