@@ -253,9 +253,7 @@ def _begun_ranges(
     for ranges, part, settled_by, over in db.execute(query):
         for number in read_ints(ranges) if begun or parts else ():
             begun.pop(number, None)
-            if over and number in parts:
-                begun[number] = parts[number][-1][1]  # free again, but for the part that the lineage has
-            elif not over and (not settled_by or settled_by < oldest):
+            if not over and (not settled_by or settled_by < oldest):
                 parts.pop(number, None)
         if (read := read_begun(part)) is not None:
             begun[read.number] = read

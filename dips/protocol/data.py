@@ -181,11 +181,13 @@ class RangeBook:
         self._requeue = requeue
         undone = set(undone)
         self.undone = set[int]() if requeue else undone
-        self.begun = {part.number: part for part in begun if part.number not in self.undone}  # settled in part
-        # Also of ranges that are settled, as long as the version that did may be undone.
+        # Of ranges that are settled, too, as long as the version that did may be undone.
         self.parts: dict[int, Parts] = {}
         for round_number, part in parts:
             self._add_part(round_number, part)
+        self.begun = {part.number: part for part in begun}  # settled in part
+        if requeue:
+            self._find_begun(number for number in self.parts if number not in self.settled)
         self._used, self._held = dict(used or {}), held
         self._leases: dict[tuple[str, int], Lease] = {}
         self.leased = 0  # ranges in all leases
@@ -271,7 +273,7 @@ class RangeBook:
         """Settle ranges that a version of this round trained, or gated ones (0): they are never leased again in this
         lineage; of `begun` only a part is settled.
 
-        A rollback does not change that part while the range is leased or free: clusters still carry that work in their
+        Without `requeue: undone` a rollback does not change that part: clusters still carry that work in their
         parameters.
         """
         for number in ranges:
@@ -289,6 +291,8 @@ class RangeBook:
     def undo_parts(self, after: int) -> None:
         """Forget the parts that versions of rounds after this one settled; `undo_ranges` follows."""
         self._keep_parts(lambda chain: tuple(entry for entry in chain if entry[0] <= after))
+        if self._requeue:
+            self._find_begun(self.begun)
 
     def undo_ranges(self, ranges: Iterable[int]) -> None:
         """Undo ranges of versions that were rolled back: with `requeue: undone` free them again, but for the part that
@@ -297,7 +301,7 @@ class RangeBook:
         over = {number for number in ranges if self.settled.remove_number(number)}
         if self._requeue:
             self._free_all(over)
-            self.begun.update((number, self.parts[number][-1][1]) for number in over if number in self.parts)
+            self._find_begun((*self.begun, *over))
         else:
             self.undone |= over
 
@@ -323,6 +327,10 @@ class RangeBook:
 
     def _add_part(self, round_number: int, part: BegunRange) -> None:
         self.parts[part.number] = (*self.parts.get(part.number, ()), (round_number, part))
+
+    def _find_begun(self, ranges: Iterable[int]) -> None:
+        """Take for the part of each of these ranges, which are not settled, the one that the lineage has."""
+        self.begun = {number: self.parts[number][-1][1] for number in ranges if number in self.parts}
 
     def _keep_parts(self, choose: Callable[[Parts], Parts]) -> None:
         self.parts = {number: kept for number, chain in self.parts.items() if (kept := choose(chain))}

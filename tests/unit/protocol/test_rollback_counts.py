@@ -239,6 +239,25 @@ def test_a_range_that_is_leased_again_begins_behind_the_part_that_the_lineage_ha
         assert (run.head, given.ranges[0], given.begun) == (head, 1 if begun else 0, begun)
 
 
+def test_a_second_rollback_takes_back_the_part_with_the_version_that_has_it() -> None:
+    """v3 has a range to its end, v1 and v2 a part each. The range stayed begun where v2 had left it, so that samples of
+    undone versions were leased to nobody; the next master read another part. Guards docs/architecture.md#invariant-10.
+    """
+    run = StoredRun(replace(SHORT, keep_every=1, keep_most=8))
+    run.train("a")
+    run.ask(ev.RangesRequested(0, "a", 1, 1, 2))
+    for ranges, begun in (((), BegunRange(0, 3, 10)), ((), BegunRange(0, 5, 10)), ((0,), None)):
+        push = run.push("a", ranges=ranges, begun=begun)
+        run.wait(20.0)
+        run.outcome(push)
+    for head, left in ((VersionId(2, 2), (BegunRange(0, 5, 10),)), (VersionId(1, 1), (BegunRange(0, 3, 10),))):
+        run.offer(head)
+        assert (run.head, run.state.ranges.begun_of((0,))) == (head, left)
+        assert describe(run.state) == describe(read_again(run))
+    run.train("b")
+    assert run.ask(ev.RangesRequested(0, "b", 1, 1, 1)).begun == (BegunRange(0, 3, 10),)
+
+
 def test_parts_are_forgotten_with_the_versions_that_no_rollback_undoes() -> None:
     """Else each range of a long run would have left its own."""
     run = StoredRun()
