@@ -165,11 +165,11 @@ async def serve(
         guard = Guard(tls, config.clusters) if tls is not None else None
         report = partial(_report_call, log)
         if not genesis.ledger_path(config).exists():
-            read = partial(_read_again, config, file, log, FREE_UNTIL_BEGUN)
+            read = partial(_read_keys, config, file, FREE_UNTIL_BEGUN)
             found = await waiting.wait_for_ledger(read, tls, guard, log, announce, report)
             if found is None:
                 return 0
-            config = read()
+            config = _read_again(config, file, log, FREE_UNTIL_BEGUN)
             if guard is not None:
                 guard.change_clusters(config.clusters)
             config = config.model_copy(update={"master": config.master.model_copy(update={"listen": found})})
@@ -214,10 +214,14 @@ async def serve(
 def _read_again(config: RunFile, file: Path, log: logs.Log, keys: Sequence[str]) -> RunFile:
     """Return the configuration with what the file says now under these keys: a master may have waited for months."""
     try:
-        new = load_run(file)
+        return _read_keys(config, file, keys)
     except ConfigError as error:
         log.warning("run file", problem=f"the changed file is not used: {error}")
         return config
+
+
+def _read_keys(config: RunFile, file: Path, keys: Sequence[str]) -> RunFile:
+    new = load_run(file)
     return config.model_copy(update={key: getattr(new, key) for key in keys})
 
 

@@ -114,8 +114,10 @@ class ModelAwaiting:
     """A stand-in for the runtime: it answers every question with what is waited for."""
 
     def __init__(self, read: Callable[[], RunFile]) -> None:
-        """`read` returns the run file as it is now: nothing of it counts before the run has begun."""
-        self._read = read
+        """`read` returns the run file as it is now, or raises ConfigError: nothing of it counts before the run begins.
+        Only whoever brings a model needs that: all others call by the thousand.
+        """
+        self._read, self._config = read, read()
 
     async def ask_core(self, make: Callable[[int], Any]) -> NoReturn:
         self._refuse_all()
@@ -127,14 +129,15 @@ class ModelAwaiting:
         self._refuse_all()
 
     def build_view(self) -> RunView:
-        """Return what is waited for, and the options that a model must fit."""
-        shared = self._read().shared
+        """Return what is waited for, and the options that a model must fit: as last known of a file that is wrong."""
+        with suppress(ConfigError):
+            self._config = self._read()
+        shared = self._config.shared
         return RunView(shared.run, WAITS, shared=shared.agreed)
 
     def _refuse_all(self) -> NoReturn:
-        config = self._read()
-        run = config.shared.run
-        if genesis.ledger_path(config).exists():
+        run = self._config.shared.run
+        if genesis.ledger_path(self._config).exists():
             raise UnavailableMaster(f"run {run!r} begins: its master cannot be reached for a moment")
         raise UnavailableMaster(f"run {run!r} {WAITS}")
 
@@ -148,7 +151,7 @@ async def wait_for_ledger(
     report: Report,
 ) -> str | None:
     """Serve until there is a ledger; return the host:port served at, None if it was stopped before. `read` returns the
-    run file as it is now.
+    run file as it is now, or raises ConfigError, with which no run begins.
     """
     config, stopped = read(), asyncio.Event()
     server = control.make_server(report, guard)

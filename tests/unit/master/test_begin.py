@@ -29,6 +29,7 @@ from dips.master.ledger import Ledger, hold_ledger
 from dips.master.waiting import (
     BYTES_PER_LAYER,
     ModelAwaiting,
+    _begin_run,
     _is_made,
     begin_run,
     check_repeated,
@@ -77,6 +78,31 @@ def test_nobody_is_told_to_seed_what_has_its_ledger(tmp_path: Path) -> None:
     begin_run(config, propose_run(model(), PLAIN_GROUPING), wall)
     with pytest.raises(UnavailableMaster, match="run 'toy' begins: its master cannot be reached for a moment"):
         awaiting.put_event(None)
+
+
+def test_a_wrong_run_file_begins_no_run_and_is_not_read_for_each_call(tmp_path: Path) -> None:
+    """The run began with what the file had said before it was edited; and each call of a cluster or slave read it,
+    which takes 20 ms, and logged what is wrong with it.
+    """
+    files, reads = [run_file(tmp_path)], list[int]()
+
+    def read() -> RunFile:
+        reads.append(1)
+        if not files:
+            raise ConfigError("dips.yaml: not now")
+        return files[0]
+
+    awaiting = ModelAwaiting(read)
+    before = awaiting.build_view()
+    kept = files.pop()
+    assert awaiting.build_view() == before and len(reads) == 3
+    for _ in range(10):
+        with pytest.raises(UnavailableMaster, match="run 'toy' waits"):
+            awaiting.put_event(None)
+    assert len(reads) == 3
+    with pytest.raises(ConfigError, match="not now"):
+        _begin_run(read, propose_run(model(), PLAIN_GROUPING))
+    assert not ledger_path(kept).exists()
 
 
 def test_a_run_begins_once(tmp_path: Path) -> None:
