@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 
 from dips.printable import join_some
 from dips.protocol.options import RANGES_HELD, DataOptions
@@ -141,7 +141,7 @@ Parts = tuple[tuple[int, BegunRange], ...]  # of one range: (round of the versio
 
 def newest_parts(parts: Parts, oldest: int) -> Parts:
     """Leave out all parts before the newest of a round below `oldest`."""
-    return tuple(part for part, after in pairwise((*parts, None)) if part and (after is None or after[0] >= oldest))
+    return parts[max((place for place, (number, _) in enumerate(parts) if number < oldest), default=0) :]
 
 
 @dataclass
@@ -326,7 +326,8 @@ class RangeBook:
             self._leases[cluster, inc] = lease
 
     def _add_part(self, round_number: int, part: BegunRange) -> None:
-        self.parts[part.number] = (*self.parts.get(part.number, ()), (round_number, part))
+        chain = (*self.parts.get(part.number, ()), (round_number, part))
+        self.parts[part.number] = newest_parts(chain, 1)  # no rollback takes back what a gated push settled: 0
 
     def _find_begun(self, ranges: Iterable[int]) -> None:
         """Take for the part of each of these ranges, which are not settled, the one that the lineage has."""

@@ -62,12 +62,15 @@ class StoredRun(ScriptedRun):
         assert isinstance(state, RunState)
         return state
 
-    def make_version(self, *clusters: str, finite: bool = True, done: int = 0) -> None:
-        """One round: each pushes two more ranges of data, or of the last one `done` of 10 samples."""
+    def make_version(self, *clusters: str, finite: bool = True, done: int = 0, more: bool = True) -> None:
+        """One round: each pushes two more ranges of data, or of the last one `done` of 10 samples. Without `more` it
+        pushes those that it holds, if any.
+        """
         self.leases, self.finite = self.leases + 1, finite
         pushes = []
         for cluster in clusters:
-            self.ask(ev.RangesRequested(0, cluster, self.inc(cluster), self.leases, 2))
+            if more or not self.state.ranges.held_by(cluster, self.inc(cluster)):
+                self.ask(ev.RangesRequested(0, cluster, self.inc(cluster), self.leases, 2))
             *held, last = self.state.ranges.held_by(cluster, self.inc(cluster))
             begun = BegunRange(last, done, 10) if done else None
             pushes.append(self.push(cluster, ranges=held if done else (*held, last), begun=begun))
@@ -289,7 +292,8 @@ def test_memory_is_what_the_ledger_says_after_each_rollback(seed: int, requeue: 
                 undone = len(run.state.undone)
             case _:
                 clusters, finite = draw.choice([("a",), ("b",), ("a", "b")]), draw.random() > 0.1
-                run.make_version(*clusters, finite=finite, done=max(0, draw_part.randrange(-9, 10)))
+                done, more = max(0, draw_part.randrange(-9, 10)), draw_part.random() < 0.5
+                run.make_version(*clusters, finite=finite, done=done, more=more)
         assert describe(run.state) == describe(read_again(run)), f"seed {seed}"
         assert {*run.state.step_norms, *run.state.committed_at} <= set(run.state.versions), "nothing else is remembered"
         assert not any(run.state.versions[mirrored].retired for mirrored in run.state.mirrored)
