@@ -616,7 +616,7 @@ class Snapshots:
         return path if path.exists() else staged_path(self._directory, version)
 
     def _verify_snapshot(self, version: VersionId) -> None:
-        """Read the whole snapshot and compare every digest, with the memory of one layer."""
+        """Read the whole snapshot and compare every digest, with the memory of a piece."""
         manifest = self._checked_manifest(version)
         with self._meter.long_work(f"verifies {version}", manifest.parameter_bytes):
             read_through(self._path_of(version), manifest, self._meter.add)

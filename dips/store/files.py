@@ -19,7 +19,7 @@ import xxhash
 
 from dips.dataclass import dataclass
 from dips.errors import ConfigError, CorruptSnapshot
-from dips.files import sync_path, write_synced
+from dips.files import named_in_errors, sync_path, write_synced
 from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
 from dips.store.tensorfile import F32, PIECE_BYTES, SYNC_BYTES, OnPiece, map_floats, reserve_file, write_behind
@@ -285,7 +285,8 @@ def copy_layer(
             continue
         digest, left = xxhash.xxh3_128(), record.layer.nbytes
         while left:
-            piece = source.read(min(left, PIECE_BYTES))
+            with named_in_errors(where):  # a mirror's file is open beside it, which would be named in its place
+                piece = source.read(min(left, PIECE_BYTES))
             if not piece:
                 raise CorruptSnapshot(f"{where}: ends {left} bytes early")
             digest.update(piece)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 import shutil
@@ -32,7 +33,7 @@ from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.store import mirror as mirror_store
 from dips.store import tensorfile
-from dips.store.files import ASIDE, write_version
+from dips.store.files import ASIDE, copy_layer, read_manifest, write_version
 from dips.store.mirror import MirrorStore, bring_back, copy_out, read_copy
 from dips.transport.backoff import Backoff
 from tests.busy_store import BusyFileSystem, persist
@@ -996,6 +997,28 @@ def test_a_disk_that_fills_under_a_ledger_is_named(url: str, tmp_path: Path) -> 
     store.write_file("base", mirror_store.seal("r", bytes(1 << 16)))
     with full_after(1 << 15), pytest.raises(FailedMirror, match=f"/base: .*File too large: '{tmp_path}/ledger'"):
         mirror_store.fetch_sealed_file(store, "r", "base", tmp_path / "ledger")
+
+
+class Unread(io.BytesIO):
+    """A file that its disk refuses to read behind its beginning."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(size)
+
+
+def test_a_disk_that_refuses_to_read_a_copied_version_is_named(url: str, tmp_path: Path) -> None:
+    """The sentence would name the file in the mirror alone, whose disk works."""
+    write_version(tmp_path, ("r", "s", 1), V1, Manifest.from_shapes([("w", (4,))]), (0,), (np.ones(4, np.float32),) * 2)
+    manifest = read_manifest(tmp_path)
+    record, store = manifest.layers[0], MirrorStore(url, "r", "s")
+    path = tmp_path / record.file
+    with (
+        pytest.raises(FailedMirror, match=f"Input/output error: '{path}'"),
+        store.create_file("w", record.size) as target,
+    ):
+        copy_layer(Unread(path.read_bytes()), target.write, manifest, record, str(path))
 
 
 def test_a_disk_that_fills_under_a_restore_is_not_taken_for_the_mirror(
