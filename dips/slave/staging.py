@@ -18,7 +18,7 @@ import numpy as np
 
 from dips.config import RunFile, SlaveSection
 from dips.dataclass import dataclass
-from dips.errors import CorruptSnapshot, DipsError, FailedDisk, FailedMirror
+from dips.errors import CorruptSnapshot, DipsError, FailedDisk
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
@@ -325,7 +325,7 @@ class Rebuild:
             mirror = self._open_mirror(section)
             mirror.bind_layers(layers)
             return mirror.restore((*disk.complete_versions(), *disk.unread_versions())).reason
-        except FailedMirror as error:
+        except FailedDisk as error:  # the mirror's, or its own: the operator is asked with that reason
             return str(error)
 
     def _open_mirror(self, section: SlaveSection) -> SnapshotMirror:

@@ -34,6 +34,7 @@ from dips.protocol.effects import Effect, Exit
 from dips.protocol.events import SlaveRegistered
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RoundReserved, ScoreHistory, VersionCommitted
+from dips.slave import snapshot_mirror
 from dips.slave.snapshots import Snapshots
 from dips.slave.staging import Rebuild
 from dips.store import tensorfile
@@ -182,6 +183,22 @@ def test_mirrors_of_slaves_are_no_reason_to_refuse(config: RunFile, tmp_path: Pa
     found = content(config, head)
     assert all((found[f"theta.{name}"] == 2.0).all() and (found[f"momentum.{name}"] == 5.0).all() for name in SHAPES)
     assert refused_by_the_master(config) == []
+
+
+def test_a_disk_that_fills_in_a_restore_ends_no_recovery(
+    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its own disk refuses is told as that, and the operator is asked, as where the mirror fails."""
+    config = mirrored(config, tmp_path, "s1")
+    shutil.rmtree(config.slave_section("s1").directory)
+    shutil.rmtree(config.master.directory)
+
+    def fill_disk(*_: Any) -> None:
+        raise FailedDisk("s1: File too large")
+
+    monkeypatch.setattr(snapshot_mirror, "bring_back", fill_disk)
+    done = recover(tmp_path)
+    assert done.exit_code == 0 and "(its mirror: s1: File too large)" in done.output
 
 
 def test_a_mirror_that_cannot_be_read(config: RunFile, tmp_path: Path) -> None:
