@@ -340,7 +340,7 @@ def test_who_sends_is_not_looked_at(door: LaneDoor, monkeypatch: pytest.MonkeyPa
         assert len(looked_at) == 3, "the other one"
 
 
-class Part(bytes):
+class ToldFrame(bytes):
     """Of a message that came by the connection with descriptor 7."""
 
     def get(self, option: int) -> int:
@@ -369,7 +369,7 @@ def test_the_end_of_a_connection_is_not_taken_for_that_of_the_next(
         patched.setattr(door, "monitor", told := ToldEvents(zmq.Event.ACCEPTED))
         door.follow_connections()
         told.events = [zmq.Event.DISCONNECTED, zmq.Event.ACCEPTED]
-        door.count_read(b"next", [Part(b"frame")])  # type: ignore[list-item]
+        door.count_read(b"next", [ToldFrame(b"frame")])  # type: ignore[list-item]
         door.follow_connections()
         assert door.take_gone() == [] and door.connections == 1
         told.events = [zmq.Event.DISCONNECTED]
