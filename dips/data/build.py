@@ -198,8 +198,8 @@ def _check_texts(plan: BuildPlan, one: CorpusSource) -> None:
     if one.texts and plan.tokenizer is None:
         raise ConfigError(f"source {one.name} is text ({one.texts[0]}): give --tokenizer")
     check_texts(one.name, one.texts)
-    for path in one.texts[:1]:
-        next(read_documents(path, plan.key), None)  # raises for a key that its records do not have
+    if one.texts:
+        next(read_documents(one.texts[0], plan.key), None)  # raises for a key that its records do not have
 
 
 def _write_texts(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list[TokenFile]:

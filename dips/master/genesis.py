@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -107,9 +108,7 @@ def make_run(
         mirror.remove_path("")
     write_initial(config, manifest, tensors, config.master.directory)
     mirror_initial(config)
-    with hold_ledger(ledger):
-        if ledger.exists():
-            raise ConfigError(f"{ledger}: a ledger is here already; a run begins once")
+    with hold_beginning(ledger):
         write_ledger(config, row, wall)
     return row
 
@@ -251,6 +250,15 @@ def write_initial(config: RunFile, model: Manifest, tensors: Mapping[str, Tensor
 
 def _flatten_layer(layer: Layer, tensors: Mapping[str, Tensor]) -> Tensor:
     return np.concatenate([np.ascontiguousarray(tensors[p.name], np.float32).reshape(-1) for p in layer.parameters])
+
+
+@contextmanager
+def hold_beginning(ledger: Path) -> Iterator[None]:
+    """Hold the lock of a ledger that is not there yet; raise ConfigError if it is."""
+    with hold_ledger(ledger):
+        if ledger.exists():
+            raise ConfigError(f"{ledger}: a ledger is here already; a run begins once")
+        yield
 
 
 def write_ledger(config: RunFile, row: RunRow, wall: Callable[[], float]) -> None:

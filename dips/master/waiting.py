@@ -63,13 +63,10 @@ def begin_run(config: RunFile, proposed: RunProposed, wall: Callable[[], float])
     Errors  RemoteProtocolError, CorruptManifest: the proposal is no model; ConfigError: a ledger exists, a mirror holds
             a run of this name, more slaves than layers
     """
-    path = genesis.ledger_path(config)
     genesis.find_mirrors(config, force=False)
     manifest = _check_proposed(config, proposed)
     row = genesis.make_row(config, manifest, proposed.genesis, proposed.genesis_norms)
-    with hold_ledger(path):
-        if path.exists():
-            raise ConfigError(f"{path}: a ledger is here already; a run begins once")
+    with genesis.hold_beginning(genesis.ledger_path(config)):
         genesis.write_shared(config, config.master.directory)
         genesis.write_ledger(config, row, wall)
         genesis.mirror_initial(config)  # last: what lies in a mirror is believed to be a run

@@ -208,8 +208,9 @@ def resume_checkpoint(s: AgentState, message: messages.Resume) -> messages.Answe
     if why := _why_overtaken(s, saved):
         return _pull_instead(s, why)
     claims = (*saved.ranges, *saved.ahead)
-    missing = tuple(r for r in claims if r not in s.ranges.ranges_ahead)
-    if unasked := tuple(r for r in missing if r not in requests.claimed)[:MAX_RANGES_ASKED]:
+    ahead, asked = set(s.ranges.ranges_ahead), set(requests.claimed)
+    missing = tuple(r for r in claims if r not in ahead)
+    if unasked := tuple(r for r in missing if r not in asked)[:MAX_RANGES_ASKED]:
         requests.claimed += unasked
         ask_ranges(s, unasked)
         return messages.AskAgain("the master is asked for the checkpoint's data ranges")

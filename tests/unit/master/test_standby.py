@@ -165,6 +165,13 @@ class Waiting:
         return keeper
 
 
+def held(keeper: LeaseKeeper | None, ended: list[Any]) -> LeaseKeeper:
+    """A term that must have been claimed; it ends with the test."""
+    assert keeper is not None
+    ended.append(keeper)
+    return keeper
+
+
 @pytest.fixture
 def ended() -> Iterator[list[Any]]:
     """What is closed at the end of a test."""
@@ -295,9 +302,7 @@ def test_a_standby_takes_over_with_everything_that_was_told(tmp_path: Path, url:
     knew = master.ledger.read_state()
     master.die()
     shutil.rmtree(a.master.directory)
-    keeper = one.take_over()
-    assert keeper is not None
-    ended.append(keeper)
+    keeper = held(one.take_over(), ended)
     ledger = Ledger.open(genesis.ledger_path(b))
     state = ledger.read_state()
     ledger.close()
@@ -632,9 +637,7 @@ def test_a_term_that_is_over_is_not_taken_over_with(tmp_path: Path, url: str, en
     a, b = begun(tmp_path, url, "a", "b")
     master, waiting = stood_by(a, b)
     master.die()
-    keeper = waiting.claim()
-    assert keeper is not None
-    ended.append(keeper)
+    keeper = held(waiting.claim(), ended)
     persist(lambda: restore.claim_term(mirror(a), "r", "c", claimable=True, above=keeper.term))
     assert not standby._take_over(b, keeper, LOG)
     assert not genesis.ledger_path(b).exists()
@@ -648,9 +651,7 @@ def test_a_restore_that_fails_is_tried_again_at_leisure(
     a, b = begun(tmp_path, str(tmp_path / "mirror"), "a", "b")
     master, waiting = stood_by(a, b)
     master.die()
-    keeper = waiting.claim()
-    assert keeper is not None
-    ended.append(keeper)
+    keeper = held(waiting.claim(), ended)
     pauses, restore_if_lost = list[float](), restore.restore_if_lost
 
     def restore_at_last(*arguments: Any, **more: Any) -> None:
@@ -762,9 +763,7 @@ def test_the_ledger_of_a_former_master_is_set_aside(tmp_path: Path, url: str, en
     master, waiting = stood_by(a, b)
     knew = master.ledger.read_state()
     master.die()
-    keeper = waiting.take_over()
-    assert keeper is not None
-    ended.append(keeper)
+    keeper = held(waiting.take_over(), ended)
     assert not restore.own_ledger_is_newest(a, keeper.term, 0)
     assert restore.own_ledger_is_newest(b, keeper.term, 0)
     restore.set_aside_old(a, keeper.term, LOG)
@@ -792,9 +791,7 @@ def test_the_ledger_of_a_run_that_was_thrown_away_is_set_aside(tmp_path: Path, e
     master, waiting = stood_by(a, b)
     knew = master.ledger.read_state()
     master.die()
-    keeper = waiting.take_over()
-    assert keeper is not None
-    ended.append(keeper)
+    held(waiting.take_over(), ended)
     with closing(Ledger.open(genesis.ledger_path(b))) as ledger:
         assert ledger.read_state().row == knew.row
 
@@ -805,9 +802,7 @@ def test_a_mirror_that_is_emptied_lets_no_former_master_serve(tmp_path: Path, ur
     a, b = begun(tmp_path, url, "a", "b")
     master, waiting = stood_by(a, b)
     master.die()
-    keeper = waiting.take_over()
-    assert keeper is not None
-    ended.append(keeper)
+    keeper = held(waiting.take_over(), ended)
     former = Waiting(a)
     former.until(StandbyState.READY)
     keeper.close()
@@ -829,9 +824,7 @@ def test_a_damaged_ledger_of_a_former_master_stops_no_takeover(tmp_path: Path, e
     path.write_bytes(whole[: int(left * len(whole))])
     knew = master.ledger.read_state()
     master.die()
-    keeper = waiting.take_over()
-    assert keeper is not None
-    ended.append(keeper)
+    held(waiting.take_over(), ended)
     with closing(Ledger.open(path)) as ledger:
         assert ledger.read_state().versions == knew.versions
     assert path.with_name(restore.OLD).stat().st_size == int(left * len(whole))
