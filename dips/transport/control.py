@@ -129,6 +129,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 3_000),  # how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+    # gRPC's own 30 s are three leases: a pod that starts again has another address behind its name.
+    ("grpc.dns_min_time_between_resolutions_ms", MAX_RECONNECT_BACKOFF_MS),
     ("grpc.enable_http_proxy", 0),
     (
         "grpc.use_local_subchannel_pool",
