@@ -64,8 +64,8 @@ class LoadedTls:
 def load_tls(files: TlsFiles, now: datetime | None = None) -> LoadedTls:
     """Read and verify the files; raise ConfigError naming the file and the remedy."""
     now = now or utc_now()
-    ca = certificates.read_pem(files.ca, "tls")
-    authorities = certificates.parse_certificates(ca, files.ca, "tls")
+    authorities = certificates.parse_certificates(certificates.read_pem(files.ca, "tls"), files.ca, "tls")
+    ca = b"".join(map(certificates.to_pem, authorities))  # without the file's comments: Python's ssl takes ASCII only
     cert, key, certificate = _read_pair(files)
     certificates.check_validity(certificate, now, f"tls: {files.cert}")
     _check_signed(certificate, authorities, files, now)

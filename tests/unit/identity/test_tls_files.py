@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +30,17 @@ def test_files_that_fit(enrolled: Enrolled) -> None:
     loaded = load_tls(enrolled.enroll("west", PeerRole.CLUSTER))
     assert loaded.identity == PeerIdentity("west", PeerRole.CLUSTER, "july")
     assert timedelta(days=89) < loaded.until - utc_now() < timedelta(days=91)
+
+
+def test_a_file_of_authorities_may_have_comments(enrolled: Enrolled) -> None:
+    """Names of authorities in comments, as bundles have them, are not always ASCII: Python's ssl refused them, which
+    ended daemons with an HTTP port at their start, others when their master was silent.
+    """
+    files = enrolled.enroll("west", PeerRole.CLUSTER)
+    content = files.ca.read_bytes()
+    files.ca.unlink()  # a link to the authority's own
+    files.ca.write_bytes("# Autorité\n".encode() + content)
+    ssl.create_default_context(cadata=load_tls(files).ca.decode("ascii"))
 
 
 def test_one_key_serves_all_daemons() -> None:
