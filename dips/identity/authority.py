@@ -18,6 +18,7 @@ from pathlib import Path
 from cryptography import x509
 
 from dips.errors import Busy, ConfigError, Denied, FailedDisk
+from dips.files import explain_unwritable
 from dips.identity import certificates
 from dips.identity.certificates import CLOCK_SKEW, Key, utc_now
 from dips.identity.names import PeerIdentity, parse_san
@@ -167,7 +168,10 @@ class Authority:
     @contextmanager
     def _lock(self) -> Iterator[None]:
         """Keep other processes (`dips certs serve`, `issue`, `revoke`) from changing the list."""
-        with (self.directory / ISSUED).open() as file:
+        path = self.directory / ISSUED
+        with explain_unwritable(path):
+            file = path.open("r+b")  # NFS locks exclusively only what is open for writing
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

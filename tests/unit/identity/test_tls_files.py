@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -269,6 +270,19 @@ class TestAuthority:
                 revoking.result(0.05)
             fcntl.flock(other, fcntl.LOCK_UN)
             assert len(revoking.result(10.0)) == 1
+
+    def test_its_directory_may_lie_on_nfs(self, enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch) -> None:
+        """NFS refuses an exclusive lock of a file that is open for reading alone: nothing was signed or revoked there,
+        `Bad file descriptor`.
+        """
+
+        def lock_as_nfs(file: Any, how: int) -> None:
+            if how & fcntl.LOCK_EX and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+        monkeypatch.setattr(fcntl, "flock", lock_as_nfs)
+        enrolled.enroll("west", PeerRole.CLUSTER)
+        assert len(enrolled.authority.revoke("west.cluster")) == 1
 
     def test_a_certificate_is_valid_to_its_last_second_unless_it_is_revoked(self, enrolled: Enrolled) -> None:
         enrolled.enroll("west", PeerRole.CLUSTER)
