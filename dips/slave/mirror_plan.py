@@ -3,9 +3,9 @@ want.
 
 Pure: `now` is an argument, and a shell does the jobs (snapshot_mirror.py, the simulation's), one at a time. There is no
 queue: a newer request replaces the former one. What must stay true: a whole version is deleted only beside one that the
-master names, and never one that it names. The newest version is copied first; after a copy that failed what may go is
-deleted first, since there may be no room. A failure is reported with its reason and tried again with backoff; no other
-work waits for it. The contents are listed anew before that try, since it may be another disk by then.
+master names, and never one that it names, nor a later one. The newest version is copied first; after a copy that failed
+what may go is deleted first, since there may be no room. A failure is reported with its reason and tried again with
+backoff; no other work waits for it. The contents are listed anew before that try, since it may be another disk by then.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class MirrorPlan:
         held = self._held or ()
         lacks = self._wanted[-1] not in held
         whole = held if any(version in held for version in self._wanted) else ()
-        superfluous = tuple(v for v in (*whole, *self._outdated) if v not in self._wanted)
+        # What is newer is another process's, if this one was cut off and has a successor that it does not know of.
+        newest = max(version.round for version in self._wanted)
+        superfluous = tuple(v for v in (*whole, *self._outdated) if v not in self._wanted and v.round < newest)
         if superfluous and (self._makes_room or not lacks):
             return MirrorJob(MirrorJobKind.DELETE, superfluous)
         return MirrorJob(MirrorJobKind.COPY, self._wanted[-1:]) if lacks else None

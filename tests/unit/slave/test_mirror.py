@@ -81,6 +81,19 @@ def test_the_newest_wish_wins_and_what_is_not_named_goes_last() -> None:
     assert plan.next_job(4.0) is None
 
 
+def test_what_a_successor_has_copied_is_not_deleted() -> None:
+    """A slave that was paused while another machine took its place has an old wish: it deleted the newer versions from
+    the mirror of both, where the other believed them.
+    """
+    plan = MirrorPlan(Backoff(1.0, 8.0, Random(1)))
+    plan.want((V2,))
+    assert plan.next_job(0.0) == LIST
+    plan.on_listed((V1, V2, V3), outdated=(V4,))  # V4 is being copied
+    assert plan.next_job(0.0) == MirrorJob(MirrorJobKind.DELETE, (V1,))
+    plan.on_done(MirrorJob(MirrorJobKind.DELETE, (V1,)))
+    assert plan.next_job(1.0) is None
+
+
 def test_a_failure_is_told_and_tried_again_with_growing_pauses() -> None:
     """The reason stands in the report until a job succeeds."""
     plan, pauses, now = listed(), [], 0.0
