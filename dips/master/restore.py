@@ -25,6 +25,7 @@ from dips.protocol.records import LedgerRestored, LedgerState, Record, RoundEnde
 from dips.protocol.standby import SeenLease, TermLease
 from dips.store.files import ASIDE
 from dips.store.mirror import MirrorStore, fetch_sealed_file, insist, read_sealed, seal, write_sealed_file
+from dips.tasks import call_apart
 from dips.telemetry.logs import Log
 
 # ---- ledger rebuild -------------------------------------------------------------------------------------------------
@@ -296,6 +297,7 @@ def _name_lease(term: int, number: int) -> str:
 RESTORING_FOLDER = ".restoring"
 RESTORING = "a master that restores"  # the holder of the term of a restored ledger, which serves a later one
 OLD = "ledger.old.sqlite"  # of a master whose successor serves; one is kept
+LOOK_S = 30.0  # longest look at the mirror of a master that has its ledger: a mount may hang, a store may be slow
 
 
 def mirror_of(config: RunFile) -> MirrorStore | None:
@@ -370,9 +372,9 @@ def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
     in it: each is written here first. If not, the file on disk is the newer one.
     """
     try:
-        term, number = _find_last(_list_files(store))
-    except FailedMirror as error:
-        log.warning("ledger_mirror_lags", reason=str(error))
+        term, number = call_apart(lambda: _find_last(_list_files(store)), "mirror-look").result(LOOK_S)
+    except (FailedMirror, TimeoutError) as error:
+        log.warning("ledger_mirror_lags", reason=str(error) or f"{store.url} did not answer within {LOOK_S:g} s")
         return
     ours = _find_place(path, term)
     if (term, number) > ours:

@@ -396,6 +396,20 @@ def test_an_old_ledger_of_the_same_term_is_refused_too(config: RunFile) -> None:
     assert like(restored(config), knew)
 
 
+def test_a_mirror_whose_mount_hangs_holds_up_no_master(config: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master with its ledger serves without a mirror: it did not start, and said nothing, until the mount's server
+    was back.
+    """
+    Term(config).end()
+    back = threading.Event()
+    monkeypatch.setattr(MirrorStore, "list_names", lambda *_: [] if back.wait(5.0) else None)
+    monkeypatch.setattr(restore, "LOOK_S", 0.05)
+    with structlog.testing.capture_logs() as said:
+        restore.restore_if_lost(config, structlog.get_logger())
+    back.set()
+    assert [line["event"] for line in said] == ["ledger_mirror_lags"] and "did not answer" in said[0]["reason"]
+
+
 def test_a_damaged_ledger_beside_a_mirror_is_called_so(config: RunFile, tmp_path: Path) -> None:
     """Its term is asked for before it is verified: of bits flipped in its schema none meets the operator without the
     advice to move the file away, which is right where there is a mirror."""
