@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 
-from dips.errors import ConfigError, Corrupt, StaleTerm
+from dips.errors import ConfigError, Corrupt, FailedDisk, StaleTerm
 from dips.files import PidLock, make_directory, sync_path
 from dips.ids import VersionId
 from dips.master import ledger_history
@@ -229,8 +229,11 @@ def hold_ledger(path: Path | str) -> AbstractContextManager[object]:
 def put_in_place(built: Path, path: Path) -> None:
     """Rename a closed ledger file to its final name, durably; the caller holds the lock of that name.
 
-    SQLite's WAL beside a former file of that name is removed first: it would be applied to this one.
+    SQLite's WAL beside a former file of that name is removed first: it would be applied to this one. Raise FailedDisk
+    if this one's is still beside it: SQLite says nothing when it finds no room to move that into the file.
     """
+    if Path(f"{built}-wal").exists():
+        raise FailedDisk(f"{built}: its WAL could not be moved into it")
     sync_path(built)
     remove_beside(path)
     built.rename(path)

@@ -16,7 +16,7 @@ import pytest
 
 from dips.errors import Corrupt, CorruptLedger, DipsError, FailedDisk, treatment_of
 from dips.ids import GENESIS, PushId, VersionId
-from dips.master.ledger import Ledger
+from dips.master.ledger import Ledger, put_in_place
 from dips.master.ledger_chain import _Claims, _verify
 from dips.outer_step import nesterov_step
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
@@ -155,6 +155,17 @@ def test_a_copy_for_which_there_is_no_room_leaves_none_of_it(path: Path) -> None
         with no_room(), pytest.raises(FailedDisk, match="SQLite cannot use this ledger"):
             ledger.copy_to(path.with_name("copy"))
         assert not list(path.parent.glob("copy*"))
+
+
+def test_a_ledger_whose_wal_found_no_room_is_not_put_in_place(path: Path, tmp_path: Path) -> None:
+    """SQLite closes it without a word: what was restored last was lost, or all of it, and each start ended with 65."""
+    ledger = Ledger.open(path)
+    ledger.start_term()
+    with no_room():
+        ledger.close()
+    with pytest.raises(FailedDisk, match="its WAL could not be moved into it"):
+        put_in_place(path, tmp_path / "restored")
+    assert not (tmp_path / "restored").exists()
 
 
 def test_a_disk_that_fails_is_not_a_damaged_ledger(path: Path) -> None:
