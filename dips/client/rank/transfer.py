@@ -197,6 +197,8 @@ class TransferLoop(ABC):
         self._check_pieces(pieces)
         self._gate = gate or FragmentGate((tuple({piece.layer for piece in pieces}),), pieces)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        # Each lane takes three, with its monitor: libzmq's own 1,023 are those of 85 slaves.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._waker = Waker()
         self._codec = grant.codec if self.kind == "push" else Codec.FP32
         self._encode = encode or self._encode_elements

@@ -330,6 +330,15 @@ def loop_of(kind: type[TransferLoop], *parts: LanePart) -> Any:
     return loop
 
 
+def test_a_push_has_sockets_for_a_hundred_slaves() -> None:
+    """With four lanes each; beyond 85 every push ended its job: `Too many open files`, whatever the limit of files."""
+    slaves = tuple(SlaveAddress(f"s{n}", 1, ("127.0.0.1:9",) * 4, (n,)) for n in range(100))
+    loop = PushTransfer(Grant(V, slaves, 10.0), identity(), [], 30.0, time.monotonic)
+    assert loop._context.get(zmq.MAX_SOCKETS) >= 3 * len(loop._parts) == 1200
+    loop._context.term()
+    loop._waker.close()
+
+
 def test_a_rank_pulls_from_few_slaves_at_once() -> None:
     """In the grant's order: the next is asked when one is done or slow. Who is not connected, or has nothing more to
     give, is no slave that one waits for.
