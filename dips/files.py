@@ -170,20 +170,26 @@ def require_private(path: Path, key: str) -> None:
 
 
 UNKNOWN = "unknown"  # the holder has not written its pid yet
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}  # of Lustre without `flock`, of NFS without its lock server
 
 
 class PidLock:
     """A lock that is held from construction to `close`."""
 
     def __init__(self, path: Path, *, busy: str, advice: str) -> None:
-        """Take the lock. Raises ConfigError with `busy`, the holder and `advice` if it is held, OSError if it cannot be
-        opened.
+        """Take the lock. Raises ConfigError with `busy`, the holder and `advice` if it is held, and if its file system
+        has no locks; OSError if it cannot be opened.
         """
         self._path, self._file = path, path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             with self._file as held:
+                if error.errno in _NO_LOCKS:
+                    told = f"{path}: its file system does not lock files ({error.strerror})"
+                    raise ConfigError(
+                        f"{told}: name a directory on another one, or have it mounted with locks"
+                    ) from error
                 if not isinstance(error, BlockingIOError):
                     raise
                 held.seek(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -35,6 +37,20 @@ def test_a_second_holder_is_refused_with_the_pid_of_the_first(tmp_path: Path) ->
         take(path)
     lock.close()
     take(path).close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre's without `flock`: a master or agent there ended with a traceback, `Function not implemented`, that
+    names no file.
+    """
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"a\.lock: its file system does not lock files \(.*\): name a directory"):
+        take(tmp_path / "a.lock")
 
 
 def test_a_lock_that_nobody_holds_names_nobody(tmp_path: Path) -> None:
