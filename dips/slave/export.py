@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import ConfigError
-from dips.files import make_private_file, write_aside
+from dips.files import explain_unwritable, make_private_file, write_aside
 from dips.ids import GENESIS, VersionId
 from dips.store import tensorfile
 from dips.store.files import find_complete, read_layer, read_manifest
@@ -25,9 +25,9 @@ Place = tuple[Path, VersionManifest, LayerRecord]  # a version's directory, its 
 def export_snapshot(directories: Sequence[Path], version: VersionId | None, output: Path) -> VersionId:
     """Write θ of `version`, or of the newest version complete in all `directories`, to `output`; return the version.
 
-    Raises ConfigError if no (or not that) version is complete, it is deleted meanwhile, or `output` cannot be written;
-    CorruptSnapshot if bytes do not have their digest. Uses the memory of one layer. For v0@r0 `directories` is the root
-    of the first model.
+    Raises ConfigError if no (or not that) version is complete, it is deleted meanwhile, or `output` cannot be written,
+    FailedDisk if its disk is full; CorruptSnapshot if bytes do not have their digest. Uses the memory of one layer. For
+    v0@r0 `directories` is the root of the first model.
     """
     if version == GENESIS:
         manifests = {root / str(version): read_manifest(root / str(version)) for root in directories}
@@ -38,12 +38,9 @@ def export_snapshot(directories: Sequence[Path], version: VersionId | None, outp
     shapes = [(p.name, p.shape) for *_, record in places for p in record.layer.parameters]
     first = next(iter(manifests.values()))
     metadata = {"format": "pt", "run": first.run, "version": str(chosen)}  # transformers requires `format`
-    try:
-        with write_aside(output) as aside:
-            make_private_file(aside)
-            tensorfile.write_tensors(aside, metadata, shapes, _read_layers(places))
-    except OSError as error:
-        raise ConfigError(f"{output}: {chosen} cannot be written: {error}") from error
+    with explain_unwritable(output), write_aside(output) as aside:
+        make_private_file(aside)
+        tensorfile.write_tensors(aside, metadata, shapes, _read_layers(places))
     return chosen
 
 

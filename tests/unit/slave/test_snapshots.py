@@ -836,6 +836,18 @@ def test_export_verifies_digests(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == []
 
 
+def test_an_export_that_finds_no_room_is_the_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends with 74, as over the network: with 78, as if the run file were wrong, nothing tries it again."""
+    directories, _ = two_slaves(tmp_path)
+
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tensorfile, "_reserve_space", fill)
+    with pytest.raises(FailedDisk, match=r"model\.safetensors: cannot be written: No space left"):
+        export_snapshot(directories, V2, tmp_path / "model.safetensors")
+
+
 def test_a_version_that_is_deleted_while_it_is_exported_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
