@@ -91,6 +91,8 @@ class OrderedCalls:
             return await call.reply
         finally:
             self._waiting.pop(call, None)
+            if not self._waiting:
+                self._unsent.clear()  # while no connection stands nobody else takes withdrawn calls from there
 
     async def close(self) -> None:
         """Fail all calls, and those to come, with Unavailable; close the channel."""

@@ -98,6 +98,27 @@ async def test_a_stream_that_breaks_is_replaced_without_a_word() -> None:
     assert unheard == []
 
 
+class AwayChannel(ReadyChannel):
+    """A connection that is never there."""
+
+    def get_state(self, try_to_connect: bool = False) -> ChannelConnectivity:
+        return ChannelConnectivity.CONNECTING
+
+    async def wait_for_state_change(self, last: ChannelConnectivity) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_what_is_withdrawn_while_the_peer_is_away_is_forgotten() -> None:
+    """A slave that registers and is not reached is sent a Ping every ten seconds: each was kept, for weeks."""
+    calls = calls_by(AwayChannel(), [])
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.0):
+                await calls.ask(Order())
+    assert not calls._unsent
+    await calls.close()
+
+
 async def test_a_reply_to_nothing_is_the_peers_fault() -> None:
     """Who waits is told so, and the next call finds a new stream."""
     calls = calls_on(ScriptedStream(place=7), ScriptedStream())
