@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -24,10 +26,12 @@ from dips.wire.messages import MAX_MESSAGE_BYTES
 # A channel with the current certificate: when ours is renewed, new calls get a new connection.
 #
 # gRPC fixes a channel's certificate when it is made, and a connection outlives its certificate. Open calls end on the
-# connection on which they began.
+# connection on which they began. A channel that finds nobody is made anew, too: the name of a pod that starts again is
+# not there for a while, and gRPC looks it up ever more seldom, in two minutes at last.
 
 
 GRACE_S = 60.0  # for calls on the former connection; above the longest deadline of a call
+REDIAL_S = 10.0  # from the first failure to connect
 
 OpenChannel = Callable[[LoadedTls], aio.Channel]
 
@@ -35,10 +39,13 @@ OpenChannel = Callable[[LoadedTls], aio.Channel]
 class RenewingChannel:
     """The part of `aio.Channel` that stubs and links use."""
 
-    def __init__(self, source: TlsSource, open_channel: OpenChannel) -> None:
-        self._source, self._open = source, open_channel
+    def __init__(
+        self, source: TlsSource, open_channel: OpenChannel, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._source, self._open, self._clock = source, open_channel, clock
         self._loaded = source.read_current()
         self._channel = open_channel(self._loaded)
+        self._found_at = clock()  # the last time at which connecting had not failed
         self._closing: set[asyncio.Task[None]] = set()
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
@@ -65,7 +72,10 @@ class RenewingChannel:
         return self._current_channel().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last: ChannelConnectivity) -> None:
-        await self._current_channel().wait_for_state_change(last)
+        """Return when the state is another one, or after REDIAL_S."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REDIAL_S):
+                await self._current_channel().wait_for_state_change(last)
 
     async def __aenter__(self) -> RenewingChannel:
         return self
@@ -79,9 +89,12 @@ class RenewingChannel:
         await self._channel.close()
 
     def _current_channel(self) -> aio.Channel:
-        loaded = self._source.read_current()
-        if loaded is not self._loaded:
+        loaded, now = self._source.read_current(), self._clock()
+        if self._channel.get_state() is not ChannelConnectivity.TRANSIENT_FAILURE:
+            self._found_at = now
+        if loaded is not self._loaded or now - self._found_at >= REDIAL_S:
             former, self._loaded, self._channel = self._channel, loaded, self._open(loaded)
+            self._found_at = now
             task = asyncio.get_running_loop().create_task(former.close(GRACE_S))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
