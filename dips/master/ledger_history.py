@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from operator import itemgetter
@@ -83,10 +84,21 @@ def _read_pushes(
     query = f"SELECT f.round, f.place, {FOLDS.columns} FROM folds f WHERE f.round BETWEEN ? AND ? ORDER BY 1, 2"
     for number, place, *fold in db.execute(query, (first, last)):
         folds[number].append(FOLDS.read(fold, factors.get((number, place), ())))
-    query = f"SELECT o.round, {OUTCOMES.columns} FROM outcomes o WHERE o.round BETWEEN ? AND ? ORDER BY o.place"
-    for number, *outcome in db.execute(query, (first, last)):
+    query = f"SELECT o.round, {OUTCOMES.columns} FROM outcomes o WHERE o.place BETWEEN ? AND ? ORDER BY o.place"
+    for number, *outcome in db.execute(query, (_count_before(db, first) + 1, _count_before(db, last + 1))):
         outcomes[number].append(OUTCOMES.read(outcome))
     return folds, outcomes
+
+
+def _count_before(db: sqlite3.Connection, number: int) -> int:
+    """Return the place of the last Outcome of rounds below `number`, 0 if there is none.
+
+    Outcomes have no index by round, but their places ascend with it: a walk over all of them for some rounds takes
+    seconds in a long ledger.
+    """
+    (count,) = db.execute("SELECT coalesce(max(place), 0) FROM outcomes").fetchone()
+    query = "SELECT round FROM outcomes WHERE place >= ? ORDER BY place LIMIT 1"
+    return bisect_left(range(1, count + 1), number, key=lambda place: db.execute(query, (place,)).fetchone()[0])
 
 
 def read_results_after(db: sqlite3.Connection, number: int, limit: int) -> list[RoundHistory]:

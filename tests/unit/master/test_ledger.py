@@ -542,6 +542,27 @@ def test_history_tells_each_round() -> None:
     ledger.close()
 
 
+def test_some_rounds_are_read_without_a_walk_over_all_pushes(ledger: Ledger) -> None:
+    """A tracker asks for them every two seconds, and a new master 63 times before it serves: in a month of twenty
+    clusters that would take a minute."""
+    for number in range(1, 401):
+        pushes = tuple(outcome(PushId(c, 1, number), "skipped") for c in "abc"[: number % 4])
+        ended = RoundEnded(number, RoundResult.SKIPPED, "x", pushes, (), 0.0)
+        ledger.write_records([RoundReserved(number, 0.0), ended])
+    steps = [0]
+
+    def count_step() -> None:
+        steps[0] += 1
+
+    for after in (0, 1, 3, 200, 397, 398, 399, 400):
+        steps[0] = 0
+        ledger._db.set_progress_handler(count_step, 1)
+        found = ledger.read_rounds_after(after, 2)
+        ledger._db.set_progress_handler(None, 0)
+        assert [(r.round, len(r.outcomes)) for r in found] == [(n, n % 4) for n in (after + 1, after + 2) if n <= 400]
+        assert steps[0] < 1_000, "a walk takes 3,000"
+
+
 def test_a_finished_run_stays_finished(ledger: Ledger) -> None:
     """The end of a run is a row like any other."""
     ledger.write_records([RunFinished(GENESIS, "0 outer steps", 1.0)])
