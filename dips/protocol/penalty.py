@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import sqrt
-from statistics import median
 
 from dips.dataclass import replace
 from dips.protocol.enums import Difference, GateName
@@ -32,6 +32,7 @@ from dips.protocol.gates.norms import (
     is_joiner,
     layer_norms,
     longest_step,
+    median_without,
 )
 from dips.protocol.gates.replays import DIGESTS_KEPT
 from dips.protocol.options import PenaltyOptions
@@ -42,18 +43,20 @@ from dips.protocol.verdicts import Finding, Opinion, PushEvidence, Settled, Verd
 # ---- differences ----------------------------------------------------------------------------------------------------
 
 
-def find_differences(row: PenaltyRow, rows: Iterable[PenaltyRow], options: PenaltyOptions) -> dict[Difference, str]:
-    """Return the cluster's lasting differences with a sentence each, from statistics of the gates that are on."""
+def find_differences(row: PenaltyRow, cosines: Sequence[float], options: PenaltyOptions) -> dict[Difference, str]:
+    """Return the cluster's lasting differences with a sentence each, from statistics of the gates that are on.
+
+    cosines  the usual ones of all clusters that have learned theirs, ascending
+    """
     found = dict[Difference, str]()
     if GateName.LOSS in options.gates and row.losses >= LEARNED and row.loss_shift > MARGIN:
         found[Difference.LOSS] = (
             f"its loss is usually {100 * row.loss_shift:+.0f} % of the others' above theirs: harder data, or data that "
             "was bad from the start"
         )
-    others = [r.cosine for r in rows if r.cluster != row.cluster and r.cosines >= LEARNED_COSINES]
-    if GateName.DIRECTION not in options.gates or row.cosines < LEARNED_COSINES or len(others) < LEAST_WITNESSES:
+    if GateName.DIRECTION not in options.gates or row.cosines < LEARNED_COSINES or len(cosines) <= LEAST_WITNESSES:
         return found
-    usual = median(others)
+    usual = median_without(cosines, bisect_left(cosines, row.cosine))
     if usual >= LEAST_USUAL and row.cosine < LIKE * usual:
         found[Difference.DIRECTION] = (
             f"its pushes usually have a cosine of {row.cosine:.2f} with the others', theirs have {usual:.2f}: data of "
@@ -280,9 +283,14 @@ class Penalty:
     def penalty_row(self, cluster: str) -> PenaltyRow:
         return self._rows.get(cluster) or fresh_row(cluster, self._options)
 
-    def find_differences(self, cluster: str) -> dict[Difference, str]:
-        """Return the cluster's lasting differences from the others, with a sentence each."""
-        return find_differences(self.penalty_row(cluster), self._rows.values(), self._options)
+    def find_differences(self) -> dict[str, dict[Difference, str]]:
+        """Return the lasting differences of each cluster that has some from the others, with a sentence each.
+
+        Of all at once: a run may have had 10,000 clusters, and each status asks for it.
+        """
+        cosines = sorted(row.cosine for row in self._rows.values() if row.cosines >= LEARNED_COSINES)
+        found = {name: find_differences(row, cosines, self._options) for name, row in self._rows.items()}
+        return {name: differences for name, differences in found.items() if differences}
 
     def gate_threshold(self) -> float:
         """Return the present threshold of the gate `dips`."""

@@ -350,7 +350,7 @@ class RunView:
 
 def build_view(run: RunState, now: float) -> RunView:
     """Return the view of the run as the Coordinator knows it."""
-    r = run.round
+    r, differences = run.round, run.penalty.find_differences()
     return RunView(
         run=run.row.run,
         term=run.term,
@@ -375,7 +375,7 @@ def build_view(run: RunState, now: float) -> RunView:
         rollback=RollbackView(run.rollback_steps, run.rollback_waits),
         undone=tuple(str(v) for v in run.undone)[-UNDONE_SHOWN:],
         undone_total=len(run.undone),
-        clusters={c.name: _view_cluster(run, c, now) for c in run.clusters.values()},
+        clusters={c.name: _view_cluster(run, c, now, differences.get(c.name, {})) for c in run.clusters.values()},
         slaves={s.name: _view_slave(run, s, now) for s in run.slaves.values()},
         ranges=RangesView(
             run.ranges.total, run.ranges.free, run.ranges.leased, run.ranges.settled.count, len(run.ranges.undone)
@@ -406,7 +406,7 @@ def _why_idle(run: RunState) -> str:
     return "the slaves are flipping" if run.flipping is not None else "waits for the first push"
 
 
-def _view_cluster(run: RunState, c: Cluster, now: float) -> ClusterView:
+def _view_cluster(run: RunState, c: Cluster, now: float, differs: Mapping[enums.Difference, str]) -> ClusterView:
     statistics = run.penalty.penalty_row(c.name)
     return ClusterView(
         state=c.state,
@@ -433,7 +433,7 @@ def _view_cluster(run: RunState, c: Cluster, now: float) -> ClusterView:
         score=c.last_outcome.score if c.last_outcome else 0.0,
         quarantined=statistics.quarantined or c.name in run.quarantined,
         quarantine=run.quarantined.get(c.name, ""),
-        differs={by.value: said for by, said in run.penalty.find_differences(c.name).items()},
+        differs={by.value: said for by, said in differs.items()},
         last=LastOutcome(c.last_outcome.kind, c.last_outcome.reason) if c.last_outcome else None,
     )
 

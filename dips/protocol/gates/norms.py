@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import exp, sqrt
 
@@ -16,6 +16,13 @@ from dips.protocol.verdicts import Finding, Opinion, PushEvidence
 # The last accepted norms of all clusters, sorted, to compare a cluster's norm with the median of the others'.
 #
 # Pure. Kept beside the penalty's statistics, so that a median does not visit every cluster.
+
+
+def median_without(ordered: Sequence[float], skip: int) -> float:
+    """Return the median of ascending numbers without the one in this place; there must be others."""
+    count = len(ordered) - (skip < len(ordered))
+    low, high = (ordered[i + (i >= skip)] for i in ((count - 1) // 2, count // 2))
+    return low if count % 2 else (low + high) / 2
 
 
 class LastNorms:
@@ -35,11 +42,7 @@ class LastNorms:
     def median_without(self, row: PenaltyRow) -> float | None:
         """Return the median of the other clusters' norms; None if there are none."""
         skip = bisect_left(self.ordered, row.last_norm) if self._counts(row) else len(self.ordered)
-        count = len(self.ordered) - self._counts(row)
-        if not count:
-            return None
-        low, high = (self.ordered[i + (i >= skip)] for i in ((count - 1) // 2, count // 2))
-        return low if count % 2 else (low + high) / 2
+        return median_without(self.ordered, skip) if len(self.ordered) > self._counts(row) else None
 
     def _counts(self, row: PenaltyRow) -> bool:
         return row.accepted > 0 and row.last_norm > 0 and not (self.warm_only and row.warm_left)

@@ -362,16 +362,37 @@ def test_data_of_another_kind_gates_nobody_and_is_flagged() -> None:
         said = meet(story, "d", max(-0.24, 0.5 - 0.04 * number) + rng.gauss(0.0, 0.05))
         assert said.accepted and not said.flags, (number, said)
         assert not story.penalty.waits_for_others("d", list("abcd")), "nor is anybody suspected for it"
-    found = {c: story.penalty.find_differences(c) for c in "abcd"}
-    assert [list(found[c]) for c in "abcd"] == [[], [], [], [Difference.DIRECTION]]
+    found = story.penalty.find_differences()
+    assert {c: list(differences) for c, differences in found.items()} == {"d": [Difference.DIRECTION]}
     assert "data of another kind" in found["d"][Difference.DIRECTION]
+
+
+class _Compared(float):
+    """A number that counts how often numbers are compared."""
+
+    times = 0
+
+    def __lt__(self, other: float) -> bool:
+        _Compared.times += 1
+        return float(self) < other
+
+
+def test_what_is_unlike_is_found_in_a_run_of_many_names() -> None:
+    """Each status asks for it, on the master's loop: a run that had seen 10,000 names stood for seconds at each, since
+    each name was compared with all others."""
+    row = PenaltyRow("", 40, 1.0, 0.1, 1.0, 0, 0, False, 40, cosines=40)
+    rows = [replace(row, cluster=f"c{i}", cosine=_Compared(0.1 if i == 7 else 0.5 + i / 1000)) for i in range(300)]
+    penalty = Penalty(PenaltyOptions(gates=(GateName.DIRECTION,)), rows)
+    _Compared.times = 0
+    assert list(penalty.find_differences()) == ["c7"]
+    assert _Compared.times < 30 * len(rows), "by pairs it is 150 times"
 
 
 def test_where_nobody_is_alike_nobody_is_unlike() -> None:
     """Four kinds of data: what the others share is within the noise, so it says nothing of the one that has less."""
     story = GateStory("direction", cosine=0.08, cosines=40)
     story.penalty._rows["d"] = replace(story.penalty.penalty_row("d"), cosine=0.02)
-    assert not story.penalty.find_differences("d")
+    assert "d" not in story.penalty.find_differences()
 
 
 def test_who_always_was_unlike_the_others_is_gated_when_it_turns() -> None:
@@ -407,7 +428,7 @@ def test_a_difference_is_shown_as_soon_as_it_is_learned(
         "loss_shift": 2 * MARGIN,
     } | own
     story.penalty._rows["a"] = replace(story.penalty.penalty_row("a"), **changes)
-    assert set(story.penalty.find_differences("a")) == found
+    assert set(story.penalty.find_differences().get("a", {})) == found
 
 
 def test_a_usual_cosine_is_known_when_it_is_learned() -> None:
@@ -448,7 +469,7 @@ def test_flags_make_nobody_unlike_the_others() -> None:
         for _ in range(4):
             assert story.round("a", **against("a", 3, **seen)).flags
     assert not story.round("a", **against("a", 3)).accepted
-    assert not story.penalty.find_differences("a")
+    assert "a" not in story.penalty.find_differences()
 
 
 def test_who_joins_is_not_held_to_the_others_cosines() -> None:
@@ -521,9 +542,9 @@ def test_data_that_always_was_harder_gates_nobody_and_is_flagged(level: float, t
     """Sixty pushes, from the run's first: what is usual is learned in the first warm-up, that of joiners by joiners."""
     story, said = play_levels({"a": 1.0, "b": 1.0, "c": 1.0, "d": level}, 60, together)
     assert all(v.accepted for verdicts in said.values() for v in verdicts)
-    differences = {c: story.penalty.find_differences(c) for c in "abcd"}
-    assert not any(differences[c] for c in "abc") and bool(differences["d"]) is (level > 1.0 + MARGIN)
-    if differences["d"]:
+    differences = story.penalty.find_differences()
+    assert set(differences) == ({"d"} if level > 1.0 + MARGIN else set())
+    if differences:
         assert "harder data" in differences["d"][Difference.LOSS]
 
 
@@ -542,7 +563,7 @@ def test_a_joiner_learns_what_is_usual_for_it() -> None:
     story = warm_losses("abc")
     assert all(story.round("x", loss=2.6).accepted for _ in range(30))
     row = story.penalty.penalty_row("x")
-    assert row.loss_shift == pytest.approx(0.3) and Difference.LOSS in story.penalty.find_differences("x")
+    assert row.loss_shift == pytest.approx(0.3) and Difference.LOSS in story.penalty.find_differences()["x"]
     assert [story.round("y", loss=5.0).accepted for _ in range(5)] == [True] + 4 * [False]
     assert all(story.round("z", loss=loss).accepted for loss in (2.0, *9 * [3.4])), "ten make it, not the first"
 
