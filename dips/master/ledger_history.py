@@ -102,9 +102,12 @@ def _count_before(db: sqlite3.Connection, number: int) -> int:
 
 
 def read_results_after(db: sqlite3.Connection, number: int, limit: int) -> list[RoundHistory]:
-    """Return the first `limit` rounds above a number whose version's process has ended, oldest first."""
-    query = f"{_ROUNDS} WHERE r.round > ? AND p.ok IS NOT NULL ORDER BY r.round LIMIT ?"
-    return _read_rounds(db, query, (number, limit))
+    """Return the first `limit` rounds above a number whose version's process has ended, oldest first, without their
+    pushes: all of the rounds between them would be read.
+    """
+    ended = "SELECT round FROM version_results WHERE round > ? ORDER BY round LIMIT ?"
+    query = f"{_ROUNDS} WHERE r.round IN ({ended}) ORDER BY r.round"
+    return [_read_round(row, [], [], ()) for row in db.execute(query, (number, limit))]
 
 
 def find_unprocessed(db: sqlite3.Connection, every: int) -> VersionId | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf, isnan, nan
 from pathlib import Path
 from random import Random
@@ -47,6 +48,7 @@ from dips.protocol.records import (
     ScoreHistory,
     VersionCommitted,
     VersionDurable,
+    VersionResult,
     VersionsRetired,
 )
 from dips.protocol.view import RunView
@@ -549,18 +551,42 @@ def test_some_rounds_are_read_without_a_walk_over_all_pushes(ledger: Ledger) -> 
         pushes = tuple(outcome(PushId(c, 1, number), "skipped") for c in "abc"[: number % 4])
         ended = RoundEnded(number, RoundResult.SKIPPED, "x", pushes, (), 0.0)
         ledger.write_records([RoundReserved(number, 0.0), ended])
-    steps = [0]
+    for after in (0, 1, 3, 200, 397, 398, 399, 400):
+        found, steps = count_steps(ledger, lambda after=after: ledger.read_rounds_after(after, 2))
+        assert [(r.round, len(r.outcomes)) for r in found] == [(n, n % 4) for n in (after + 1, after + 2) if n <= 400]
+        assert steps < 1_000, "a walk takes 3,000"
+
+
+def test_results_are_read_without_a_walk_over_the_rounds_between(ledger: Ledger) -> None:
+    """A tracker looks for them every two seconds, mostly of a run that has none; one that begins late would have had
+    all pushes between two results in memory."""
+    versions = [VersionId(number, number) for number in range(401)]
+    for parent, version in pairwise(versions):
+        push = PushId("a", 1, version.round)
+        ledger.write_records([RoundReserved(version.round, 0.0), committed(version, parent, push)])
+    none, steps = count_steps(ledger, lambda: ledger.read_rounds_after(0, 2, with_result=True))
+    assert not none and steps < 1_000, "a walk takes 10,000"
+    for version in (versions[1], versions[400]):
+        ledger.write_records([VersionResult(version, True, "", (("loss", 1.5),), 1.0)])
+    found, steps = count_steps(ledger, lambda: ledger.read_rounds_after(0, 2, with_result=True))
+    assert [(r.round, r.result.numbers) for r in found if r.result] == [(1, {"loss": 1.5}), (400, {"loss": 1.5})]
+    assert steps < 1_000, "the pushes between them take 10,000"
+    _, steps = count_steps(ledger, lambda: ledger.read_rounds_after(1, 1, with_result=True))
+    assert steps < 1_000
+
+
+def count_steps(ledger: Ledger, read: Callable[[], Any]) -> tuple[Any, int]:
+    """Return what was read, and how many steps of its machine SQLite has taken for it."""
+    taken = [0]
 
     def count_step() -> None:
-        steps[0] += 1
+        taken[0] += 1
 
-    for after in (0, 1, 3, 200, 397, 398, 399, 400):
-        steps[0] = 0
-        ledger._db.set_progress_handler(count_step, 1)
-        found = ledger.read_rounds_after(after, 2)
+    ledger._db.set_progress_handler(count_step, 1)
+    try:
+        return read(), taken[0]
+    finally:
         ledger._db.set_progress_handler(None, 0)
-        assert [(r.round, len(r.outcomes)) for r in found] == [(n, n % 4) for n in (after + 1, after + 2) if n <= 400]
-        assert steps[0] < 1_000, "a walk takes 3,000"
 
 
 def test_a_finished_run_stays_finished(ledger: Ledger) -> None:
