@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import ssl
 from collections.abc import Callable
@@ -259,6 +260,30 @@ class TestAuthority:
         assert len(again.find_live(PeerIdentity("east", PeerRole.CLUSTER, "july"))) == 1
         with pytest.raises(ConfigError, match=r"expected NAME\.ROLE or a serial"):
             again.revoke("west.cluster")
+
+    def test_renews_by_the_lines_of_that_name(self, enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A thousand names have 50,000 lines after a month: all were read twice for each renewal, one after the other,
+        and who asked in the same minute got no answer in time, and was signed for in vain until it had no more."""
+        for name in ("west", "east", "far-west"):
+            enrolled.enroll(name, PeerRole.CLUSTER)
+        identity, life, read = PeerIdentity("west", PeerRole.CLUSTER, "july"), timedelta(hours=1), list[bytes]()
+        (first,) = enrolled.authority.find_live(identity)
+        request, loads = certificates.make_request(identity, certificates.new_key()), json.loads
+
+        def read_line(line: bytes) -> Any:
+            read.append(line)
+            return loads(line)
+
+        with monkeypatch.context() as reading:
+            reading.setattr(json, "loads", read_line)
+            enrolled.authority.renew(request, first.serial, identity.label, life)
+        assert read and not any(b"east" in line for line in read)
+        enrolled.authority.revoke(f"{first.serial:x}")
+        with pytest.raises(Denied, match="is revoked"):
+            enrolled.authority.renew(request, first.serial, identity.label, life)
+        with pytest.raises(Denied, match="was not signed here"):
+            enrolled.authority.renew(request, first.serial + 1, identity.label, life)
+        assert len(enrolled.authority.find_live(identity)) == 1
 
     def test_one_process_at_a_time_changes_its_list(self, enrolled: Enrolled) -> None:
         """Or a certificate that is renewed while its name is revoked would stay valid."""
