@@ -184,7 +184,9 @@ class LedgerMirror:
             return not self._ended
 
     def _is_newest(self) -> bool:
-        """Return whether no later term is claimed in this mirror; end if one is. Called after each write."""
+        """Return whether no later term is claimed in this mirror; end if one is. Called after each write, and before a
+        base is copied.
+        """
         newest = restore.newest_term(self._store)
         if newest > self._term:
             with self._changed:
@@ -199,6 +201,8 @@ class LedgerMirror:
         with self._changed:
             self._base_due = False  # a queue that overflows from here on needs another one
         try:
+            if not self._is_newest():  # asked before the copy: a store that is away for days would cost one each try
+                return
             number, copy = self._take_base()
             try:
                 restore.write_base(self._store, self._run, self._term, number, copy)

@@ -244,6 +244,35 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
     assert like(restored(config), knew)
 
 
+def test_a_mirror_that_is_away_costs_no_copies_of_the_ledger(
+    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it was away each try, every half minute for days, copied the whole ledger, and no round went on meanwhile:
+    of 165 MB some 500 GB a day."""
+    tries, copied, copy_to = [0], list[Path](), Ledger.copy_to
+    ask = Backoff.next_pause_s
+
+    def next_pause_s(backoff: Backoff) -> float:
+        tries[0] += 1
+        return ask(backoff)
+
+    def copy_counted(ledger: Ledger, path: Path) -> None:
+        copied.append(path)
+        copy_to(ledger, path)
+
+    monkeypatch.setattr("dips.master.ledger_mirror.BACKOFF_S", (0.001, 0.001))
+    monkeypatch.setattr(Backoff, "next_pause_s", next_pause_s)
+    monkeypatch.setattr(Ledger, "copy_to", copy_counted)
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    term = Term(config, patience_s=0.01)
+    until(lambda: tries[0] >= 2, "it has failed again and again")
+    assert not copied
+    (tmp_path / "away").rename(tmp_path / "mirror")
+    until(lambda: not term.mirror.view().red, "it has caught up")
+    assert len(copied) == 1
+    term.end()
+
+
 def test_a_base_replaces_what_it_holds_and_nothing_else(config: RunFile, tmp_path: Path) -> None:
     """Bases and transactions of earlier terms, and those of its own up to its number; leases of earlier terms; bases
     that a crash has left unfinished, but not what another master writes, or claims.
