@@ -232,6 +232,14 @@ def is_deferred(value: Any) -> bool:
     return type(value) is torch.Tensor and value.device.type != "cpu" and value.numel() == 1
 
 
+def widen_scalar(scalar: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a number, on its device, of a type that can hold the sum of many such: of int32, no more than
+    512 steps of 4 million tokens.
+    """
+    kind = torch.promote_types(scalar.dtype, torch.float32) if scalar.is_floating_point() else torch.int64
+    return scalar.detach().reshape(()).to(kind, copy=True)
+
+
 def _unregister(driver: Any, address: int, _owner: Any) -> None:
     driver.cudaHostUnregister(address)
 

@@ -28,7 +28,7 @@ from dips.client.ipc.messages import (
     TokensCounted,
     TrainOn,
 )
-from dips.client.parallel.devices import DeferredScalar, is_deferred
+from dips.client.parallel.devices import DeferredScalar, is_deferred, widen_scalar
 from dips.client.rank.agent_client import AgentClient, JobCollectives
 from dips.client.rank.shard_transfer import (
     BackgroundTransfer,
@@ -375,8 +375,8 @@ class StepTokens:
         self._local = local
         given: Any = local_tokens if local else tokens
         if is_deferred(given):  # reading it would wait for the accelerator
-            late = given.detach().reshape(())
-            self._late = late.clone() if self._late is None else self._late + late
+            late = widen_scalar(given)
+            self._late = late if self._late is None else self._late + late
             return 0
         number = read_count("local_tokens" if local else "tokens", given)
         self._passed += number

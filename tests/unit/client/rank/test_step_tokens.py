@@ -129,3 +129,17 @@ def test_a_number_on_an_accelerator_is_not_waited_for(monkeypatch: pytest.Monkey
     assert read == []
     assert tokens.settle_tokens() == (13 if local else 10) and len(read) == 1
     assert agent.heard == [TokensCounted(3, 13 if local else 10)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "each"), [(torch.int32, 2**30), (torch.uint32, 2**31), (torch.bfloat16, 255), (torch.float64, 2**30 + 1)]
+)
+def test_numbers_on_an_accelerator_add_up_beyond_their_type(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, each: int
+) -> None:
+    """A whole cluster's 4 million tokens a step, counted in int32, would be negative within a push of 512 steps."""
+    monkeypatch.setattr(steps, "is_deferred", lambda value: isinstance(value, torch.Tensor))
+    tokens, agent, _ = make(local=True)
+    for _ in range(5):
+        tokens.count_step(None, torch.tensor([each], dtype=dtype))
+    assert tokens.settle_tokens() == 5 * each and agent.heard == [TokensCounted(3, 5 * each)]
