@@ -48,7 +48,7 @@ class _Waiting:
 
 class LedgerMirror:
     """The mirror of one term. `take_base` returns (number of transactions, a copy of the ledger's file, which is
-    removed when it is mirrored), from any thread.
+    removed when it is mirrored or the mirror is closed), from any thread.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class LedgerMirror:
         self._base_due, self._behind = True, True
         self._behind_since = clock()
         self._unqueued = 0  # transactions that the next base contains
+        self._copy: tuple[int, Path] | None = None  # for the base that is due: it could not be written yet
         self._reason = "nothing was written yet"
         self._logs = 0
         self._ended = self._fenced = False
@@ -177,6 +178,7 @@ class LedgerMirror:
                     if not self._bound:
                         self._release_all()
                     self._changed.wait_for(lambda: self._ended, min(pause_s, BOUND_PAUSE_S if self._bound else pause_s))
+        self._remove_copy()
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -203,11 +205,9 @@ class LedgerMirror:
         try:
             if not self._is_newest():  # asked before the copy: a store that is away for days would cost one each try
                 return
-            number, copy = self._take_base()
-            try:
-                restore.write_base(self._store, self._run, self._term, number, copy)
-            finally:
-                copy.unlink(missing_ok=True)
+            number, copy = self._copy = self._find_copy()
+            restore.write_base(self._store, self._run, self._term, number, copy)
+            self._remove_copy()
             if not self._is_newest():
                 return
         except BaseException:
@@ -222,6 +222,21 @@ class LedgerMirror:
                 self._unqueued = 0
                 if not self._queue:
                     self._catch_up()
+
+    def _find_copy(self) -> tuple[int, Path]:
+        """Return the copy that could not be written, if all that came after it is queued, else a new one: a store that
+        is full for days costs no more copies than one that has room.
+        """
+        if self._copy is not None and self._copy[1].exists():
+            with self._changed:
+                if not self._queue or self._queue[0].number <= self._copy[0] + 1:
+                    return self._copy
+        return self._take_base()
+
+    def _remove_copy(self) -> None:
+        if self._copy is not None:
+            self._copy[1].unlink(missing_ok=True)
+            self._copy = None
 
     def _write_next(self) -> None:
         with self._changed:

@@ -244,33 +244,88 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
     assert like(restored(config), knew)
 
 
-def test_a_mirror_that_is_away_costs_no_copies_of_the_ledger(
-    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While it was away each try, every half minute for days, copied the whole ledger, and no round went on meanwhile:
-    of 165 MB some 500 GB a day."""
-    tries, copied, copy_to = [0], list[Path](), Ledger.copy_to
-    ask = Backoff.next_pause_s
-
-    def next_pause_s(backoff: Backoff) -> float:
-        tries[0] += 1
-        return ask(backoff)
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """One for each copy of the ledger that was made for its mirror, which is tried again at once."""
+    made, copy_to = list[Path](), Ledger.copy_to
 
     def copy_counted(ledger: Ledger, path: Path) -> None:
-        copied.append(path)
+        made.append(path)
         copy_to(ledger, path)
 
     monkeypatch.setattr("dips.master.ledger_mirror.BACKOFF_S", (0.001, 0.001))
-    monkeypatch.setattr(Backoff, "next_pause_s", next_pause_s)
     monkeypatch.setattr(Ledger, "copy_to", copy_counted)
+    return made
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """One for each pause after a try that failed."""
+    pauses, ask = list[float](), Backoff.next_pause_s
+
+    def next_pause_s(backoff: Backoff) -> float:
+        pauses.append(ask(backoff))
+        return pauses[-1]
+
+    monkeypatch.setattr(Backoff, "next_pause_s", next_pause_s)
+    return pauses
+
+
+def test_a_mirror_that_is_away_costs_no_copies_of_the_ledger(
+    config: RunFile, tmp_path: Path, copied: list[Path], failures: list[float]
+) -> None:
+    """While it was away each try, every half minute for days, copied the whole ledger, and no round went on meanwhile:
+    of 165 MB some 500 GB a day."""
     (tmp_path / "mirror").rename(tmp_path / "away")
     term = Term(config, patience_s=0.01)
-    until(lambda: tries[0] >= 2, "it has failed again and again")
+    until(lambda: len(failures) >= 2, "it has failed again and again")
     assert not copied
     (tmp_path / "away").rename(tmp_path / "mirror")
     until(lambda: not term.mirror.view().red, "it has caught up")
     assert len(copied) == 1
     term.end()
+
+
+def test_a_mirror_that_is_full_costs_a_copy_of_the_ledger_a_queue(
+    config: RunFile, monkeypatch: pytest.MonkeyPatch, copied: list[Path], failures: list[float]
+) -> None:
+    """As many as one with room, though it lists what it holds; what came since the copy is queued, or it is made anew.
+    A copy that somebody has removed, too; none lies there in the end."""
+    write_base, every, full = restore.write_base, transactions(), [True]
+
+    def write_unless_full(*given: Any) -> None:
+        if full[0]:
+            raise FailedMirror("no space left on device")
+        write_base(*given)
+
+    def fail_again() -> int:
+        before = len(failures)
+        until(lambda: len(failures) >= before + 3, "it has failed again and again")
+        return len(copied)
+
+    monkeypatch.setattr("dips.master.ledger_mirror.MOST_QUEUED", 3)
+    monkeypatch.setattr(restore, "write_base", write_unless_full)
+    term = Term(config, patience_s=0.01)
+    assert fail_again() == 1
+    for records in itertools.islice(every, 3):
+        term.write(records)
+    assert fail_again() == 1
+    term.write(next(every))
+    assert fail_again() == 2
+    term.copy.unlink()
+    assert fail_again() == 3
+    term.write(next(every))
+    full[0] = False
+    until(lambda: not term.mirror.view().red, "it has caught up")
+    knew = term.end()
+    assert len(copied) == 3 and not term.copy.exists()
+    lose(config)
+    assert like(restored(config), knew)
+    full[0] = True
+    later = Term(config, patience_s=0.01)
+    assert fail_again() == 4 and later.copy.exists()
+    later.end()
+    assert not later.copy.exists()
 
 
 def test_a_base_replaces_what_it_holds_and_nothing_else(config: RunFile, tmp_path: Path) -> None:
