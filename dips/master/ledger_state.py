@@ -96,11 +96,16 @@ def read_totals(db: sqlite3.Connection) -> tuple[records.ClusterTotals, ...]:
 
 
 def _died_open(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
-    """Return (cluster, inc) → tokens of the committed push that it left open and that no Outcome settled."""
+    """Return (cluster, inc) → tokens of the committed push that it left open and that no Outcome settled.
+
+    One walk over the outcomes, in which those that were left open are looked up: the other way round each would walk
+    all outcomes of its cluster.
+    """
     rows = db.execute(
-        """SELECT l.cluster, l.inc, l.tokens FROM left_open l LEFT JOIN outcomes o
-           ON o.cluster = l.cluster AND o.inc = l.inc AND o.seq = l.seq AND o.kind != 'skipped'
-           WHERE o.place IS NULL ORDER BY l.cluster, l.inc"""
+        """SELECT cluster, inc, tokens FROM left_open WHERE (cluster, inc) NOT IN (
+               SELECT l.cluster, l.inc FROM outcomes o CROSS JOIN left_open l USING (cluster, inc, seq)
+               WHERE o.kind != 'skipped'
+           ) ORDER BY cluster, inc"""
     )
     return {(cluster, inc): tokens for cluster, inc, tokens in rows}
 
