@@ -35,10 +35,9 @@ class Timeline:
         self._open_file()
         torn = self._size > 0 and _is_torn(self._path)
         self._waiting: deque[str] = deque([""] if torn else [])  # ends the torn line, which would take the first along
-        self._changed, self._closed = threading.Condition(), False
+        self._changed, self._closed, self.lines_lost = threading.Condition(), False, 0
         self._thread = threading.Thread(target=self._write_lines, name="timeline", daemon=True)
         self._thread.start()
-        self.lines_lost = 0
 
     def record_mark(self, kind: str, **fields: Any) -> None:
         """Note that `kind` happened now; waits for no disk."""

@@ -78,6 +78,24 @@ def test_a_restarted_process_goes_on(tmp_path: Path) -> None:
     assert [line["n"] for line in read_marks(path)] == [0, 1, 2, 3, 4]
 
 
+def test_a_torn_line_on_a_full_disk_ends_no_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is written, and lost, before the process goes on: the writer's thread ended with that two times in five,
+    and no line came any more.
+    """
+    (tmp_path / FILE).write_text('{"at": 1')
+    lost, begin = list[int](), threading.Thread.start
+
+    def wait_for_the_thread(thread: threading.Thread) -> None:
+        begin(thread)
+        thread.join()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", wait_for_the_thread)
+        patched.setattr(Timeline, "_write_lines", lambda timeline: lost.append(timeline.lines_lost))
+        Timeline(tmp_path, "r", "cluster", "me")._file.close()
+    assert lost == [0]
+
+
 def test_a_file_is_full_at_its_bound(tmp_path: Path) -> None:
     """The line that reaches it is the last of its file; what comes after the end is counted as lost."""
     first = Timeline(tmp_path, "r", "cluster", "me")
