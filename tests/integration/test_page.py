@@ -204,6 +204,22 @@ def test_a_part_of_a_curve_is_looked_at_closer(watched: Watched) -> None:
     page.context.close()
 
 
+def test_the_legend_has_the_colours_of_the_lines(watched: Watched) -> None:
+    """A master that starts again may know clusters in another order, by the rounds that it reads: an open page gave
+    each line the name of another one's cluster.
+    """
+    page = watched.open_page()
+    whole = page.request.get(page.url + "api/state").json()
+    turned = {**whole["curves"], "name": "another master's", "clusters": whole["curves"]["clusters"][::-1]}
+    page.route("**/api/state*", lambda route: route.fulfill(json={**whole, "curves": turned}))
+    entry = "l => l.textContent + l.querySelector('line').getAttribute('stroke')"
+    legend = f"[...document.querySelectorAll('#curves-legend li')].map({entry})"
+    wanted = ["the runvar(--ink)", *(f"{c['name']}var(--c{i})" for i, c in enumerate(turned["clusters"]))]
+    page.wait_for_function(f"wanted => ({legend}).join() === wanted", arg=",".join(wanted), timeout=15_000)
+    page.unroute_all(behavior="wait")
+    page.context.close()
+
+
 def test_last_lines_and_options_are_there_when_opened(watched: Watched) -> None:
     """What the trainer said last stays text; the configuration is what the run agreed on."""
     page = watched.open_page()
