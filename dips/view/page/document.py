@@ -249,9 +249,10 @@ def _timeline(memory: PageMemory, wall: float) -> dict[str, Any]:
     begun = [r.round.opened for r in memory.rounds][-ROUNDS_DRAWN:]
     since = min([wall - LEAST_DRAWN_S, *begun])
     since = max(since, wall - MOST_DRAWN_S)
-    spans = memory.spans.list_spans(since)[-MOST_SPANS:]
+    spans = memory.spans.list_spans(since)
     lanes = list(dict.fromkeys(s.lane for s in reversed(spans) if s.lane != RUN_LANE))  # the busiest lately first
     shown = [RUN_LANE, *sorted(lanes[:MOST_LANES])]
+    spans = [s for s in spans if s.lane in shown][-MOST_SPANS:]
     return {
         "from_s": seconds_of(wall - since),
         "lanes": [

@@ -145,6 +145,18 @@ def test_a_thousand_peers_are_bounded_and_those_that_ask_for_a_look_are_listed()
     assert len(json.dumps(told, separators=(",", ":"))) < MOST_BYTES
 
 
+def test_clusters_that_are_not_drawn_take_no_room_on_the_timeline() -> None:
+    """With a hundred clusters their bars, of which a dozen's are drawn, left none of the last rounds'."""
+    memory = PageMemory()
+    for n in range(8):
+        memory.spans.add_span(Span("", SpanKind.WINDOW, 990.0 + n, 991.0 + n, f"r{n}"))
+        for k in range(100):
+            memory.spans.add_span(Span(f"c{k:02}", SpanKind.PUSH, 990.0 + n, 991.0 + n, ""))
+    timeline = state(make_run(), memory)["timeline"]
+    assert [len(lane["spans"]) for lane in timeline["lanes"]] == [8] * (1 + document.MOST_LANES)
+    assert timeline["more"] == 88
+
+
 def test_hostile_text_stays_text_of_one_line() -> None:
     """Markup is passed on as the characters that it is; control and direction characters are not."""
     hostile = "\x1b[2J\u202egone\n" + "y" * 999
