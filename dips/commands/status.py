@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from dips.commands.options import CREDENTIALS, MASTER, WHOSE, find_master
 from dips.errors import Busy, UnavailableMaster
@@ -99,7 +100,7 @@ async def _watch_status(master: Endpoint, as_json: bool) -> None:
                     answer = await _ask_status(StatusServiceStub(channel), master, STATUS_DEADLINE_S)
                 except (UnavailableMaster, Busy) as error:
                     if live is not None:
-                        live.update(f"{error}; asking again", refresh=True)
+                        live.update(Text(f"{error}; asking again"), refresh=True)  # rich reads brackets in a str
                     else:
                         print(f"{error}; asking again", file=sys.stderr)
                 else:
