@@ -112,7 +112,7 @@ class PointMaker:
     def __init__(self) -> None:
         self._began: float | None = None  # Unix seconds
         self._tokens = {GENESIS: 0}  # accepted by each version's lineage: one that was rolled back counts no further
-        self._head_tokens: int | None = 0  # of the version made last
+        self._head_tokens: int | None = 0  # of the version made last, of those that are not undone
         self._made_at: dict[VersionId, float] = {}
         self._pushed_at: dict[str, float] = {}  # by cluster
 
@@ -120,22 +120,27 @@ class PointMaker:
         """Rounds follow that go on from this version, whose lineage has accepted so many tokens."""
         self._tokens, self._head_tokens = {version: tokens}, tokens
 
-    def tokens_of(self, version: VersionId) -> int | None:
-        """Return the tokens that the version's lineage has accepted; None if it is too old to be known."""
-        return self._tokens.get(version)
+    def go_back(self, version: VersionId) -> int | None:
+        """Rounds follow a rollback to this version; return the tokens that its lineage has accepted, None if it is too
+        old for them to be known.
+        """
+        self._head_tokens = self._tokens.get(version)
+        return self._head_tokens
 
     def make_point(self, r: RoundHistory) -> RoundPoint | None:
         """The round as a point; None of one that has not ended."""
         self._began = r.opened if self._began is None else self._began
         if r.ended is None:
             return None
-        rate = None
+        rate, tokens = None, self._head_tokens
         if r.version is not None:
             rate = self._count_version(r.version, r.parent or GENESIS, r.tokens, r.ended)
-        at = (r.ended, r.ended - self._began, self._head_tokens)
+            tokens = self._tokens.get(r.version)
+            self._head_tokens = tokens if r.undone is None else self._head_tokens
+        at = (r.ended, r.ended - self._began, tokens)
         return RoundPoint(
             r.round, r.kind, r.version, r.undone is not None, *at, r.delta_norm if r.version is not None else None,
-            r.clipped, mean_loss(r.folds), rate, tuple(self._push_points(r, r.ended, r.ended - self._began)),
+            r.clipped, mean_loss(r.folds), rate, tuple(self._push_points(r, *at)),
         )  # fmt: skip
 
     def make_results(self, r: RoundHistory) -> list[ResultPoint]:
@@ -150,16 +155,17 @@ class PointMaker:
     def _count_version(self, version: VersionId, parent: VersionId, tokens: int, ended: float) -> float | None:
         """Note a version; return its tokens a second."""
         before, since = self._tokens.get(parent), self._made_at.get(parent)
-        self._head_tokens = None if before is None else before + tokens
-        if self._head_tokens is not None:
-            self._tokens[version] = self._head_tokens
+        if before is not None:
+            self._tokens[version] = before + tokens
         self._made_at[version] = ended
         for kept in (self._tokens, self._made_at):
             if len(kept) > VERSIONS_KEPT:
                 del kept[next(iter(kept))]
         return _rate_of(tokens, since, ended)
 
-    def _push_points(self, r: RoundHistory, ended: float, seconds: float) -> Iterator[PushPoint]:
+    def _push_points(
+        self, r: RoundHistory, ended: float, seconds: float, run_tokens: int | None
+    ) -> Iterator[PushPoint]:
         folds = {fold.push: fold for fold in r.folds}
         for o in r.outcomes:
             fold, since = folds.get(o.push), self._pushed_at.get(o.push.cluster)
@@ -167,7 +173,7 @@ class PointMaker:
                 self._pushed_at[o.push.cluster] = ended
             yield PushPoint(
                 r.round, r.version, str(o.kind), r.undone is not None, o.push.cluster, ended, seconds,
-                self._head_tokens or 0, o.tokens, o.inner_steps, fold.loss if fold else None, o.norm, o.score,
+                run_tokens or 0, o.tokens, o.inner_steps, fold.loss if fold else None, o.norm, o.score,
                 _rate_of(o.tokens, since, ended),
             )  # fmt: skip
 

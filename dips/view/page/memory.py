@@ -363,7 +363,7 @@ class PageMemory:
         for i, ended in enumerate(self.rounds):
             if ended.round.version in row.undone:
                 self.rounds[i] = replace(ended, round=replace(ended.round, undone=row.reason))
-        self.curves.drop_above(self._points.tokens_of(row.head) or 0)
+        self.curves.drop_above(self._points.go_back(row.head) or 0)
         self.head_at = wall
 
     def _on_refused(self, event: Event, result: Failed | Refused, wall: float) -> None:

@@ -87,8 +87,10 @@ def test_a_rollback_takes_points_from_the_curve() -> None:
     before = seen.curves.revision
     see(seen, 4.0, RolledBack(VersionId(1, 1), (VersionId(2, 2), VersionId(3, 3)), "ps1 came back without", 0.0))
     assert [p.tokens for p in seen.curves.run.list_points()] == [100] and seen.curves.revision > before
-    see(seen, 5.0, version(4, loss=1.0, after=1))
+    gated = (outcome(OutcomeKind.GATED),)
+    see(seen, 5.0, RoundEnded(4, RoundResult.UNCHANGED, "", gated, (), 0.0), version(5, loss=1.0, after=1))
     assert [p.tokens for p in seen.curves.run.list_points()] == [100, 200]
+    assert [p.tokens for p in seen.curves.clusters["west"].list_points()] == [100, 100, 200]
 
 
 def test_a_rollback_is_said_of_the_rounds_that_it_undid() -> None:

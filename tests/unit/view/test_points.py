@@ -57,13 +57,29 @@ def test_tokens_a_second_are_since_the_one_before() -> None:
     assert (first.run_tokens, second.run_tokens, second.loss) == (100, 200, 2.5)
 
 
+def test_rounds_behind_a_rollback_have_the_tokens_of_its_target() -> None:
+    """What had been undone counted for pushes that were gated before the next version."""
+    unchanged = replace(applied(VersionId(3, 3), V1, None), kind="unchanged", version=None, parent=None, folds=())
+    rounds = [applied(V1, GENESIS, None), applied(V2, V1, "a disk was lost"), unchanged]
+    made, _ = list_points(rounds)
+    assert [(p.run_tokens, [push.run_tokens for push in p.pushes]) for p in made] == [
+        (100, [100, 100]), (200, [200, 200]), (100, [100, 100]),
+    ]  # fmt: skip
+    maker = PointMaker()  # as it happens
+    for r in rounds[:2]:
+        maker.make_point(replace(r, undone=None))
+    maker.go_back(V1)
+    again = maker.make_point(unchanged)
+    assert again is not None and again.run_tokens == 100
+
+
 def test_only_so_many_versions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest: a run of years must not fill the memory of who draws it."""
     monkeypatch.setattr(points, "VERSIONS_KEPT", 2)
     maker, versions = PointMaker(), [VersionId(n, n) for n in range(4)]
     for parent, version in pairwise(versions):
         maker.make_point(applied(version, parent, None))
-    assert [maker.tokens_of(version) for version in versions] == [None, None, 200, 300]
+    assert [maker.go_back(version) for version in versions] == [None, None, 200, 300]
 
 
 def test_a_version_whose_parent_is_forgotten_has_no_total() -> None:
@@ -117,4 +133,4 @@ def test_points_may_begin_in_the_middle() -> None:
     maker = PointMaker()
     maker.begin(V1, 1000)
     point = maker.make_point(applied(V2, V1, None))
-    assert point is not None and point.run_tokens == 1100 and maker.tokens_of(V2) == 1100
+    assert point is not None and point.run_tokens == 1100 and maker.go_back(V2) == 1100
