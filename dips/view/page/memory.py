@@ -27,6 +27,7 @@ from dips.view.points import PointMaker, RoundHistory
 MOST_CHARS = 240  # of a reason or remark; the heartbeat's own limit
 NAME_CHARS = 63  # of a cluster or slave
 DIGITS = 6  # significant, of a number that is shown
+MOST_SHOWN = 1e300  # larger numbers are not shown: with their difference, which overflows, a browser draws for ever
 # Control and format characters: among the latter are those that turn the direction of what follows.
 _HIDDEN = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
 
@@ -41,7 +42,7 @@ def clean_text(text: object, most: int = MOST_CHARS) -> str:
 def clean_plain(value: Any) -> Any:
     """The same for what `to_plain` made: texts bounded, numbers with few digits; JSON has no NaN."""
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if isfinite(value) else None
+        return float(f"{value:.{DIGITS}g}") if abs(value) < MOST_SHOWN else None  # nor NaN
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, Mapping):

@@ -180,6 +180,12 @@ def test_numbers_that_json_does_not_know_are_null() -> None:
     assert (row["loss"], row["pace_s"], row["tokens_accepted"]) == (None, None, 2**70)
 
 
+def test_numbers_that_a_browser_cannot_draw_are_null() -> None:
+    """A loss near the largest double left the plot without ticks: over tokens the browser's tab hung for good."""
+    rows = state(make_run({str(loss): make_cluster(loss=loss) for loss in (1.7e308, -1.7e308, 9e299)}))["clusters"]
+    assert [row["loss"] for row in rows["rows"]] == [None, None, 9e299]
+
+
 def test_rates_of_a_slave_come_from_its_heartbeats() -> None:
     """From the second on; a new process counts from 0 again."""
     rates = SlaveRates()
