@@ -14,7 +14,7 @@ import typer
 from dips.errors import ConfigError
 from dips.files import write_output
 from dips.telemetry import timeline
-from dips.view.trace import RunTrace, make_trace, to_chrome, to_otlp
+from dips.view.trace import OFTEN, RunTrace, make_trace, to_chrome, to_otlp
 
 
 class TraceFormat(StrEnum):
@@ -71,13 +71,28 @@ def trace(
 
 
 def read_timelines(directories: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the lines of all timelines in and below the directories. Raises ConfigError unless all are of one run."""
-    marks = [mark for path in _find_timelines(directories) for mark in timeline.read_marks(path) if "run" in mark]
+    """Return the lines of all timelines in and below the directories that a trace needs. Raises ConfigError unless all
+    are of one run.
+    """
+    marks = [mark for path in _find_timelines(directories) for mark in _read_needed(path)]
     runs = sorted({mark["run"] for mark in marks})
     if len(runs) != 1:
         got = f"those of the runs {', '.join(runs)}" if runs else "none"
         raise ConfigError(f"RUN_DIR: expected {timeline.FILE} of one run in or below these directories, got {got}")
     return marks
+
+
+def _read_needed(path: Path) -> list[dict[str, Any]]:
+    """Return a timeline's lines without those of steps: they are not drawn, and a full timeline of them would take a GB
+    of memory. One is kept if it is the last, until which goes on what has no end.
+    """
+    needed = list[dict[str, Any]]()
+    for mark in timeline.read_marks(path):
+        if "run" in mark:
+            if needed and needed[-1].get("kind") in OFTEN:
+                needed.pop()
+            needed.append(mark)
+    return needed
 
 
 def _find_timelines(directories: Iterable[Path]) -> list[Path]:

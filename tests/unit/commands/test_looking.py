@@ -345,6 +345,16 @@ def test_a_timeline_is_read_once_however_it_is_named(tmp_path: Path) -> None:
     assert [mark["at"] for mark in trace.read_timelines(paths[1:])] == [1], "by itself"
 
 
+def test_steps_of_a_timeline_are_read_and_not_kept(tmp_path: Path) -> None:
+    """A trace draws none of them, and those of a week took a GB for each cluster; the last says how long it went on."""
+    kinds = ["trainer_attached", "inner", "inner", "push_begin", "pipeline", "inner"]
+    lines = [json.dumps({"at": at, "run": "r", "role": "cluster", "who": "a", "kind": k}) for at, k in enumerate(kinds)]
+    (tmp_path / timeline.FILE).write_text("\n".join(lines))
+    assert [(mark["at"], mark["kind"]) for mark in trace.read_timelines([tmp_path])] == [
+        (0, "trainer_attached"), (3, "push_begin"), (5, "inner"),
+    ]  # fmt: skip
+
+
 def test_a_model_that_nobody_names_is_that_of_dips_init(files: FilesToCheck) -> None:
     """Of the run file, where no other is given; what is missing is said before a master is asked."""
     files.check()
