@@ -120,8 +120,8 @@ def subject_of(mark: Mark) -> str:
 def find_offsets(by_writer: Mapping[Writer, Sequence[Mark]]) -> dict[Writer, ClockOffset]:
     """Return the offset of every slave and cluster for which the timelines bound one; the master has none."""
     master = [mark for (role, _), lines in by_writer.items() if role == MASTER for mark in lines]
-    orders = {_order_key(m, m["slave"]): m for m in master if m["kind"] == "order"}
-    committed = {m["push"]: float(m["at"]) for m in master if m["kind"] == "push_committed"}
+    orders = _find_unique((_order_key(m, m["slave"]), m) for m in master if m["kind"] == "order")
+    committed = _find_unique((m["push"], m) for m in master if m["kind"] == "push_committed")
     bounds: dict[Writer, tuple[float, float]] = {}
     for writer, lines in by_writer.items():
         found = list(
@@ -136,28 +136,34 @@ def find_offsets(by_writer: Mapping[Writer, Sequence[Mark]]) -> dict[Writer, Clo
     }
 
 
+def _find_unique(named: Iterable[tuple[Any, Mark]]) -> dict[Any, Mark]:
+    """Return the lines whose name no other one has: `dips init --force` begins to count anew, and timelines stay."""
+    found, again = dict[Any, Mark](), set[Any]()
+    for name, mark in named:
+        again |= {name} & found.keys()
+        found[name] = mark
+    return {name: mark for name, mark in found.items() if name not in again}
+
+
 def _bounds_of_slave(
     slave: str, lines: Sequence[Mark], orders: Mapping[tuple[Any, ...], Mark]
 ) -> Iterator[tuple[float, float]]:
     """Yield bounds by orders: one is carried out at the slave while the master waits for it."""
-    for mark in lines:
-        sent = orders.get(_order_key(mark, slave)) if mark["kind"] == "order" else None
-        if sent is not None:
-            yield (
-                (sent["at"] - sent["took_s"]) - (mark["at"] - mark["took_s"]),
-                sent["at"] - mark["at"],
-            )
+    done = _find_unique((_order_key(m, slave), m) for m in lines if m["kind"] == "order")
+    for name, mark in done.items():
+        if (sent := orders.get(name)) is not None:
+            yield (sent["at"] - sent["took_s"]) - (mark["at"] - mark["took_s"]), sent["at"] - mark["at"]
 
 
-def _bounds_of_cluster(lines: Sequence[Mark], committed: Mapping[str, float]) -> Iterator[tuple[float, float]]:
+def _bounds_of_cluster(lines: Sequence[Mark], committed: Mapping[str, Mark]) -> Iterator[tuple[float, float]]:
     """Yield bounds by commits: the master commits between the agent's question and the answer to it."""
-    asked: dict[str, float] = {}
-    for mark in lines:
-        push = mark.get("push")
-        if mark["kind"] == "push_end":
-            asked[str(push)] = float(mark["at"])
-        elif mark["kind"] == "window_begin" and push in committed and push in asked:
-            yield committed[push] - float(mark["at"]), committed[push] - asked[push]
+    asked, heard = (
+        _find_unique((m["push"], m) for m in lines if m["kind"] == kind) for kind in ("push_end", "window_begin")
+    )
+    for push, mark in heard.items():
+        if push in committed and push in asked:
+            at = float(committed[push]["at"])
+            yield at - float(mark["at"]), at - float(asked[push]["at"])
 
 
 def _order_key(mark: Mark, slave: str) -> tuple[Any, ...]:

@@ -116,6 +116,14 @@ def test_a_wrong_clock_is_moved(late: float, late_cluster: float) -> None:
     assert moved == {"ps0": pytest.approx(late, abs=0.06), "east": pytest.approx(late_cluster, abs=0.06)}
 
 
+def test_a_run_that_was_thrown_away_moves_no_clock() -> None:
+    """`dips init --force` counts terms, orders and pushes anew, and timelines stay: clocks were moved by a day."""
+    later = [{**mark, "at": mark["at"] + 86_400} for mark in one_round(late=5.0)]
+    assert make_trace([*one_round(late=5.0), *later]).offsets == {}
+    more = [{**mark, "at": mark["at"] + 86_400} for mark in order(106, 7, "Measure", 0.1, 5.0, round="5")]
+    assert make_trace([*one_round(late=5.0), *later, *more]).offsets["slave", "ps0"].seconds == pytest.approx(5.0)
+
+
 def test_the_shortest_wait_bounds_a_clock() -> None:
     """An order whose answer came late tells little."""
     lines = [*one_round(late=5.0), *order(110, 7, "Ping", 1.0, 5.0)]
