@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,8 +41,9 @@ class Timeline:
         self._thread.start()
 
     def record_mark(self, kind: str, **fields: Any) -> None:
-        """Note that `kind` happened now; waits for no disk."""
-        line = json.dumps({"at": time.time(), **self._writer, "kind": kind, **fields}, default=str)
+        """Note that `kind` happened now; waits for no disk. A number that is not finite is null: JSON has no NaN."""
+        lacking = {key: None for key, value in fields.items() if isinstance(value, float) and not isfinite(value)}
+        line = json.dumps({"at": time.time(), **self._writer, "kind": kind, **fields, **lacking}, default=str)
         with self._changed:
             if self._closed or len(self._waiting) >= MOST_WAITING:
                 self.lines_lost += 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
 import time
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,15 @@ def test_a_restarted_process_goes_on(tmp_path: Path) -> None:
         again.record_mark("x", n=n)
     again.close()
     assert [line["n"] for line in read_marks(path)] == [0, 1, 2, 3, 4]
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    """NaN and Infinity are no JSON: whoever reads the lines with another program ended where a trainer had diverged."""
+    timeline = Timeline(tmp_path, "r", "cluster", "me")
+    timeline.record_mark("inner", loss=nan, norm=inf, tokens=7)
+    timeline.close()
+    line = json.loads((tmp_path / FILE).read_text(), parse_constant=pytest.fail)
+    assert (line["loss"], line["norm"], line["tokens"]) == (None, None, 7)
 
 
 def test_a_torn_line_on_a_full_disk_ends_no_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
