@@ -176,7 +176,7 @@ def begin_workers(task: Task, fleet: Fleet, recipe: Recipe, seed: int) -> tuple[
     workers = [
         Inner(task, recipe, BatchDraw(seed, number, clusters), make_model(task, seed)) for number in range(clusters)
     ]
-    return workers, task.validate(workers[0].model)
+    return workers, task.validate(make_model(task, seed))  # not a worker's: `validate` may leave it in eval mode
 
 
 def train_together(workers: list[Inner], steps: int, share: float) -> int:

@@ -323,6 +323,13 @@ def test_a_run_may_begin_data_parallel() -> None:
     assert not torch.equal(inputs[0], inputs[1]) and not torch.equal(inputs[0], inputs[2])
 
 
+def test_a_validation_leaves_every_worker_as_it_was_made() -> None:
+    """The first worker, of a process group the only one, trained without dropout where `validate` calls eval()."""
+    task = replace(TASK, validate=lambda model: TASK.validate(model.eval()))
+    workers, _ = begin_workers(task, TWO, TINY, 3)
+    assert all(worker.model.training for worker in workers)
+
+
 def test_muon_trains_the_matrices_inside() -> None:
     """Embedding and output, with a row for each word, are AdamW's; and so is what is no matrix."""
     model = TASK.make_model()
