@@ -305,6 +305,7 @@ def emulate(
     result, tokens = Emulated(first_loss=first_loss), steps * task.tokens
     options = replace(options or Options(), stop=StopOptions(tokens=tokens), data=DataOptions(ranges=RANGES))
     scenario = make_scenario(fleet, options, LEAST_S + PATIENCE * steps / fleet.step_rate, pull_codec)
+    scenario = replace(scenario, slaves=min(scenario.slaves, len(model.manifest.layers)))  # each has a layer
     world = World(seed, scenario, model, kernels)
     operator = MendingOperator(world, model.is_mended)
     last = LastRounds(steps, fleet)

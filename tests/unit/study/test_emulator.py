@@ -138,6 +138,13 @@ def test_a_model_moves_in_as_many_fragments_as_it_has_layers() -> None:
         assert World(1, scenario, model).make_site(0).fragments == moved
 
 
+def test_a_model_of_one_layer_is_emulated() -> None:
+    """Each row of method dips failed: `slaves: expected at most 1`, of which no study has a key."""
+    one = replace(TASK, make_model=lambda: nn.Embedding(WORDS, WORDS))
+    made = emulate(one, TWO, TINY, 16, 3, options())[0]
+    assert made.finished and len(LearnedModel(one, TINY, 3).manifest.layers) == 1
+
+
 def test_the_same_seed_gives_the_same_bits(made: Emulated) -> None:
     assert emulated(TWO)[0] == made
     assert emulated(TWO, seed=4)[0].loss != made.loss
