@@ -32,6 +32,7 @@ class BaselineResult:
     tokens: int
     steps: int  # optimizer steps of each worker, or of the fastest
     lasted_s: float  # duration in virtual time, without transfers
+    effective_clusters: float  # 1/Σshare², by their shares of the tokens
     versions: int = 0  # outer steps
     cosine: float = 0.0  # mean cosine of an outer step's gradient to the momentum before it
 
@@ -49,7 +50,7 @@ def train_data_parallel(task: Task, fleet: Fleet, recipe: Recipe, steps: int, se
             last.note((step + 1) * clusters, {0: flatten(worker.parameters)})
     slowest_s = max(member.step_s for member in fleet.members)
     loss = _validate(task, worker, last, flatten(worker.parameters))
-    return BaselineResult(loss, first, rounds * clusters * task.tokens, rounds, rounds * slowest_s)
+    return BaselineResult(loss, first, rounds * clusters * task.tokens, rounds, rounds * slowest_s, clusters)
 
 
 def train_synchronous(
@@ -79,7 +80,7 @@ def train_synchronous(
     slowest_s = max(member.step_s for member in fleet.members)
     return BaselineResult(
         _validate(task, workers[0], last, outer.theta), first, total_steps * clusters * task.tokens, total_steps,
-        total_steps * slowest_s, rounds, outer.mean_cosine,
+        total_steps * slowest_s, clusters, rounds, outer.mean_cosine,
     )  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def train_naive(
         heapq.heappush(due, (now + inner_steps * _draw_step_s(fleet, i, rng), i))
     return BaselineResult(
         _validate(task, workers[0], last, outer.theta), first, sum(taken) * task.tokens, max(taken), now,
-        sum(taken) // inner_steps, outer.mean_cosine,
+        sum(taken) ** 2 / sum(each**2 for each in taken), sum(taken) // inner_steps, outer.mean_cosine,
     )  # fmt: skip
 
 

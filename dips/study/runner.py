@@ -368,7 +368,7 @@ def _spell_baseline(made: BaselineResult, settings: Settings, task: Task) -> Num
     ideal = settings.fleet.step_rate * task.tokens
     return {
         "loss": made.loss, "first_loss": made.first_loss, "finished": True, "tokens": made.tokens,
-        "fastest_steps": made.steps, "effective_clusters": float(len(settings.fleet.members)),
+        "fastest_steps": made.steps, "effective_clusters": round(made.effective_clusters, 4),
         "versions": made.versions, "clipped": 0.0, "gated": 0, "staleness": None, "cosine": made.cosine,
         "lasted_s": made.lasted_s, "of_ideal": made.tokens / made.lasted_s / ideal,
     }  # fmt: skip

@@ -288,6 +288,9 @@ def test_the_baselines_learn_from_as_many_tokens() -> None:
     assert parallel.first_loss == naive.first_loss == begun
     assert max(parallel.loss, waiting.loss, local.loss) < begun - 0.3
     assert naive.steps > STEPS / 2 == waiting.steps  # nobody waits for the slower one
+    assert parallel.effective_clusters == waiting.effective_clusters == 2
+    faster = naive.steps / STEPS
+    assert naive.effective_clusters == pytest.approx(1 / (faster**2 + (1 - faster) ** 2)) and faster > 0.55
     assert waiting.lasted_s == STEPS / 2 * 1.5 > naive.lasted_s
 
 
