@@ -174,7 +174,7 @@ class Fleet:
         """The ideal rate: inner steps of all clusters per second of virtual time, while all are present."""
         return sum(1.0 / member.step_s for member in self.members)
 
-    def due_steps(self, steps: int) -> dict[str, float]:
+    def due_steps(self, steps: float) -> dict[str, float]:
         """Return how many of a run's inner steps each cluster is due by its speed."""
         rate = self.step_rate
         return {name: steps / (member.step_s * rate) for name, member in zip(self.names, self.members, strict=True)}

@@ -140,7 +140,7 @@ def _refuse_senseless(settings: Settings) -> None:
     clusters = len(settings.fleet.members)
     if settings.method == "data_parallel" and settings.steps < clusters:
         raise ConfigError(f"steps: expected at least {clusters}, one of each cluster, got {settings.steps}")
-    fewest = min(settings.fleet.due_steps(round(settings.steps * (1.0 - settings.parallel))).values())
+    fewest = min(settings.fleet.due_steps(settings.steps * (1.0 - settings.parallel)).values())
     if settings.method != "data_parallel" and fewest < settings.fleet.inner_steps:
         raise ConfigError(
             f"steps: {settings.steps} of {clusters} clusters are not one push of each: expected at least "

@@ -124,6 +124,7 @@ def test_equal_runs_have_one_digest_however_they_are_spelt() -> None:
         ({"rows": {"x": {"method": "naive", "fleet": [{"fault": "nan"}, 1]}}}, "naive knows no faults"),
         ({"rows": {"x": {"method": "naive", "parallel": 0.1}}}, "parallel: expected method dips or synchronous"),
         ({"rows": {"x": {"parallel": 1.0}}}, "parallel"),
+        ({"rows": {"x": {"parallel": 0.99999}}}, "are not one push of each: expected at least"),
         ({"rows": {"x": {"parallel": 0.1, "fleet": [1, {"joins": 0.5}]}}}, "expected joins 0 for each"),
         ({"rows": {}}, "rows: expected one at least"),
         ({"rows": {"x": {"tune": {"outer.clip": [{}]}}}}, "tune: expected keys with lists of numbers or words"),
