@@ -251,8 +251,11 @@ class LearnedModel:
         return {name: theta[layer][where] for name, (layer, where) in self._places.items()}
 
     def evaluate(self, theta: Mapping[int, F32]) -> float:
-        """Return the validation loss of θ."""
+        """Return the validation loss of θ, with the buffers of the first cluster, as the baselines have them."""
         model = self._make_model()
+        if self._trained:  # a cluster with a fault may have spoilt its own
+            first = min(self._trained, key=lambda name: (name in self._faults, self._names.index(name)))
+            model.load_state_dict(self._trained[first].inner.model.state_dict())
         self._bind_parameters(model, {layer: a.copy() for layer, a in theta.items()})
         return self._task.validate(model)
 

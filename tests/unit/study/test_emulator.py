@@ -182,6 +182,23 @@ def test_a_cluster_s_parameters_are_what_its_rank_holds() -> None:
     assert sorted(changed) == sorted(theta) and abs(loss - np.log(12)) < 0.5
 
 
+def test_a_model_is_validated_with_the_buffers_of_a_healthy_cluster() -> None:
+    """Running means were those of the first model, though the baselines' are trained: each row of dips looked bad."""
+    task = replace(
+        TASK,
+        make_model=lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WORDS)),
+        validate=lambda model: float(model[1].num_batches_tracked),
+    )
+    model = LearnedModel(task, TINY, 3, ("a", "b"), {"a": Fault("nan")}, {"a": 9.0})
+    assert model.evaluate(model.genesis) == 0.0
+    for name, steps in (("b", 2), ("a", 1)):
+        site, theta = Site(name, 1, 1.0, None), {layer: a.copy() for layer, a in model.genesis.items()}  # type: ignore[arg-type]
+        model.on_install(site, 1, theta)
+        for _ in range(steps):
+            model.take_inner_step(site, theta, 0.5)
+    assert model.evaluate(model.genesis) == 2.0
+
+
 def test_clusters_join_leave_and_fail_by_the_run_s_tokens() -> None:
     members = (FleetCluster(), FleetCluster(joins=0.3), FleetCluster(leaves=0.4), FleetCluster(fails=0.5, down_s=5.0))
     made = emulated(Fleet(members, 4), steps=240)[0]
