@@ -11,6 +11,7 @@ It knows one array at a time; kernel_pool.py spreads layers over threads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -313,6 +314,18 @@ def round_update(
 
 def warm_up() -> None:
     """Compile every kernel now (seconds; milliseconds from the cache), so that no order pays for it."""
+    try:
+        _call_all()
+    except Exception:  # numba believes its cache, which it does not sync: a power cut leaves half of it
+        kept: Any = _fold_loop
+        if kept.stats.cache_path is None:
+            raise
+        for index in Path(kept.stats.cache_path).glob("kernels.*.nbi"):
+            index.unlink(missing_ok=True)
+        _call_all()
+
+
+def _call_all() -> None:
     a, b, c, d = (np.zeros(8, dtype=np.float32) for _ in range(4))
     measure(a, b)
     measure(a, b, c)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -164,6 +166,25 @@ def test_no_fastmath_true_anywhere() -> None:
     for path in Path(dips.outer.__path__[0]).rglob("*.py"):
         code = [line for line in path.read_text().splitlines() if "`fastmath=True`" not in line]
         assert not any("fastmath=True" in line.replace(" ", "") for line in code), path
+
+
+def test_a_cache_that_is_cut_short_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After a power cut a slave ended at each start with `pickle data was truncated`. What fails again is raised."""
+    index, other = tmp_path / "kernels._fold_loop-1.py311.nbi", tmp_path / "other._f-1.py311.nbi"
+    index.touch(), other.touch()
+    called = Mock(
+        side_effect=[UnpicklingError("pickle data was truncated"), None, EOFError, EOFError("twice"), EOFError]
+    )
+    monkeypatch.setattr(kernels, "_call_all", called)
+    monkeypatch.setattr(kernels, "_fold_loop", cached := Mock())
+    cached.stats.cache_path = str(tmp_path)
+    kernels.warm_up()
+    assert called.call_count == 2 and other.exists() and not index.exists()
+    with pytest.raises(EOFError, match="twice"):
+        kernels.warm_up()
+    cached.stats.cache_path = None
+    with pytest.raises(EOFError):
+        kernels.warm_up()
 
 
 def test_warm_up_compiles_every_kernel() -> None:
