@@ -146,6 +146,8 @@ def _refuse_senseless(settings: Settings) -> None:
             f"steps: {settings.steps} of {clusters} clusters are not one push of each: expected at least "
             f"{ceil(settings.steps * settings.fleet.inner_steps / fewest)}, or a smaller inner_steps"
         )
+    if settings.method == "dips" and settings.pull_codec.lossy and not settings.options.outer.has_momentum:
+        raise ConfigError("pull_codec: a lossy one needs outer.momentum above 0, and a step other than sgd")
     if settings.method != "dips" and not isinstance(settings.options.outer.lr, float | int):
         raise ConfigError(f"outer.lr: {settings.method} takes a number, got {settings.options.outer.lr!r}")
     if settings.parallel and settings.method not in ("dips", "synchronous"):

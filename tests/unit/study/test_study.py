@@ -116,6 +116,7 @@ def test_equal_runs_have_one_digest_however_they_are_spelt() -> None:
         ({"rows": {"x": {"fleet": [{"fault": "odd"}]}}}, "fault: expected one of nan"),
         ({"rows": {"x": {"inner.optimizer": "sgd"}}}, "inner.optimizer: expected adamw or muon"),
         ({"rows": {"x": {"pace": "seconds"}}}, "pace: expected steps or aligned"),
+        ({"rows": {"x": {"pull_codec": "int8", "outer.step": "sgd"}}}, "pull_codec: a lossy one needs outer.momentum"),
         ({"rows": {"x": {"fragments": 4}}}, "fragments: expected 1 without overlap, got 4"),
         ({"rows": {"x": {"steps": 4}}}, "are not one push of each: expected at least 10"),
         ({"rows": {"x": {"steps": 4, "fleet": [1.0, 1.3]}}}, "are not one push of each: expected at least 10"),
