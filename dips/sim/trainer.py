@@ -493,7 +493,7 @@ class SimTrainer:
         if installed and self.base == version:
             self.in_hand.lose_work("a pull overwrote it", frozen_only=merge)
             self.agent.record_install()
-            self.world.model.on_install(self.site, self.attempt, self.theta)
+            self.world.model.on_install(self.site, self.attempt, self.theta, self.pulled_theta)
         return installed
 
 

@@ -155,8 +155,10 @@ class SimModel(Protocol):
     def take_inner_step(self, site: Site, theta: dict[int, F32], progress: float) -> float:
         """Train on one batch, in place; `progress` of the run is 0 to 1. Return the loss before the step."""
 
-    def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
-        """Process the replacement of a cluster's `theta`; a new `attempt` has lost its optimizer's state."""
+    def on_install(self, site: Site, attempt: int, theta: dict[int, F32], pulled: dict[int, F32]) -> None:
+        """Process the replacement of a cluster's `theta` by what it `pulled`, or the merge of both; a new `attempt` has
+        lost its optimizer's state.
+        """
 
     def prepare_push(self, site: Site, push: PushId, theta: dict[int, F32]) -> dict[int, F32]:
         """Return the parameters that a cluster pushes: `theta`, or other arrays to simulate a fault."""
@@ -182,7 +184,7 @@ class NoiseModel:
             a -= noise[: a.size]
         return 1.0
 
-    def on_install(self, site: Site, attempt: int, theta: dict[int, F32]) -> None:
+    def on_install(self, site: Site, attempt: int, theta: dict[int, F32], pulled: dict[int, F32]) -> None:
         pass  # noise has no state
 
     def prepare_push(self, site: Site, push: PushId, theta: dict[int, F32]) -> dict[int, F32]:

@@ -172,7 +172,7 @@ class _Trained:
     attempt: int
     inner: Inner
     theta: Arrays  # the memory trained in place; identifies the worker, since a restarted agent counts attempts anew
-    base: Arrays = field(default_factory=dict)  # the last installed θ, kept if a fault may need it
+    base: Arrays = field(default_factory=dict)  # the last pulled θ, kept if a fault may need it
 
 
 class LearnedModel:
@@ -229,13 +229,13 @@ class LearnedModel:
         batch = fault.spoil_batch(inner.draw_batch(), self._spoils[site.name])
         return inner.train_on([batch], progress, fault.lr_times)
 
-    def on_install(self, site: Site, attempt: int, theta: Arrays) -> None:
+    def on_install(self, site: Site, attempt: int, theta: Arrays, pulled: Arrays) -> None:
         known = self._trained.get(site.name)
         if known is None or known.attempt != attempt or not _is_same(known.theta, theta):
             inner = self._begin_worker(site.name, theta)
             known = self._trained[site.name] = _Trained(attempt, inner, dict(theta))
         if site.name in self._faults:
-            known.base = {layer: a.copy() for layer, a in theta.items()}
+            known.base = {layer: a.copy() for layer, a in pulled.items()}
 
     def prepare_push(self, site: Site, push: PushId, theta: Arrays) -> Arrays:
         fault = self._present_fault(site.name)

@@ -176,7 +176,7 @@ def test_a_cluster_s_parameters_are_what_its_rank_holds() -> None:
     """A step of the module changes θ in place, in every layer."""
     model, site = LearnedModel(TASK, TINY, 3), Site("a", 1, 1.0, None)  # type: ignore[arg-type]
     theta = {layer: array.copy() for layer, array in model.genesis.items()}
-    model.on_install(site, 1, theta)
+    model.on_install(site, 1, theta, theta)
     loss = model.take_inner_step(site, theta, 0.5)
     changed = [layer for layer in theta if not np.array_equal(theta[layer], model.genesis[layer])]
     assert sorted(changed) == sorted(theta) and abs(loss - np.log(12)) < 0.5
@@ -193,7 +193,7 @@ def test_a_model_is_validated_with_the_buffers_of_a_healthy_cluster() -> None:
     assert model.evaluate(model.genesis) == 0.0
     for name, steps in (("b", 2), ("a", 1)):
         site, theta = Site(name, 1, 1.0, None), {layer: a.copy() for layer, a in model.genesis.items()}  # type: ignore[arg-type]
-        model.on_install(site, 1, theta)
+        model.on_install(site, 1, theta, theta)
         for _ in range(steps):
             model.take_inner_step(site, theta, 0.5)
     assert model.evaluate(model.genesis) == 2.0
@@ -243,6 +243,15 @@ def test_bad_data_is_pushed_and_counted(kind: str) -> None:
     assert gates.bad >= 3 and gates.healthy > gates.bad
     if kind in ("nan", "inf", "frozen"):  # of the last, θ moved meanwhile: its d is as long as others'
         assert gates.bad_gated == gates.bad
+
+
+def test_a_frozen_cluster_that_trains_on_pushes_what_it_pulled() -> None:
+    """It pushed a version merged with its training, which is no fault: with overlap gates were called blind."""
+    model = LearnedModel(TASK, TINY, 3, faults={"a": Fault("frozen", 0.0, 1.0)}, due={"a": 9.0})
+    merged, site = {layer: a + 1 for layer, a in model.genesis.items()}, Site("a", 1, 1.0, None)  # type: ignore[arg-type]
+    model.on_install(site, 1, merged, model.genesis)
+    pushed = model.prepare_push(site, PushId("a", 1, 1), merged)
+    assert all(np.array_equal(pushed[layer], a) for layer, a in model.genesis.items())
 
 
 @pytest.mark.slow
