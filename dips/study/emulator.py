@@ -216,7 +216,7 @@ class RunAccount(Observer):
             before = machine.process.versions.momentum(record.parent)
             after = machine.process.versions.momentum(record.version)
             for layer, m in before.items():
-                g = after[layer] - np.float32(record.step.a) * m
+                g = after[layer] - np.float32(record.step.of_layer(layer).a) * m
                 dot, g_sq, m_sq = dot + float(g @ m), g_sq + float(g @ g), m_sq + float(m @ m)
         if g_sq > 0 and m_sq > 0:  # before the first step the momentum is 0
             self._result.cosines.append(dot / (g_sq * m_sq) ** 0.5)

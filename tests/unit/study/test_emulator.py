@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import nn
 
 from dips.codecs import Codec
 from dips.errors import ConfigError
-from dips.ids import PushId
+from dips.ids import GENESIS, PushId, VersionId
+from dips.outer_step import OuterStep, nesterov_numbers
 from dips.protocol.enums import LayerUnit, MergeRule, StepRule
 from dips.protocol.options import Clip, Options, OuterOptions
 from dips.sim.scenario import Site
@@ -28,7 +30,7 @@ from dips.study.baselines import (
     train_synchronous,
     train_together,
 )
-from dips.study.emulator import Emulated, GateCount, _Comings, emulate, make_scenario
+from dips.study.emulator import Emulated, GateCount, RunAccount, _Comings, emulate, make_scenario
 from dips.study.fleet import KINDS, Fault, Fleet, FleetCluster
 from dips.study.learner import LastRounds, LearnedModel, Recipe, make_optimizers, split_matrices
 from tests.unit.study.tiny import TINY, TOKENS, WIDTH, WORDS, build, fleet
@@ -69,6 +71,20 @@ def test_the_cosine_to_the_momentum_is_known_from_the_second_version_on(made: Em
     assert len(made.cosines) == made.versions - 1 and all(-1.0 <= c <= 1.0 for c in made.cosines)
     together = emulated(fleet(1.0, 1.0, pace="aligned"))[0]
     assert together.cosines[0] > 0 > made.cosines[0]  # who pushes alone meets a θ that has overshot its base
+
+
+def test_a_layer_that_stays_adds_nothing_to_the_cosine() -> None:
+    """Its momentum stays, too: what the gate `edit` left out of a round was counted as a gradient along it."""
+    m = {
+        GENESIS: {0: np.array([1.0, 0.0]), 1: np.array([1.0])},
+        VersionId(1, 1): {0: np.array([0.8, 1.0]), 1: np.array([1.0])},
+    }
+    world, result = Mock(), Emulated()
+    world.machines = {"s": Mock(process=Mock(versions=Mock(prepared=VersionId(1, 1), momentum=m.get)))}
+    step = OuterStep((1.0, 0.0), 0.7, *nesterov_numbers(0.8))
+    record = SimpleNamespace(version=VersionId(1, 1), parent=GENESIS, step=step)
+    RunAccount(world, result, Mock(), 1)._note_cosine(record)  # type: ignore[arg-type]
+    assert result.cosines == [pytest.approx(0.0, abs=1e-6)]
 
 
 def test_what_is_validated_is_the_mean_of_the_last_five_rounds() -> None:
