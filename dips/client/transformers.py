@@ -299,7 +299,7 @@ class RunRate:
         self._outer, self._args, self._tokens = outer, args, 0
         self._target = outer.shared.stop.tokens
         self._curve: Callable[[float], float] = lambda share: 1.0
-        self._here = (outer.version, outer.progress)
+        self._here = (outer.version, outer.accepted_pushes)  # progress rises with the pushes of others, too
 
     @property
     def share(self) -> float:
@@ -311,11 +311,11 @@ class RunRate:
     @property
     def pending(self) -> bool:
         """Whether this cluster has trained since it pulled its version."""
-        return self._tokens > 0 and self._here == (self._outer.version, self._outer.progress)
+        return self._tokens > 0 and self._here == (self._outer.version, self._outer.accepted_pushes)
 
     def record_step(self, tokens: int) -> None:
         """Count the tokens of one optimizer step; call it after the outer step that may follow."""
-        here = (self._outer.version, self._outer.progress)
+        here = (self._outer.version, self._outer.accepted_pushes)
         self._tokens = self._tokens + tokens if here == self._here else 0
         self._here = here
 

@@ -52,7 +52,7 @@ def training(**keys: Any) -> TrainingArguments:
 
 def outer_at(progress: float, tokens: int = TARGET) -> Any:
     shared = SimpleNamespace(stop=StopOptions(tokens=tokens, versions=9))
-    return SimpleNamespace(progress=progress, lr_scale=1.0, shared=shared, version=VersionId(0, 0))
+    return SimpleNamespace(progress=progress, lr_scale=1.0, shared=shared, version=VersionId(0, 0), accepted_pushes=0)
 
 
 def taken_over(outer: Any, **keys: Any) -> tuple[RunRate, LambdaLR, torch.optim.Optimizer, str]:
@@ -84,6 +84,21 @@ def test_the_trainers_curve_lies_over_the_runs_tokens() -> None:
     assert not rate.pending and step(scheduler, optimizer) == pytest.approx(0.25)
     outer.lr_scale, outer.progress = 1.0, 1.5
     assert step(scheduler, optimizer) == 0.0
+
+
+def test_what_others_train_hides_nothing_of_ones_own() -> None:
+    """A question that begins no push tells of their tokens: the rate would have gone up, and the last steps of a
+    Trainer with max_steps been lost.
+    """
+    outer = outer_at(0.2)
+    rate = RunRate(outer, training())
+    rate.record_step(100)
+    outer.progress = 0.25
+    rate.record_step(100)
+    assert rate.pending and rate.share == pytest.approx(0.45)
+    outer.progress, outer.accepted_pushes = 0.45, 1  # one's own; the pull behind it has failed
+    rate.record_step(100)
+    assert not rate.pending and rate.share == pytest.approx(0.45)
 
 
 def test_a_warm_up_is_of_own_steps_or_a_share_of_the_run() -> None:
