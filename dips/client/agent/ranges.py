@@ -162,7 +162,8 @@ def on_ranges_pending(s: AgentState, result: Pending) -> None:
 # waits for exactly the checkpoint's θ, progress and data ranges, and resuming is exact. If a push was settled since,
 # the checkpoint's work is in the global model already, or was rolled back: the trainer pulls instead and is given the
 # reason. It also pulls if the checkpoint was saved while a push was under way (the frozen copy is gone), or after its
-# lease had run out (the work of that incarnation is lost), or if its ranges are leased to others by now.
+# lease had run out (the work of that incarnation is lost), or if its ranges are leased to others by now, or were
+# meanwhile, who settled a part.
 
 
 def save_progress(s: AgentState, _: messages.SaveWanted) -> messages.Saved:
@@ -180,7 +181,7 @@ def save_progress(s: AgentState, _: messages.SaveWanted) -> messages.Saved:
         portion.losses,
         s.ranges.ranges_ahead,
         s.pace.since_push,
-        _begun_ahead(s),
+        _list_parts(s),
     )
 
 
@@ -193,9 +194,11 @@ def _is_pending(s: AgentState) -> bool:
     return s.trainer.must_pull or not (untaken or sync.phase in (SyncPhase.RESTING, SyncPhase.CLOSING))
 
 
-def _begun_ahead(s: AgentState) -> tuple[BegunRange, ...]:
-    begun = s.ranges.begun | ({part.number: part} if (part := s.account.carried.begun) else {})
-    return tuple(begun[number] for number in s.ranges.ranges_ahead if number in begun)
+def _list_parts(s: AgentState) -> tuple[BegunRange, ...]:
+    """Return the settled parts of the ranges that are used up and of the first ahead, then that part as carried."""
+    carried, begun = s.account.carried, s.ranges.begun
+    settled = tuple(begun[number] for number in (*carried.ranges, *s.ranges.ranges_ahead[:1]) if number in begun)
+    return settled if carried.begun is None else (*settled, carried.begun)
 
 
 def resume_checkpoint(s: AgentState, message: messages.Resume) -> messages.Answer:
@@ -217,6 +220,10 @@ def resume_checkpoint(s: AgentState, message: messages.Resume) -> messages.Answe
     requests.claimed = ()
     if missing:
         return _pull_instead(s, f"data ranges {missing[:5]} of the checkpoint belong to others by now")
+    settled = {part.number: part for part in reversed(saved.begun)}  # the first part of each range
+    trained = (*saved.ranges, *saved.ahead[:1])
+    if further := tuple(r for r in trained if s.ranges.begun.get(r) not in (None, settled.get(r))):
+        return _pull_instead(s, f"data ranges {further[:5]} of the checkpoint were trained further by others meanwhile")
     _restore_progress(s, saved)
     return messages.Resumed(s.sync.reason, s.pace.look_in(s.now) or 1)
 
@@ -257,4 +264,5 @@ def _restore_progress(s: AgentState, saved: messages.Saved) -> None:
 
 def _carried_part(s: AgentState, saved: messages.Saved) -> BegunRange | None:
     """Return the range that is partly trained in the checkpoint but not in a settled push, or None."""
-    return next((part for part in saved.begun if s.ranges.begun.get(part.number) != part), None)
+    first = (part for part in reversed(saved.begun) if part.number in saved.ahead[:1])
+    return next((part for part in first if s.ranges.begun.get(part.number) != part), None)

@@ -7,6 +7,7 @@ import pytest
 from dips.client.agent.state import Channel
 from dips.client.ipc.messages import (
     AskAgain,
+    Healed,
     PullMoved,
     PullNow,
     PushMoved,
@@ -163,6 +164,28 @@ def test_a_checkpoint_knows_how_far_its_range_is(play: Play) -> None:
     assert other.send(RangeWanted(1, 1, ())) == RangeGiven(7, part(7, 4))
     step(other, (7,), part(7, 6))
     assert push(other).begun == part(7, 6)
+
+
+@pytest.mark.parametrize("left", [(7, 8), (8,)])
+def test_a_checkpoint_whose_ranges_others_trained_further_is_pulled_over(play: Play, left: tuple[int, ...]) -> None:
+    """Another cluster had range 7 meanwhile, and is gone, too: the checkpoint has trained the same samples."""
+    step(play, (7,), part(7, 4))
+    push(play)
+    assert play.send(RangeWanted(1, 2, (7,))) == RangeGiven(8)
+    step(play, left, part(left[0], 6))
+    saved = play.send(SaveWanted(1))
+    assert isinstance(saved, Saved)
+    for done, answer in ((4, Resumed), (5, Healed), (6, Healed)):
+        other = Play()
+        other.begin(inc=2)
+        other.s.membership.settled = 1
+        other.send(Resume(1, saved))
+        other.reply(
+            Ranges(other.asked(RangesRequested, Channel.RANGES).claims, False, (part(7, done),)), Channel.RANGES
+        )
+        told = other.send(Resume(1, saved))
+        assert isinstance(told, answer) and (answer is Resumed or "(7,) of the checkpoint were trained" in told.reason)
+        assert other.s.account.carried.begun == (part(left[0], 6) if answer is Resumed else None)
 
 
 def test_a_question_says_what_is_used_up(play: Play) -> None:
