@@ -191,6 +191,10 @@ class Feed:
             raise ConfigError(f"shared.data.ranges: expected {source.ranges}, as the data set has, got {agreed.ranges}")
         if agreed.digest and source.digest and agreed.digest != source.digest:
             raise ConfigError(f"shared.data.digest: expected {source.digest}, this data set's, got {agreed.digest}")
+        if not any(source.samples(number) for number in range(source.ranges)):  # all would be used up without a step
+            raise ConfigError(
+                "each data range is shorter than one sequence: take shorter ones, or build a data set of fewer ranges"
+            )
         self._outer, self._loader, self._dataset, self._source = outer, loader, loader.dataset, source
         self._cutter, self._recalls, self._told = StepCutter(source.step_samples), outer.range_recalls, set[str]()
         self.number, self.cursor = -1, 0  # range in which the last batch ends, its trained samples

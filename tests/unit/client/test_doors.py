@@ -119,6 +119,12 @@ def test_a_loop_that_was_left_takes_nothing_that_was_recalled(data: DataSet) -> 
     assert list(some) == []
 
 
+def test_sequences_that_no_range_holds_are_refused(data: DataSet) -> None:
+    """All ranges of the run were used up and settled by pushes of nothing, without one step or word."""
+    with pytest.raises(ConfigError, match="each data range is shorter than one sequence"):
+        feed(Outer([0]), TokenBatches(data, 1, 1000), 0)
+
+
 @pytest.mark.parametrize(("sequences", "world"), [(1, 1), (4, 1), (7, 1), (4, 2), (25, 3), (40, 1), (500, 1)])
 def test_nothing_is_left_behind(data: DataSet, sequences: int, world: int) -> None:
     """Whatever a step takes, less than a range or more than two: every sequence once, the last step is smaller."""
