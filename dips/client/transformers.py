@@ -457,9 +457,10 @@ class LeasedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         assert self._callback.outer is not None, "the Trainer begins before it reads"
-        self._feed = Feed(self._callback.outer, self._loader)
-        if self._callback.resumed_feed:
-            self._feed.load_state_dict(self._callback.resumed_feed)
+        if self._feed is None:  # else the Trainer begins another epoch: a callback may end one
+            self._feed = Feed(self._callback.outer, self._loader)
+            if self._callback.resumed_feed:
+                self._feed.load_state_dict(self._callback.resumed_feed)
         for micro_batches in self._feed:
             yield from micro_batches
         self._trainer.control.should_training_stop = True

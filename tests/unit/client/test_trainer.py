@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 pytest.importorskip("transformers", reason="transformers is not installed: its callback is NOT tested here")
 
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments, get_scheduler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
 from dips.client import transformers as trainer_module
 from dips.client.transformers import (
@@ -401,6 +401,12 @@ def test_rows_are_dealt_and_a_script_alone_trains_them(cluster_file: Path, monke
         assert trainer.train().global_step == 6
         assert sorted(seen) == list(range(24)) and trainer.state.num_input_tokens_seen == 48
         assert calls == [2] * 12
+        seen.clear()
+        trainer = trainer_of([{"x": torch.tensor([float(i), 1.0])} for i in range(24)])
+        stops = TrainerControl(should_epoch_stop=True)
+        trainer.add_callback(type("Stops", (TrainerCallback,), {"on_step_end": lambda *_, **__: stops}))
+        trainer.train()
+        assert sorted(seen) == list(range(24)), "the next epoch goes on in the range that is begun"
         with pytest.raises(ConfigError, match=r"11 rows in .* are fewer than one optimizer step takes, 4"):
             trainer_of([{"x": torch.zeros(2)}] * 11).train()
         together = trainer_of([{"x": torch.zeros(2)}] * 24)
