@@ -22,6 +22,7 @@ import numpy.typing as npt
 from dips.data.deal import I64
 from dips.data.index import TokenFile
 from dips.errors import ConfigError
+from dips.files import named_in_errors
 
 # ---- documents ------------------------------------------------------------------------------------------------------
 # The documents of a source's files, read in blocks, each with the number of bytes of its file read so far.
@@ -313,7 +314,7 @@ def write_tokens(
 ) -> TokenFile:
     """Tokenise `files` one after another into `output`; `progress` is called with the bytes of text that are done."""
     lengths = array("q")  # 8 bytes for each document, where a list takes 40
-    with output.open("wb") as out:
+    with named_in_errors(output), output.open("wb") as out:
         for file in files:
             done = 0
             for block in _split_batches(read_documents(file, key)):

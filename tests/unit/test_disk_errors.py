@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dips.data.documents import make_tokenizer, write_tokens
 from dips.files import PidLock, named_in_errors, sync_path, write_synced
 from dips.store import tensorfile
 
@@ -20,7 +21,11 @@ def write_tensor(path: Path) -> None:
     tensorfile.write_tensors(path, {}, (("w", (2,)),), [np.zeros(2, np.float32)])
 
 
-@pytest.mark.parametrize("write", [lambda path: write_synced(path, b"x"), write_tensor])
+def write_text(path: Path) -> None:
+    write_tokens([Path(__file__)], "text", make_tokenizer("bytes", None), path, lambda _: None)
+
+
+@pytest.mark.parametrize("write", [lambda path: write_synced(path, b"x"), write_tensor, write_text])
 def test_a_full_disk(write: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorfile, "_reserve_space", lambda *_: None)  # as where nothing can be reserved
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
