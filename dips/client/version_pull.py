@@ -24,7 +24,7 @@ from typing import Any
 
 from dips.client.agent.agent import MasterLink
 from dips.client.rank.transfer import TransferIdentity, TransferRate, TransferStats, pull_pieces
-from dips.errors import Busy, Denied, DipsError, Stale, StaleIncarnation, Unavailable, UnavailableMaster
+from dips.errors import Busy, ConfigError, Denied, DipsError, Stale, StaleIncarnation, Unavailable, UnavailableMaster
 from dips.ids import PULLER, PullId, VersionId, check_name
 from dips.protocol.effects import Dropped, Finished, Grant, Joined, Pending, Refused, Result
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState
@@ -331,6 +331,7 @@ class _Following:
     warn: Warn
     has_pulled: bool = False  # a version; until then the caller is told what fails, and may be wrong
     held: VersionId | None = None  # by the array; None: nothing whole
+    followed: tuple[str, str] | None = None  # run, and digest of its model; None: it has not joined yet
     joined_at: float = inf  # the last incarnation; inf: it has not
 
     @property
@@ -341,7 +342,12 @@ class _Following:
         """Follow as one incarnation; return the run's last version."""
         self.joined_at = inf
         async with VersionPuller(self.master, self.name) as puller:
-            self.joined_at = time.monotonic()
+            found = puller.run, puller.manifest.digest
+            if self.followed not in (None, found):  # the array, and what was made of it, are of the former model
+                raise ConfigError(
+                    f"{self.master.address} now serves another run or model ({puller.run}): follow it anew"
+                )
+            self.followed, self.joined_at = found, time.monotonic()
             while await puller.wait_for_news(self.held):
                 try:
                     await self._pull_version(puller)

@@ -50,10 +50,11 @@ class MasterOfPullers(ClusterServiceServicer, StatusServiceServicer):
         }
         self.busy = list[str]()  # methods whose next call is one too many, as gRPC itself answers
         self.denies = 0  # heartbeats that it refuses next
+        self.manifest = MANIFEST
         self.peer: Endpoint
 
     async def Describe(self, request: Any, context: Any) -> Any:
-        described = {"run": "r", "manifest": MANIFEST.to_json(), "shared": {}, "config_digest": "d"}
+        described = {"run": "r", "manifest": self.manifest.to_json(), "shared": {}, "config_digest": "d"}
         return status_pb2.DescribeReply(json=json.dumps(described))
 
     async def Heartbeat(self, request: Any, context: Any) -> Any:
@@ -390,6 +391,21 @@ async def test_a_follower_whose_name_another_has_ends(
         with pytest.raises(Denied, match="another one has it"):
             await follow_versions(master.peer, "c.puller", make_room, take, warned.append)
     assert ["another one has it" in text for text in warned] == [False, True]
+
+
+async def test_a_run_that_is_made_anew_with_another_model_is_not_followed(
+    master: MasterOfPullers, slaves: Slaves
+) -> None:
+    """Its parameters came into an array that has the places of the former one's, under their names."""
+
+    async def take(_: VersionId) -> None:
+        master.manifest = Manifest.from_shapes([("a.w", (4,)), ("b.w", (2, 3)), ("c.w", (5,))])
+        master.standing = ClusterStanding.GONE
+
+    async with asyncio.timeout(20):
+        with pytest.raises(ConfigError, match="now serves another run or model"):
+            await follow_versions(master.peer, "c.puller", make_room, take, lambda _: None)
+    assert [version for version, _, _ in slaves.moved] == [V1] and len(master.of("Leave")) == 2
 
 
 async def test_a_follower_that_has_pulled_nothing_says_what_fails(master: MasterOfPullers, slaves: Slaves) -> None:
