@@ -237,12 +237,25 @@ def _is_reaped(pid: int) -> bool:
         return pid not in list_descendants(os.getpid())
 
 
+ORPHANS_S = 60.0  # between two looks for what the trainer has left and has ended
+
+
+def reap_orphans(besides: int) -> None:
+    """Reap children of this process that have ended, except `besides`, whose end is awaited elsewhere. What loses its
+    parent becomes a child of its subreaper, and counts as a process until that has reaped it.
+    """
+    for pid in list_descendants(os.getpid()):
+        if pid != besides:
+            with suppress(ChildProcessError):  # it still has its parent
+                os.waitpid(pid, os.WNOHANG)
+
+
 class CommandLaunch:
     """One launch of the training command: its process, the end of its standard error, and what it leaves running."""
 
     def __init__(self, process: TrainerProcess, tail: ErrorTail) -> None:
         self._process, self._tail = process, tail
-        self.pid, self.wait, self.end_within = process.pid, process.wait, process.end_within
+        self.pid, self.end_within = process.pid, process.end_within
         self.last_lines = tail.last_lines
 
     @classmethod
@@ -253,6 +266,16 @@ class CommandLaunch:
             return cls(await TrainerProcess.start(command, environment, tail.writer), tail)
         finally:
             tail.close_writer()
+
+    async def wait(self) -> int:
+        """Wait as `TrainerProcess.wait`; reap meanwhile what the launch has left."""
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            while not (await asyncio.wait({ended}, timeout=ORPHANS_S))[0]:
+                await asyncio.to_thread(reap_orphans, self.pid)
+            return ended.result()
+        finally:
+            ended.cancel()
 
     async def kill_leftovers(self, give_up: Callable[[Sequence[int]], bool]) -> int:
         """Kill what the launch has left after its end, as `kill_leftovers` does; return the number of processes."""

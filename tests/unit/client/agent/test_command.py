@@ -117,6 +117,17 @@ def test_what_a_launch_leaves_is_killed_and_reaped(monkeypatch: pytest.MonkeyPat
             assert time.monotonic() < until
 
 
+async def test_what_has_ended_is_reaped_while_the_trainer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process that a script had left stayed as a zombie for weeks, until the host or container had no number."""
+    orphan = os.posix_spawnp("true", ["true"], os.environ)
+    launch = await trainer.CommandLaunch.start(["sh", "-c", "sleep 0.2; exit 3"], {})
+    monkeypatch.setattr(trainer, "list_descendants", lambda root: [launch.pid, orphan])
+    monkeypatch.setattr(trainer, "ORPHANS_S", 0.02)
+    assert await launch.wait() == 3
+    with pytest.raises(ChildProcessError):
+        os.waitpid(orphan, os.WNOHANG)
+
+
 FORBIDDEN = """
 import asyncio, os
 from dips.client.agent import trainer
