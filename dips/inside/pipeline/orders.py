@@ -152,7 +152,7 @@ def _check_plan(plan: PipelinePlan, name: str) -> None:
         raise ConfigError(f"{name}: {text}")
 
     edges = [edge for part in plan.layers for edge in part]
-    if not plan.stages or edges[0] != 0 or any(a >= b for a, b in plan.layers) or edges[1:-1:2] != edges[2::2]:
+    if edges[:1] != [0] or any(a >= b for a, b in plan.layers) or edges[1:-1:2] != edges[2::2]:
         refuse(f"expected parts that follow each other from layer 0 on, got {list(map(list, plan.layers))}")
     if len(set(plan.devices)) != len(plan.devices) or set(plan.devices) != set(plan.orders):
         refuse("expected an order for each device, and each device in one stage")

@@ -321,6 +321,7 @@ def test_ministages_of_one_device_send_nothing() -> None:
         ),
         (("pipeline", "stages", 1, "layers"), [[2, 5]], "expected parts that follow each other"),
         (("pipeline", "stages", 1, "layers"), [[3, 3]], "expected parts that follow each other"),
+        (("pipeline", "ministages"), 0, "expected parts that follow each other from layer 0 on, got []"),
         (("pipeline", "stages", 1, "devices"), ["b", "d"], "expected an order for each device"),
         (("pipeline", "samples"), 0, "of at least one sample"),
         (("pipeline", "orders", "b"), "1UNSHARD 1F1 1B1 1REDUCE_GRAD", "stage 1: expected each micro-batch on one"),
