@@ -247,7 +247,7 @@ class Replanner:
     def _drop_found(self) -> None:
         """Remove the files of all searches, also of those whose rank 0 was killed."""
         for path in (self._profile, self._plan):
-            for left in path.parent.glob(f"*{FOUND}*{glob.escape(path.name)}"):
+            for left in path.parent.glob(f"*{FOUND}{'?' * 8}-{glob.escape(path.name)}"):
                 left.unlink(missing_ok=True)
 
     def _last_line(self) -> str:

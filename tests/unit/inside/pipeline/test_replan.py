@@ -240,6 +240,14 @@ def test_a_search_of_a_killed_rank_writes_into_no_other(plan: Path) -> None:
     killed.close()
 
 
+def test_a_search_for_a_plan_whose_name_ends_alike_keeps_its_files(plan: Path) -> None:
+    """As of west-plan.yaml in the same directory: another job's search would have failed each time."""
+    other = plan.with_name(f"{replan.FOUND}0123abcd-west-{plan.name}")
+    other.touch()
+    make(plan, Adapting.ASK).close()
+    assert other.exists()
+
+
 @pytest.mark.parametrize("adapts", [True, False])
 @pytest.mark.parametrize("replans", [True, False])
 def test_a_gear_is_decided_by_who_changes_gears(monkeypatch: pytest.MonkeyPatch, adapts: bool, replans: bool) -> None:
