@@ -18,9 +18,10 @@ from dips.client.ipc.messages import (
     RangeWanted,
 )
 from dips.ids import GENESIS
-from dips.protocol.effects import Acknowledged, Committed, Finished, Pending, Ranges, Refused
-from dips.protocol.enums import OutcomeKind
+from dips.protocol.effects import Acknowledged, Committed, Finished, Pending, Progress, Ranges, Refused
+from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterLeft, PushFinished, RangesRequested
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 from tests.unit.client.agent.play import V1, Play, outcome
 
 ENDED = RangesEnded("no data range is left to lease", False)
@@ -66,6 +67,20 @@ def test_the_rest_is_pushed_with_its_range() -> None:
     assert (pushed.tokens, pushed.ranges) == (30, (7,))
     assert play.send(RangeWanted(1, 2)) == ENDED
     assert play.core.leave_run() == ClusterLeft(0, "west", 1, 30) and play.s.account.lost == 0
+
+
+def test_a_run_that_is_extended_by_an_epoch_has_ranges_again() -> None:
+    """While its last version is pulled: the master was asked no more, and the trainer ended."""
+    play = Play()
+    last_range_of(play, 3)
+    play.send(RangeWanted(1, 2))
+    push(play)
+    for finished in (V1, None):
+        heard = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, Progress(40, 1000, finished))
+        play.do(play.core.on_heartbeat_reply(1, heard, play.now))
+        answer = play.send(RangeWanted(1, 2))
+        assert isinstance(answer, RangesEnded if finished else AskAgain)
+    assert play.asked(RangesRequested, Channel.RANGES).seq == 2
 
 
 def test_a_last_range_of_exactly_h_steps_is_settled() -> None:
