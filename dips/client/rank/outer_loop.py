@@ -483,7 +483,9 @@ class OuterLoop:
         own = read_tensors(state, self._collectives.rank)
         moving = self._shard_transfer
         sums = [moving.checksum(), moving.checksum(buffers=True)]  # the release before counts shared buffers, too
-        if state["checksum"] not in (*sums, *(checksum ^ moving.layout for checksum in sums)):
+        fits = state["checksum"] in (*sums, *(checksum ^ moving.layout for checksum in sums))
+        (all_fit,) = self._collectives.all_min([int(fits)])  # a crash between the saves of two ranks: of unlike steps
+        if not all_fit:
             layout = ", or what ranks owe after lossy pushes is that of another layout" if own else ""
             return self._pull_instead(
                 f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}{layout}"

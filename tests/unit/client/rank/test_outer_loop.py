@@ -34,7 +34,7 @@ from dips.client.ipc.messages import (
     Stepped,
     TrainOn,
 )
-from dips.client.rank import agent_client, joining, steps, transfer
+from dips.client.rank import agent_client, joining, outer_loop, steps, transfer
 from dips.client.rank.agent_client import JobCollectives
 from dips.client.rank.model_checks import UNKNOWN
 from dips.client.rank.outer_loop import OWN_STATES, find_loop
@@ -728,6 +728,40 @@ def test_a_checkpoint_that_does_not_count_is_told_and_pulled_over(
     agent.join()
     assert [m.text for m in agent.messages if isinstance(m, messages.Remarked)] == [told]
     assert not any(isinstance(m, messages.Resume) for m in agent.messages)
+
+
+class LoopRanks(ThreadRanks):
+    """What an OuterLoop needs besides."""
+
+    def barrier(self, call: str) -> None:
+        assert set(self._meeting.exchange(self.rank, call)) == {call}
+
+    def close(self) -> None:
+        pass
+
+
+def test_states_of_two_saves_are_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank overwrites its own file, and a crash comes between two of them: one rank pulled, and the other waited
+    for it until `collective_s`.
+    """
+    here = threading.local()
+    monkeypatch.setattr(outer_loop, "JobCollectives", lambda _: LoopRanks(here.rank, here.meeting))
+    monkeypatch.setenv("DIPS_ALONE", "1")
+
+    def play(rank: int, meeting: Meeting) -> str:
+        here.rank, here.meeting = rank, meeting
+        model = nn.Linear(3, 2)
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        with OuterLoop(model) as outer:
+            former = outer.state_dict()
+            nn.init.zeros_(model.bias)
+            present = outer.state_dict()
+            return outer.load_state_dict(former if rank else present)
+
+    with pytest.warns(UserWarning, match="the model does not hold what the checkpoint was saved with"):
+        first, second = run_ranks(2, play)
+    assert first == second and first.endswith("pulled v0@r0")
 
 
 def test_a_checkpoint_brings_what_is_owed_and_is_no_news(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
