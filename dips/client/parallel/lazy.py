@@ -113,6 +113,7 @@ class LazyMemory(HostMemory):
         self._remove_hooks()
 
     def free(self) -> None:
+        self._forget_pending()  # an install that broke off has left its hooks, which would end the next forward
         super().free()
         del self._copies_of
 

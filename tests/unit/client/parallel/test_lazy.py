@@ -296,6 +296,18 @@ def test_an_install_that_breaks_off_leaves_a_torn_model() -> None:
             reader()
 
 
+def test_a_torn_install_that_is_freed_ends_no_forward() -> None:
+    """A script that catches a full device makes another loop: each forward raised the error of the former one."""
+    model = LazyModel()
+    memory = laid(model)
+    land(memory, 3.0)
+    memory.torn = True
+    memory.free()
+    model(TOKENS).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert not any(m._forward_pre_hooks or m._state_dict_pre_hooks for m in model.modules())
+
+
 def test_a_copy_of_the_model_takes_nothing_of_it_along() -> None:
     """deepcopy while something is left: no host memory is copied, a call of the copy installs nothing anywhere."""
     model = LazyModel()
