@@ -289,7 +289,7 @@ class Remainders:
 
     def _allocate(self, copy: ShardCopy) -> torch.Tensor:
         if copy.key not in self._of:
-            self._of[copy.key] = torch.zeros(copy.host.shape)
+            self._of[copy.key] = torch.zeros_like(copy.host)
         return self._of[copy.key]
 
 

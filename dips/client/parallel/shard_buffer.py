@@ -132,8 +132,10 @@ class PartExchange:
         """Return memory for a batch, reused for the following batches."""
         have = self._transit.get((direction, peer))
         if have is None or have.numel() < numel:
-            where = self._device.where
-            have = torch.empty(numel, device=where) if self._on_device else self._device.allocate_host(numel)
+            if self._on_device:
+                have = torch.empty(numel, dtype=torch.float32, device=self._device.where)
+            else:
+                have = self._device.allocate_host(numel)
             self._transit[direction, peer] = have
         return have[:numel]
 

@@ -8,7 +8,8 @@ import torch
 from dips.client.parallel.devices import Device
 from dips.client.parallel.plan import LocalRect, Redistribution
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.shard_buffer import PartExchange
+from dips.client.parallel.shard_buffer import PartExchange, SentPart
+from tests.unit.client.parallel.late_device import Meeting, ThreadRanks, run_ranks
 
 
 class LargeJob:
@@ -46,3 +47,27 @@ def test_a_batch_is_as_large_as_a_block_may_be() -> None:
     exchange = PartExchange(LargeJob(2), Device(), True, transit_items=16, least_block_items=4)  # type: ignore[arg-type]
     batches = exchange._batches([(torch.zeros(1, 4),)] * 3)
     assert [sum(view.numel() for (view,) in batch) for batch in batches] == [8, 4]
+
+
+class DeviceRanks(ThreadRanks):
+    """Ranks whose process group moves tensors on their devices."""
+
+    def can_exchange(self, device: torch.device, wanted: bool) -> bool:
+        return True
+
+
+def test_blocks_are_not_of_a_scripts_default_type() -> None:
+    """Under torch.set_default_dtype(torch.bfloat16) what ranks exchanged was rounded to that, without a word."""
+
+    def play(rank: int, meeting: Meeting) -> list[float]:
+        exchange = PartExchange(DeviceRanks(rank, meeting), Device(), True)
+        here, there = (torch.full((1, 2), value, dtype=torch.float32) for value in (0.123456789, 0.0))
+        exchange.move_parts(*[({1: [SentPart(here)]}, {}), ({}, {0: [there]})][rank])
+        return there[0].tolist()
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _, received = run_ranks(2, play)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert received == torch.tensor([0.123456789] * 2).tolist()

@@ -356,6 +356,18 @@ def test_a_model_of_16_bits_that_trains_nothing_pushes_what_it_pulled(kind: type
     assert pushed(memory) == coarse, "an older checkpoint has none"
 
 
+def test_what_rounding_took_is_not_of_a_scripts_default_type() -> None:
+    """Under torch.set_default_dtype(torch.bfloat16) it was itself rounded: who trains nothing pushed a change."""
+    memory = memory_of(nn.Linear(3, 2, dtype=BF16))
+    value = float(torch.tensor(0.123456789))
+    torch.set_default_dtype(BF16)
+    try:
+        pull(memory, value)
+        assert pushed(memory) == {value}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_each_block_that_is_itself_pushed_rounds() -> None:
     """A gated matrix lies in two blocks on each rank; one whose masters are pushed loses nothing."""
     coarse, exact = (
