@@ -106,7 +106,7 @@ class Accelerator(Device):
         pages = map_pages(numel)
         if self.pin_pages(pages):
             return torch.from_numpy(pages)
-        return torch.empty(numel, dtype=torch.float32, pin_memory=True)
+        return torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=True)
 
     def pin_pages(self, array: np.ndarray[Any, np.dtype[np.float32]]) -> bool:
         if self.where.type != "cuda" or array.size == 0:  # ROCm's devices have this type, too; others have no such call
@@ -205,7 +205,7 @@ class DeferredScalar:
 
     def __init__(self, scalar: torch.Tensor) -> None:
         """Start copying `scalar`, of one element on an accelerator, to the host; it may be overwritten afterwards."""
-        self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
         exact = scalar.detach().reshape(()).float()  # converted on the device: a converting copy would block
         self._host.copy_(exact, non_blocking=True)
         self._arrived = torch.Event(device=scalar.device)

@@ -243,6 +243,9 @@ class StepBatch:
 # calls in the same order. A job of one process needs no torch.distributed.
 
 
+HOST = "cpu"  # named everywhere: torch.set_default_device may have made another one the script's default
+
+
 class JobCollectives:
     """The collectives of one training job; every method but `close` is collective."""
 
@@ -282,9 +285,9 @@ class JobCollectives:
         if self._group is None:
             assert message is not None
             return message
-        length = torch.tensor([0 if message is None else len(message)])
+        length = torch.tensor([0 if message is None else len(message)], device=HOST)
         dist.broadcast(length, 0, group=self._group)
-        body = torch.empty(int(length[0]), dtype=torch.uint8)
+        body = torch.empty(int(length[0]), dtype=torch.uint8, device=HOST)
         if message is not None:
             body.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         dist.broadcast(body, 0, group=self._group)
@@ -355,7 +358,7 @@ class JobCollectives:
     def _all_reduce(self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
         if self._group is None:
             return list(numbers)
-        tensor = torch.tensor(numbers, dtype=torch.int64)
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=HOST)
         dist.all_reduce(tensor, op=op, group=self._group)
         return [int(n) for n in tensor]
 

@@ -57,7 +57,7 @@ def test_host_memory_is_pinned_where_a_driver_can(refuses: bool, monkeypatch: py
     Nothing is registered for nothing.
     """
     runtime, pinned = CudaRuntime(refuses), list[int]()
-    made = lambda numel, dtype, pin_memory: pinned.append(numel) or torch.empty(numel, dtype=dtype)  # noqa: E731
+    made = lambda numel, dtype, device, pin_memory: pinned.append(numel) or torch.empty(numel, device=device)  # noqa: E731
     monkeypatch.setattr(devices, "torch", SimpleNamespace(
         Stream=lambda device: None, cuda=SimpleNamespace(cudart=lambda: runtime), from_numpy=torch.from_numpy,
         zeros=lambda n, device: runtime.launch(), empty=made, float32=torch.float32,
@@ -121,13 +121,13 @@ def test_a_loss_of_16_bits_is_converted_on_its_device(monkeypatch: pytest.Monkey
 
     on_device = SimpleNamespace(
         float32=torch.float32,
-        empty=lambda shape, dtype, pin_memory: torch.empty(shape, dtype=dtype),
+        empty=lambda shape, dtype, device, pin_memory: torch.empty(shape, dtype=dtype, device=device),
         Event=lambda device: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None),
         accelerator=SimpleNamespace(current_stream=lambda device: None),
     )
     monkeypatch.setattr(devices, "torch", on_device)
-    with Copies():
-        loss = DeferredScalar(torch.tensor([2.5], dtype=torch.bfloat16, requires_grad=True))
+    with Copies(), torch.device("meta"):  # the script's default is another device
+        loss = DeferredScalar(torch.tensor([2.5], dtype=torch.bfloat16, device="cpu", requires_grad=True))
     assert loss.read() == 2.5 and copied == [[torch.float32, torch.float32]]
 
 

@@ -497,6 +497,15 @@ def test_messages_of_any_length_are_gathered(theirs: bytes, ours: bytes, monkeyp
     assert SecondOfTwo(theirs).all_gather(ours) == [theirs, ours]
 
 
+def test_numbers_and_messages_lie_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torch.set_default_device an OuterLoop of several ranks ended with a TypeError about numpy."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: tensor.mul_(2))
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, *_, **__: None)
+    ranks = SecondOfTwo(b"")
+    with torch.device("meta"):
+        assert ranks.broadcast(b"abc") == b"abc" and ranks.all_min([1, 2]) == [2, 4]
+
+
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the call, and after the time that the cluster file gives."""
     heard: list[dict[str, Any]] = []
