@@ -71,7 +71,8 @@ class ShardBlocks:
 
     def _copies_of_master(self, layer: int, param: int, master: TensorBlock) -> Iterator[ShardCopy]:
         held = self.parameter(layer, param)
-        for b in range(len(held.writes)):
+        # The copies of a tied parameter are blocks of one rectangle: from each a merge would add the difference again.
+        for b in {block.rect: b for b, block in enumerate(held.writes)}.values():
             block, host = self.host_block(layer, param, b)
             for part in block.rect.cut_between(master.rect.first, master.rect.end):
                 for shared in master.rect.cut_between(part.first, part.end):

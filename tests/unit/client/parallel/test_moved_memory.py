@@ -23,7 +23,7 @@ from dips.errors import ConfigError
 BF16 = torch.bfloat16
 
 
-def memory_of(model: nn.Module, optimizer: Any = None, kind: type[HostMemory] = HostMemory) -> HostMemory:
+def memory_of(model: Any, optimizer: Any = None, kind: type[HostMemory] = HostMemory) -> HostMemory:
     layout = lay_out(model, JobCollectives(), optimizer)
     return kind(layout.adapter, layout.held, layout.plan, JobCollectives())
 
@@ -271,6 +271,20 @@ def test_masters_that_moved_after_a_push_was_kept_are_merged_as_they_were(norm: 
     assert memory.merge_shard()
     (found,) = pushed(memory)
     assert found == pytest.approx(1.003, abs=1e-6)
+
+
+def test_masters_of_a_tied_parameter_are_merged_once() -> None:
+    """Two stages of one rank, as the first and the last of a pipeline: each master had the difference twice."""
+    parts = [nn.Linear(3, 2, bias=False, dtype=BF16) for _ in range(2)]
+    for part in parts:
+        nn.init.ones_(part.weight)
+    optimizer = MasterAdam([part.weight for part in parts], "master_param")
+    optimizer.step()
+    memory = memory_of(parts, optimizer)
+    pull(memory, 1.001)
+    merge(memory, 1.003)
+    for part in parts:
+        assert optimizer.state[part.weight]["master_param"].unique().tolist() == pytest.approx([1.003], abs=1e-6)
 
 
 def test_a_function_makes_masters_after_every_install() -> None:
