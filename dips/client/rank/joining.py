@@ -181,7 +181,9 @@ def _watch_process(pid: int) -> None:
         return
 
     def wait_for_exit() -> None:
-        select.select([agent], [], [])
+        ended = select.poll()  # select.select takes no descriptor above 1,023, of which a large data set has more
+        ended.register(agent, select.POLLIN)
+        ended.poll()
         _end_process(f"(process {pid})")
 
     threading.Thread(target=wait_for_exit, name="agent-watch", daemon=True).start()

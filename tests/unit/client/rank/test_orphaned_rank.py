@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +73,30 @@ def test_a_rank_ends_without_its_agent(
     assert ended == code
     assert (took_s >= grace_s) is (code > 0)
     assert [(tmp_path / name).read_text() for name in ("out", "err")] == [TOLD * (told_on == n) for n in ("out", "err")]
+
+
+def open_high(pid: int) -> int:
+    """Open a process as where a data set has a thousand files open."""
+    low = os.pidfd_open(pid)
+    high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024)
+    os.close(low)
+    return high
+
+
+def test_a_rank_with_many_files_watches_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch ended at once, with a ValueError of its thread, and the rank trained on without its agent."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    ended = threading.Event()
+    monkeypatch.setattr(joining, "_watched", False)
+    monkeypatch.setattr(joining, "_end_process", lambda which: ended.set())
+    agent = subprocess.Popen(["sleep", "60"])
+    with monkeypatch.context() as patch:
+        patch.setattr(joining, "os", SimpleNamespace(pidfd_open=open_high))
+        joining._watch_process(agent.pid)
+    agent.kill()
+    agent.wait()
+    assert ended.wait(10)
 
 
 @pytest.mark.parametrize("gone", [False, True])
