@@ -383,6 +383,9 @@ class HostMemory:
         if not other:
             self._held = self._sort_by_layer(held)
             self._bind_copies()
+            device = find_device([copy.view for copy in self._copies_of_layers(None)])
+            if device.where != self._device.where:  # a model that was moved to its accelerator is merged there
+                self._device = device
         return other
 
     def _sort_by_layer(self, held: Sequence[HeldParameter]) -> list[list[HeldParameter | None]]:

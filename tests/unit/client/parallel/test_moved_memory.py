@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dips.client.parallel import HostMemory, LazyMemory, UntouchedMemory, host, lay_out
 from dips.client.parallel.adapter import HeldParameter, TensorBlock, check_devices, is_dtensor
+from dips.client.parallel.devices import Device
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.tensors import OptimizerMasters
 from dips.client.rank.agent_client import JobCollectives
@@ -62,6 +63,20 @@ def test_memory_that_was_moved_is_found_anew(kind: type[HostMemory], move: Calla
         for parameter in model.parameters():
             parameter.fill_(7.0)
     assert pushed(memory) == {7.0}
+
+
+def test_a_model_that_moves_to_a_device_is_merged_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By model.to("cuda") after the loop was made: each merge added a tensor of the host to one of the device, and the
+    job ended.
+    """
+    model, device = nn.Linear(3, 2), Device(torch.device("cpu", 0))
+    memory = memory_of(model)
+    former = memory._device
+    reassign(model)
+    assert memory.find_replaced_parameter() == "" and memory._device is former
+    monkeypatch.setattr(host, "find_device", lambda views: device)
+    reassign(model)
+    assert memory.find_replaced_parameter() == "" and memory._device is device
 
 
 def swap_module(model: nn.Module) -> None:
