@@ -147,8 +147,8 @@ class RangeDataset(IterableDataset[Any]):
 
     def __init__(self, batches: Batches) -> None:
         self.source = batches
-        # Shared with the workers: whether only whole steps are wanted, the number of parts, then each part.
-        self._next = torch.zeros(2 + MOST_PARTS * 4, dtype=torch.int64).share_memory_()
+        # On the host, shared with the workers: whether only whole steps are wanted, how many parts, then each part.
+        self._next = torch.zeros(2 + MOST_PARTS * 4, dtype=torch.int64, device="cpu").share_memory_()
 
     def set_parts(self, parts: Sequence[Part], *, whole: bool = True) -> None:
         """Make the next iterator yield the whole steps of these samples; if not `whole`, also a last, smaller step."""
@@ -157,7 +157,7 @@ class RangeDataset(IterableDataset[Any]):
                 f"a step takes samples of more than {MOST_PARTS} data ranges: build a data set of fewer ranges"
             )
         numbers = [int(whole), len(parts), *(number for part in parts for number in astuple(part))]
-        self._next[: len(numbers)] = torch.tensor(numbers)
+        self._next[: len(numbers)] = torch.tensor(numbers, device="cpu")
 
     def __iter__(self) -> Iterator[Any]:
         whole, count, *numbers = self._next.tolist()

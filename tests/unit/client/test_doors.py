@@ -278,6 +278,14 @@ def test_ranges_that_were_taken_back_are_marked_no_more(data: DataSet) -> None:
     assert [left for left, _ in outer.marks] == [(), (3,), (3,), (), (4,), (4,)]
 
 
+def test_the_parts_of_a_step_lie_on_the_host(data: DataSet) -> None:
+    """Under torch.set_default_device they were on an accelerator, which no worker of a DataLoader can read."""
+    with torch.device("meta"):
+        made = RangeDataset(TokenBatches(data, 2, 16))
+        made.set_parts([Part(3, 0, 2, 10)])
+    assert [batch.tolist() for batch in made] == [sequences_of(data, [3])[:2]]
+
+
 def test_the_parts_of_a_step_are_bounded(data: DataSet) -> None:
     """As many as the workers' memory has room for."""
     made = RangeDataset(TokenBatches(data, 2, 16))
