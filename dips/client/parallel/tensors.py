@@ -256,9 +256,11 @@ class TorchAdapter(Adapter):
         return find_read_groups(model, {p: plain_name(path) for path, p in model.named_parameters() if p.requires_grad})
 
     def _trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        seen = set[nn.Parameter]()  # one that two parts share counts once, by its first name, as in one module
         for part in self._parts:
             for name, parameter in _name_parameters(part):
-                if name in self._trained:
+                if name in self._trained and parameter not in seen:
+                    seen.add(parameter)
                     check_parameter(name, self._share_buffers)
                     yield name, parameter
 

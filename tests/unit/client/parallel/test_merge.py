@@ -103,6 +103,23 @@ def test_a_merge_that_is_not_finite_leaves_the_version_to_be_installed(kind: typ
     assert sorted(float(p.detach().reshape(-1).numpy().sum()) for p in model.parameters()) == pytest.approx(versions)
 
 
+@pytest.mark.parametrize("names", [("w", "w"), ("embed", "output")])
+def test_a_parameter_that_two_parts_share_is_merged_once(names: tuple[str, str]) -> None:
+    """Chunks of one rank that are tied by one object: it had the difference twice."""
+    first, last = (nn.ModuleDict({name: nn.Linear(3, 2, bias=False)}) for name in names)
+    last[names[1]].weight = first[names[0]].weight
+    layout = lay_out([first, last], JobCollectives())
+    memory = HostMemory(layout.adapter, layout.held, layout.plan, JobCollectives())
+    memory.gather_pieces()
+    memory.keep_pushed_shard()
+    for piece in memory.pieces:
+        piece.array[:] = 3.0
+    memory.scatter_pieces()
+    assert memory.merge_shard()
+    torch.testing.assert_close(first[names[0]].weight.detach(), torch.full((2, 3), 3.0))
+    assert [p.name for layer in layout.plan.manifest.layers for p in layer.parameters] == [f"{names[0]}.weight"]
+
+
 def test_a_merge_needs_a_push_that_was_kept() -> None:
     """Once for each: what was kept then is gone."""
     _, memory, _ = trained(HostMemory)
