@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
+from dips.config import host_port
 from dips.errors import ConfigError
 from dips.files import explain_unwritable
 
@@ -36,9 +39,10 @@ def new(
       dips new my-run && cd my-run && dips up -- python train.py
       dips new . --bare
     """
+    host_port(listen)
     name = re.sub("[^a-z0-9]+", "-", directory.resolve().name.lower()).strip("-")[:63].rstrip("-") or NAME
-    content = {file: read_template(file).replace(LISTEN, listen) for file in (RUN, SHARED, CLUSTER)}
-    content[SHARED] = content[SHARED].replace(f"run: {NAME}  ", f"run: {name}  ")
+    content = {file: read_template(file).replace(LISTEN, _spell(listen)) for file in (RUN, SHARED, CLUSTER)}
+    content[SHARED] = content[SHARED].replace(f"run: {NAME}  ", f"run: {_spell(name)}  ")
     if not bare:
         content |= {file: read_template(file) for file in EXAMPLE}
         content[SHARED] = content[SHARED].replace("tokens: 0  ", f"tokens: {TOKENS}  ")
@@ -47,7 +51,17 @@ def new(
         print(f"edit `run` in {SHARED} and `cluster` in {CLUSTER}; the other keys show their defaults")
         print(f"next: dips init --config {directory / RUN} --factory MODULE:FUNCTION --seed 1")
     else:
-        print(f"next: cd {directory} && dips up -- python train.py")
+        print(f"next: cd {shlex.quote(str(directory))} && dips up -- python train.py")
+
+
+def _spell(text: str) -> str:
+    """Return `text` as YAML reads it back: in quotes where it is a number, a date (`2026-11-29`) or a list (`[::1]:1`)
+    there.
+    """
+    try:
+        return text if yaml.safe_load(text) == text else f'"{text}"'
+    except yaml.YAMLError:
+        return f'"{text}"'
 
 
 def read_template(name: str) -> str:

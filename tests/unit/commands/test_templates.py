@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -101,6 +102,27 @@ def test_templates_load_as_they_stand(tmp_path: Path) -> None:
     assert (run.make_options().outer, run.make_options().penalty) == (Options().outer, Options().penalty)
     assert cluster.pace.aligned == 64 and cluster.master == run.master.listen
     assert run.slaves[0].initial_model == run.master.directory / "initial"
+
+
+@pytest.mark.parametrize(
+    ("name", "listen"),
+    [("2026-11-29", "127.0.0.1:7800"), ("7", "127.0.0.1:1"), ("on", "[::1]:7800"), ("a b", "host:0")],
+)
+def test_a_name_or_address_is_text_whatever_yaml_takes_it_for(tmp_path: Path, name: str, listen: str) -> None:
+    """A directory that is named by its date, or an address of IPv6, made files that every other command refused."""
+    told = type_dips("new", str(tmp_path / name), "--listen", listen)
+    assert told.endswith(f"next: cd {shlex.quote(str(tmp_path / name))} && dips up -- python train.py\n")
+    shared = yaml.safe_load((tmp_path / name / SHARED).read_text())
+    run, cluster = (yaml.safe_load((tmp_path / name / file).read_text()) for file in (RUN, CLUSTER))
+    assert shared["run"] == name.replace(" ", "-")
+    assert {run["master"]["listen"], cluster["master"], *(slave["master"] for slave in run["slaves"])} == {listen}
+
+
+def test_what_is_no_address_is_not_written(tmp_path: Path) -> None:
+    """It made files that every other command refused, and that `dips new` would not write again."""
+    with pytest.raises(ConfigError, match=r"expected an address like 127\.0\.0\.1:7800, got '7800'"):
+        type_dips("new", str(tmp_path / "run"), "--listen", "7800")
+    assert not (tmp_path / "run").exists()
 
 
 def test_commented_keys_show_defaults(tmp_path: Path) -> None:
