@@ -16,7 +16,7 @@ import typer
 
 from dips import daemon
 from dips.codecs import Codec
-from dips.config import STALL_HEARTBEATS, RunFile, SlaveSection, host_port, load_run
+from dips.config import STALL_HEARTBEATS, RunFile, SlaveSection, load_run
 from dips.dataclass import dataclass
 from dips.files import keep_files_private, make_private_directory
 from dips.http import HttpSubject
@@ -196,7 +196,7 @@ async def serve(
         report = lambda method, error: log.error("call_failed", method=method, exc_info=error)  # noqa: E731
         server = control.make_server(report, guard, SLAVE_LIMITS)
         checker = await control.serve_health(server, HEALTH_SERVICES)
-        host, _ = host_port(section.listen)
+        host = section.listen.rpartition(":")[0]  # with the brackets of IPv6
         address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen', guard)}"
         runtime = _make_runtime(config, parts, address, master_peer(section.master, tls), stack)
         add_OrderServiceServicer_to_server(runtime, server)

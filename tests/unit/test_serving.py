@@ -68,6 +68,13 @@ async def test_a_daemon_serves_and_leaves_nothing(daemon: str, config: RunFile, 
         again.connect((host, int(port)))
 
 
+async def test_a_slave_on_ipv6_is_called_by_an_address(config: RunFile) -> None:
+    """It told the master `::1:PORT`, where nobody answers: it registered, and was lost at its first order."""
+    section = config.slaves[0].model_copy(update={"listen": "[::1]:0", "lanes": 1, "http": None})
+    async with served(lambda ready: slave_app.serve(config, section, LOG, ready)) as address:
+        assert address.startswith("[::1]:")
+
+
 async def test_a_hangup_ends_no_master_that_waits(config: RunFile, tmp_path: Path) -> None:
     """For its first ledger, or as a standby: SIGHUP, which hurries one that serves, ended it, and systemd takes that
     for an orderly end."""
