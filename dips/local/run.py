@@ -90,7 +90,8 @@ class LocalProcess:
                     if not said:
                         typer.echo(f"{self._log} cannot be written: {error.strerror}", err=True)
                     said = True
-                typer.echo(line, nl=False)
+                with suppress(OSError):  # as of a pipe to `tee`, which Ctrl-C has ended before
+                    typer.echo(line, nl=False)
 
     @property
     def pid(self) -> int:

@@ -97,6 +97,21 @@ def test_a_log_without_room_ends_no_training(capfd: pytest.CaptureFixture[str]) 
     assert out == f"{line}\n" * lines and err.count("/dev/full cannot be written: No space left on device") == 1
 
 
+def test_an_output_that_nobody_reads_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dips up … | tee log` and Ctrl-C, which ends tee first: the script lost its checkpoint at the second line that it
+    wrote while it saved.
+    """
+
+    def fail(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("dips.local.run.typer.echo", fail)
+    shown = "for _ in range(200): print('a' * 1000)\nraise SystemExit(3)"
+    with LocalProcesses() as running:
+        assert running.start("a", [sys.executable, "-c", shown], tmp_path / "a", show=True).wait(20) == 3
+    assert (tmp_path / "a").read_text() == 200 * f"{'a' * 1000}\n"
+
+
 def test_the_end_of_a_log_is_read_from_its_end(tmp_path: Path) -> None:
     """Of two terabytes, which are a hole, the last lines alone are read; of a short log all, and of none none."""
     log = tmp_path / "a"
