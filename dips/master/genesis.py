@@ -104,11 +104,11 @@ def make_run(
     row = row_of_model(config, manifest, tensors)
     if force:
         _throw_away(ledger)
-    for mirror in mirrors:
-        mirror.remove_path("")
-    write_initial(config, manifest, tensors, config.master.directory)
-    mirror_initial(config)
     with hold_beginning(ledger):
+        for mirror in mirrors:
+            mirror.remove_path("")
+        write_initial(config, manifest, tensors, config.master.directory)
+        mirror_initial(config)
         write_ledger(config, row, wall)
     return row
 

@@ -125,6 +125,24 @@ def test_a_run_whose_creation_was_interrupted_is_made_again(tmp_path: Path, monk
         assert ledger.read_state().row == row
 
 
+def test_of_two_that_make_a_run_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dips init` in two terminals: the second one's model replaced the first one's beside that one's ledger, and no
+    slave read it any more.
+    """
+    config, first, other = run_file(tmp_path), model(), {name: t + 1 for name, t in model().items()}
+    write = genesis.write_initial
+
+    def write_behind(*args: Any) -> None:
+        monkeypatch.setattr(genesis, "write_initial", write)
+        with pytest.raises(ConfigError, match=r"in use by another master \(pid "):
+            make_run(config, other)
+        write(*args)
+
+    monkeypatch.setattr(genesis, "write_initial", write_behind)
+    make_run(config, first)
+    assert read_parameters(tmp_path / INITIAL_VERSION)["head.weight"].tolist() == first["head.weight"].tolist()
+
+
 def test_force_spares_a_living_run(tmp_path: Path) -> None:
     """A ledger that a master holds is not thrown away, even by force."""
     config = run_file(tmp_path)
