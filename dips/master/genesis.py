@@ -28,7 +28,7 @@ from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest,
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 from dips.store.files import ASIDE, put_version, write_version
-from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, insist, list_versions
+from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, insist, list_versions, removed_if_failed
 
 Tensor = npt.NDArray[np.float32]
 
@@ -147,14 +147,17 @@ def fetch_initial(store: MirrorStore, run: str, directory: Path, *, model: bool 
 
 
 def mirror_initial(config: RunFile) -> None:
-    """Copy the root of v0@r0 to the mirror; the model is not there if `dips seed` brings it."""
+    """Copy the root of v0@r0 to the mirror; the model is not there if `dips seed` brings it. Of a copy that fails or is
+    interrupted nothing is left, which the next `dips init` would take for a run.
+    """
     if config.master.mirror is None:
         return
     directory = config.master.directory
     store = MirrorStore(config.master.mirror, config.shared.run, "master", of=directory)
-    store.write_file(str(INITIAL_SHARED), (directory / INITIAL_SHARED).read_bytes())
-    if (directory / INITIAL_VERSION).exists():
-        copy_out(store.subfolder(str(INITIAL)), directory / INITIAL, GENESIS)
+    with removed_if_failed(store, str(INITIAL)):
+        store.write_file(str(INITIAL_SHARED), (directory / INITIAL_SHARED).read_bytes())
+        if (directory / INITIAL_VERSION).exists():
+            copy_out(store.subfolder(str(INITIAL)), directory / INITIAL, GENESIS)
 
 
 def find_mirrors(config: RunFile, force: bool) -> list[MirrorStore]:

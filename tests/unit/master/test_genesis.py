@@ -201,6 +201,23 @@ def test_a_mirror_that_is_away_is_told_if_it_is_the_masters(tmp_path: Path) -> N
     make_run(with_mirrors(run_file(tmp_path / "m"), None, tmp_path / "gone"), model())
 
 
+def test_a_copy_to_the_mirror_that_is_interrupted_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it left there was a run of this name, which a master was to restore, and only --force helped."""
+    (tmp_path / "mirror").mkdir()
+    config = with_mirrors(run_file(tmp_path / "m"), tmp_path / "mirror", None)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(genesis, "copy_out", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make_run(config, model())
+    make_run(config, model())
+
+
 def test_a_run_thrown_away_is_gone_from_its_mirrors(tmp_path: Path) -> None:
     """A slave that begins with an empty directory would restore from there; without force nothing is touched."""
     (tmp_path / "mirror").mkdir()
