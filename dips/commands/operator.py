@@ -75,10 +75,10 @@ async def ask_master(master: Endpoint, question: object) -> Any:
         await channel.close()
 
 
-def _require_done(answer: Any) -> Any:
-    """Return the master's answer; if it refused, print why and exit."""
+def _require_done(answer: Any, file: TextIO | None = None) -> Any:
+    """Return the master's answer; if it refused, print why, to standard output or `file`, and exit."""
     if isinstance(answer, Refused):
-        print(f"nothing done: {answer.reason}")
+        print(f"nothing done: {answer.reason}", file=file)
         raise typer.Exit(1)
     return answer
 
@@ -138,11 +138,12 @@ def set_options(
     """
     peer = find_master(config, master, credentials)
     targets, tuned = _split_changes(changes or ())
+    told = sys.stderr if as_json else sys.stdout
     if targets:
-        extended = _require_done(asyncio.run(ask_master(peer, ExtensionAsked(0, targets))))
-        _print_targets(extended, sys.stderr if as_json else sys.stdout)
+        extended = _require_done(asyncio.run(ask_master(peer, ExtensionAsked(0, targets))), told)
+        _print_targets(extended, told)
     if tuned or not targets or as_json:
-        answer = _require_done(asyncio.run(ask_master(peer, TuningAsked(0, tuned))))
+        answer = _require_done(asyncio.run(ask_master(peer, TuningAsked(0, tuned))), told)
         _print_tuned(answer.changes, {change.key for change in tuned}, as_json)
 
 

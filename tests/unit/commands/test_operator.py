@@ -104,6 +104,11 @@ def test_json_is_all_that_a_script_reads(ops: Operator) -> None:
     goal, tuned = Extended(Targets(tokens=5), VersionId(5, 6)), Tuned((TunedOption("outer.lr", 0.5),))
     for words in (("stop.tokens=5", "outer.lr=0.5"), ("stop.tokens=5",)):
         assert json.loads(ops.type("set", *words, "--json", *MASTER, answers=(goal, tuned))) == {"outer.lr": 0.5}
+    for words, answers in (
+        (["outer.lr=9"], (Refused(0.0, "too large"),)),
+        (["stop.tokens=1"], (Refused(0.0, "it is past"),)),
+    ):
+        assert ops.type("set", *words, "--json", *MASTER, answers=answers, code=1) == ""
 
 
 def test_an_option_may_be_off_and_a_finished_run_goes_on(ops: Operator) -> None:
