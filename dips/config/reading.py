@@ -77,10 +77,22 @@ def list_files(path: Path) -> tuple[Path, ...]:
     return (path, path.parent / shared) if isinstance(shared, str) else (path,)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping: YAML's own loader takes the last one, without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        known = dict[str, yaml.ScalarNode]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and known.setdefault(key.value, key) is not key:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+        return node
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the file's keys. Raises ConfigError for any invalid content, since running daemons read files again."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 (it is a SafeLoader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -19,6 +19,7 @@ from dips.config import (
     load_run,
 )
 from dips.config.cluster import DEFAULT_STEPS
+from dips.config.reading import read_yaml
 from dips.errors import ConfigError, FailedMirror, treatment_of
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
@@ -242,6 +243,20 @@ def test_what_is_no_configuration(tmp_path: Path, text: str | None, message: str
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_cluster(path)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    """The last one alone counted: of two lists of `slaves`, or of `outer` and one more `outer` below, the first was
+    not read, and nothing said so. What is merged from an anchor may be set anew.
+    """
+    path = tmp_path / "shared.yaml"
+    path.write_text("run: r\nouter: {lr: 0.5}\npenalty: {}\nouter: {momentum: 0.5}\n")
+    with pytest.raises(
+        ConfigError, match=r"shared.yaml: is not YAML: the key 'outer' stands twice\n.*line 4, column 1:"
+    ):
+        read_yaml(path)
+    path.write_text("a:\n  b: &b {<<: &c {x: 1, y: 2}, x: 3}\nd: {<<: *b, y: 4}\n")
+    assert read_yaml(path) == {"a": {"b": {"x": 3, "y": 2}}, "d": {"x": 3, "y": 4}}
 
 
 def test_a_lazy_install_goes_with_every_codec_and_overlap(tmp_path: Path) -> None:
