@@ -90,18 +90,23 @@ def _from_file(path: Path, made: dict[str, Any] | None, frozen: list[str]) -> di
     from safetensors import SafetensorError, safe_open
 
     if path.is_dir():
-        return dict(read_parameters(path))
+        tensors = read_parameters(path)
+        return {name: tensors[name] for name in _choose_names(path, set(tensors), made, frozen)}
     try:
         with safe_open(path, framework="np") as file:
-            names = set(file.keys())
-            wanted = names if made is None else made.keys()
-            if made is not None and (odd := (wanted - names) | (names - wanted - set(frozen))):
-                one = sorted(odd)[0]
-                where = "only in the file" if one in names else "only in the factory's module"
-                raise ConfigError(f"{path}: parameters differ from the factory's; {one} is {where}")
-            return {name: file.get_tensor(name) for name in sorted(wanted)}
+            return {name: file.get_tensor(name) for name in _choose_names(path, set(file.keys()), made, frozen)}
     except (OSError, SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy has not (bfloat16)
         raise ConfigError(f"{path}: expected a safetensors file with fp32 parameters: {error}") from error
+
+
+def _choose_names(path: Path, names: set[str], made: dict[str, Any] | None, frozen: list[str]) -> list[str]:
+    """Return those of a file's names that are the model's. Raises ConfigError if the factory's module has others."""
+    wanted = names if made is None else set(made)
+    if made is not None and (odd := (wanted - names) | (names - wanted - set(frozen))):
+        one = sorted(odd)[0]
+        where = "only in the file" if one in names else "only in the factory's module"
+        raise ConfigError(f"{path}: parameters differ from the factory's; {one} is {where}")
+    return sorted(wanted)
 
 
 def init(

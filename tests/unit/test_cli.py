@@ -193,6 +193,12 @@ def test_init_file_and_factory_must_agree(run_file: Path, factory: str) -> None:
     save_file({"0.weight": np.zeros((3, 2), np.float32)}, path)
     error = refused("init", "--config", str(run_file), "--model", str(path), "--factory", factory)
     assert "0.bias is only in the factory's module" in str(error)
+    init(
+        run_file, "--factory", "torch_model_of_the_test:frozen"
+    )  # a version's directory, as a slave's, is held likewise
+    version = str(run_file.parent / "m/initial/v0@r0")
+    error = refused("init", "--config", str(run_file), "--model", version, "--factory", factory, "--force")
+    assert "v0@r0: parameters differ from the factory's; 0.bias is only in the factory's module" in str(error)
 
 
 def test_frozen_parameters_are_not_part_of_the_run(run_file: Path, factory: str) -> None:
