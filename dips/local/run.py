@@ -17,7 +17,7 @@ import typer
 
 from dips.client.agent.trainer import list_descendants
 from dips.commands.status import ask_view
-from dips.errors import DipsError, Unavailable
+from dips.errors import Busy, DipsError, Unavailable
 from dips.protocol.view import RunView
 from dips.telemetry.logs import FORMAT
 from dips.transport.endpoints import Endpoint
@@ -249,8 +249,8 @@ def run_word(*arguments: str, directory: Path | None = None) -> str:
 
 
 def read_status(master: Endpoint) -> RunView | None:
-    """Return the master's status; None if it does not answer."""
+    """Return the master's status; None if it does not answer, or is asked too much at once."""
     try:
         return asyncio.run(ask_view(master, deadline_s=STATUS_S))
-    except Unavailable:
+    except (Unavailable, Busy):
         return None

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from dips.client.agent.trainer import list_descendants
+from dips.errors import Busy, DipsError, UnavailableMaster
 from dips.local import run
 from dips.local.run import LocalProcesses, ProcessEnded
+from dips.transport.endpoints import Endpoint
 from tests.waiting import until
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
@@ -162,3 +164,14 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
         until_told(tmp_path / "a", "here")
         with pytest.raises(ProcessEnded, match=r"a did not end within 0 s.*\n.*here"):
             process.wait(0.1)
+
+
+@pytest.mark.parametrize("error", [UnavailableMaster("away"), Busy("too many connections")])
+def test_a_status_that_does_not_come_ends_nothing(monkeypatch: pytest.MonkeyPatch, error: DipsError) -> None:
+    """It is a line for people: where somebody asked a master too much, `dips up` ended the training, too."""
+
+    async def ask(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run, "ask_view", ask)
+    assert run.read_status(Endpoint("the master", "127.0.0.1:1")) is None
