@@ -79,19 +79,21 @@ class LocalProcess:
             self._copying.start()
 
     def _copy_output(self) -> None:
-        """Copy what the process shows, to its end: with nobody who reads it would be killed by its next line."""
+        """Copy what the process shows, to its end: with nobody who reads it would be killed by its next line. Not by
+        lines: a progress bar is one for hours.
+        """
         assert self._process.stdout is not None
         said = False
         with self._log.open("ab", buffering=0) as log, self._process.stdout as shown:
-            for line in shown:
+            while text := os.read(shown.fileno(), BLOCK):
                 try:
-                    log.write(line)
+                    log.write(text)
                 except OSError as error:
                     if not said:
                         typer.echo(f"{self._log} cannot be written: {error.strerror}", err=True)
                     said = True
                 with suppress(OSError):  # as of a pipe to `tee`, which Ctrl-C has ended before
-                    typer.echo(line, nl=False)
+                    typer.echo(text, nl=False)
 
     @property
     def pid(self) -> int:

@@ -88,6 +88,15 @@ def test_what_a_process_shows_is_logged_too(tmp_path: Path, capfd: pytest.Captur
     assert (tmp_path / "a").read_text() == capfd.readouterr().out == "a line\n"
 
 
+def test_what_is_no_whole_line_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A progress bar was not seen before its end, and was kept in memory for as long."""
+    shown = "import time; print('50 %', end='\\r', flush=True); time.sleep(60)"
+    with LocalProcesses() as running:
+        running.start("a", [sys.executable, "-c", shown], tmp_path / "a", show=True)
+        until_told(tmp_path / "a", "50 %")
+    assert capfd.readouterr().out == "50 %\r"
+
+
 def test_a_log_without_room_ends_no_training(capfd: pytest.CaptureFixture[str]) -> None:
     """It was only copied there: the process writes on, and what it writes is shown."""
     lines, line = 200, "a" * 1000  # more than a pipe holds
