@@ -52,18 +52,18 @@ class LocalProcess:
     """A started process and its log."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, may_end: bool = False, show: bool = False) -> None:
-        """Start `command`, with one thread for its kernels; its output is appended to `log`.
+        """Start `command`, with one thread for its kernels if OMP_NUM_THREADS is not set; its output goes to `log`.
 
         may_end  the process may end before this one, with exit code 0
         show     its output is also written to our standard output
         """
         self.name, self.may_end, self._log = name, may_end, log
         environment = {
-            **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "NO_COLOR": "1",
             FORMAT: "console",
+            **os.environ,
         }
         with log.open("ab") as output:
             self._process = subprocess.Popen(

@@ -88,6 +88,19 @@ def test_what_a_process_shows_is_logged_too(tmp_path: Path, capfd: pytest.Captur
     assert (tmp_path / "a").read_text() == capfd.readouterr().out == "a line\n"
 
 
+def test_a_process_has_the_environment_of_who_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training of eight threads had one under `dips up`, and nothing said so; so had DIPS_LOG_FORMAT no effect."""
+    told = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['DIPS_LOG_FORMAT'])"]
+    for name in ("OMP_NUM_THREADS", "DIPS_LOG_FORMAT"):
+        monkeypatch.delenv(name, raising=False)
+    with LocalProcesses() as running:
+        running.start("a", told, tmp_path / "a").wait(20)
+        monkeypatch.setenv("OMP_NUM_THREADS", "8")
+        monkeypatch.setenv("DIPS_LOG_FORMAT", "json")
+        running.start("a", told, tmp_path / "a").wait(20)
+    assert (tmp_path / "a").read_text() == "1 console\n8 json\n"
+
+
 def test_what_is_no_whole_line_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A progress bar was not seen before its end, and was kept in memory for as long."""
     shown = "import time; print('50 %', end='\\r', flush=True); time.sleep(60)"
