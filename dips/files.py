@@ -140,13 +140,15 @@ def umask_given() -> int:
 
 def make_private_directory(path: Path, key: str) -> None:
     """Make a directory, or remove the permissions of others. Raises ConfigError if it is another user's and
-    world-writable.
+    world-writable, or everybody's, as `/tmp` is: root would take it from all.
 
     The group keeps its permissions in directories of other users: Kubernetes gives volumes to a group (fsGroup).
     """
     make_directory(path)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
+    if mode & stat.S_ISVTX and mode & stat.S_IWOTH:
+        raise ConfigError(f"{key}: {path} is everybody's (mode {mode:o}): name a directory in it")
     if found.st_uid == os.geteuid():
         if mode & _OTHERS:
             path.chmod(mode & ~_OTHERS)

@@ -73,6 +73,14 @@ def test_a_directory_is_taken_from_all_others(tmp_path: Path) -> None:
         assert mode_of(tmp_path / "state") == 0o700
 
 
+def test_a_directory_of_everybody_is_not_taken(tmp_path: Path) -> None:
+    """With a cluster file in /tmp, whose `directory` is `.` by default, an agent of root took /tmp from all others."""
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ConfigError, match=r"directory: .* is everybody's \(mode 1777\): name a directory in it"):
+        make_private_directory(tmp_path, "directory")
+    assert mode_of(tmp_path) == 0o1777
+
+
 def test_a_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A volume that belongs to root and a group is as it should be; one where everybody may write is not."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
