@@ -131,8 +131,14 @@ def _resolve_paths(raw: Any, base: Path) -> Any:
     They are absolute then, since a directory keeps the path of its mirror, to know it again.
     """
     if isinstance(raw, dict):
-        return {k: str(base / v) if _is_path(k, v) else _resolve_paths(v, base) for k, v in raw.items()}
+        return {k: _resolve_path(k, v, base) if _is_path(k, v) else _resolve_paths(v, base) for k, v in raw.items()}
     return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw
+
+
+def _resolve_path(key: str, value: str, base: Path) -> str:
+    if value.startswith(("~", "$")):  # else a directory of that name is made beside the file
+        raise ConfigError(f"{key}: expected a path, in which no ~ and no variable is filled in, got {value!r}")
+    return str(base / value)
 
 
 EXPECTED = {  # by pydantic's name of a problem, the value in words of YAML
