@@ -92,7 +92,7 @@ class LocalProcess:
                     if not said:
                         typer.echo(f"{self._log} cannot be written: {error.strerror}", err=True)
                     said = True
-                with suppress(OSError):  # as of a pipe to `tee`, which Ctrl-C has ended before
+                with suppress(OSError):  # of a pipe that nobody reads, as to a tee that Ctrl-C has ended
                     typer.echo(text, nl=False)
 
     @property
