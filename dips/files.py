@@ -65,16 +65,34 @@ def name_aside(output: Path) -> Path:
 
 
 @contextmanager
-def write_aside(output: Path) -> Iterator[Path]:
-    """Yield a path beside `output` to write to and make durable; it is renamed to `output` if the block succeeds."""
+def write_aside(output: Path, mode: int = 0o666) -> Iterator[Path]:
+    """Yield a new file beside `output` to write to and make durable; it is renamed to `output` if the block succeeds.
+
+    Raises FileExistsError at the end if another process has begun the same output since: its file, which is half
+    written, stays as it is.
+    """
     aside = name_aside(output)
+    aside.unlink(missing_ok=True)  # first, since it tells a file in the place of a directory
+    make_directory(output.parent)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        make_directory(output.parent)
         yield aside
+        if not _is_at(aside, descriptor):
+            raise FileExistsError(errno.EEXIST, "another process writes to it, too", str(output))
         aside.rename(output)
         sync_path(output.parent)
     finally:
-        aside.unlink(missing_ok=True)
+        if _is_at(aside, descriptor):
+            aside.unlink()
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is still the one at its path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
 
 
 def write_synced(path: Path, content: bytes) -> None:

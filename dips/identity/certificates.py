@@ -132,8 +132,8 @@ def to_pem(document: x509.Certificate | x509.CertificateSigningRequest | x509.Ce
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    with explain_unwritable(path), write_aside(path) as aside:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with explain_unwritable(path), write_aside(path, mode) as aside:
+        descriptor = os.open(aside, os.O_WRONLY)
         os.fchmod(descriptor, mode)  # independent of the umask
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

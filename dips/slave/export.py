@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import ConfigError
-from dips.files import explain_unwritable, make_private_file, write_aside
+from dips.files import explain_unwritable, write_aside
 from dips.ids import GENESIS, VersionId
 from dips.store import tensorfile
 from dips.store.files import find_complete, read_layer, read_manifest
@@ -38,8 +38,7 @@ def export_snapshot(directories: Sequence[Path], version: VersionId | None, outp
     shapes = [(p.name, p.shape) for *_, record in places for p in record.layer.parameters]
     first = next(iter(manifests.values()))
     metadata = {"format": "pt", "run": first.run, "version": str(chosen)}  # transformers requires `format`
-    with explain_unwritable(output), write_aside(output) as aside:
-        make_private_file(aside)
+    with explain_unwritable(output), write_aside(output, 0o600) as aside:
         tensorfile.write_tensors(aside, metadata, shapes, _read_layers(places))
     return chosen
 

@@ -20,6 +20,7 @@ from dips.files import (
     require_private,
     sync_path,
     umask_given,
+    write_aside,
 )
 
 
@@ -55,6 +56,20 @@ def test_a_private_file_is_a_new_one(tmp_path: Path) -> None:
         make_private_file(tmp_path / "token")
         (tmp_path / "token").write_text("secret")
         assert mode_of(tmp_path / "token") == 0o600 and opened_before.read() == "old"
+
+
+def test_of_two_that_write_one_output_none_publishes_the_others_half(tmp_path: Path) -> None:
+    """A second `dips export` of one output began anew what the first one wrote, and the first one put that in its
+    place half full.
+    """
+    first, second = write_aside(tmp_path / "out"), write_aside(tmp_path / "out")
+    first.__enter__().write_text("all of it")
+    (aside := second.__enter__()).write_text("half")
+    with pytest.raises(FileExistsError, match="another process writes to it, too"):
+        first.__exit__(None, None, None)
+    assert list(tmp_path.iterdir()) == [aside]
+    second.__exit__(None, None, None)
+    assert (tmp_path / "out").read_text() == "half" and list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_what_is_made_durable_is_closed(tmp_path: Path) -> None:
