@@ -23,6 +23,7 @@ COPIED = (
     "merges.txt",
     "generation_config.json",
 )
+ASIDE = "unfinished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +62,20 @@ class ModelSource:
 
 
 def write_hf_directory(file: Path, directory: Path, source: ModelSource) -> None:
-    """Write the version in `file` as a transformers directory.
+    """Write the version in `file` as a transformers directory. `file` lies beside it in a directory of this export's
+    own, where it is written first.
 
     Raises ConfigError if the file does not fit the model.
     """
     model, like = _read_model(file, source), source.like
-    aside = directory.with_name(f".unfinished-{directory.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        with explain_unwritable(f"--output {directory}"):
-            aside.mkdir(mode=0o700)  # as the file of another export: for its owner
-            model.save_pretrained(aside)
-            for pattern in COPIED if like else ():
-                for path in sorted(like.glob(pattern)):  # type: ignore[union-attr]
-                    shutil.copyfile(path, aside / path.name)
-            aside.rename(directory)  # also over an empty directory, over no other
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    aside = file.with_name(ASIDE)
+    with explain_unwritable(f"--output {directory}"):
+        aside.mkdir(mode=0o700)  # as the file of another export: for its owner
+        model.save_pretrained(aside)
+        for pattern in COPIED if like else ():
+            for path in sorted(like.glob(pattern)):  # type: ignore[union-attr]
+                shutil.copyfile(path, aside / path.name)
+        aside.rename(directory)  # also over an empty directory, over no other
 
 
 def _read_model(file: Path, source: ModelSource) -> PreTrainedModel:

@@ -112,6 +112,25 @@ def test_the_directory_is_read_by_from_pretrained(
     assert not list(tmp_path.glob(".unfinished*"))
 
 
+def test_two_exports_do_not_write_to_one_place(
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second export of one output removed what the first one had written, which put the second's in its place half
+    full.
+    """
+    places, save = list[Path](), LlamaForCausalLM.save_pretrained
+
+    def note_place(model: LlamaForCausalLM, place: Path) -> None:
+        places.append(place)
+        save(model, place)
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", note_place)
+    for _ in range(2):
+        exported.export(tmp_path / "hf", "--format", "hf", "--factory", f"{__name__}:build")
+        (tmp_path / "hf").rename(tmp_path / f"hf-{len(places)}")
+    assert len(set(places)) == 2 and {place.parent.parent for place in places} == {tmp_path}
+
+
 def test_a_head_that_is_on_no_disk_yet_is_not_looked_for(exported: Exported, tmp_path: Path) -> None:
     """With `durability: async`, or where a disk has no room, snapshots follow the head: the newest one is written,
     and never the first model for want of one.
