@@ -12,6 +12,7 @@ from dips.config.section import STALL_HEARTBEATS, HttpKey, HttpTokenKey, LogLeve
 from dips.config.shared import Shared
 from dips.errors import ConfigError
 from dips.protocol.enums import DivergencePolicy
+from dips.protocol.options import SECONDS
 
 MOST_FRAGMENTS = 256  # models rarely have more layers
 DEFAULT_STEPS = 64  # H, §5.1
@@ -52,7 +53,8 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
     # stop: the job ends.
     on_divergence: DivergencePolicy = DivergencePolicy.RESET
-    collective_s: Annotated[float, Field(gt=0)] = 600.0  # a rank that misses a collective for this long ends the job
+    # A rank that misses a collective for this long ends the job; torch takes no `.inf`.
+    collective_s: Annotated[float, Field(gt=0, le=SECONDS[1])] = 600.0
     # host:port at which ranks of other hosts find the agent; `$MASTER_ADDR:29410` takes the host from that variable.
     # The variable DIPS_AGENT overrides it. null: ranks are on the agent's host, and no port is open. Messages there are
     # signed and contain neither parameters nor secrets, so the address need not be loopback.

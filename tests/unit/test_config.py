@@ -459,6 +459,13 @@ def test_a_wrong_pace_is_refused(tmp_path: Path, pace: dict[str, Any], said: str
         load_cluster(write(tmp_path / "cluster.yaml", changed(CLUSTER, "pace", pace)))
 
 
+@pytest.mark.parametrize("collective_s", [0.0, float("inf"), float("nan")])
+def test_ranks_wait_for_each_other_for_a_time_that_torch_knows(tmp_path: Path, collective_s: float) -> None:
+    """`.inf`, for no end, was read, checked, and ended each start of the training with an OverflowError."""
+    with pytest.raises(ConfigError, match=r"collective_s: Input should be (greater|less) than"):
+        load_cluster(write(tmp_path / "cluster.yaml", changed(CLUSTER, "collective_s", collective_s)))
+
+
 TLS = "{name}.{role}.crt"
 
 
