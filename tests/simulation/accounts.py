@@ -206,7 +206,8 @@ class DataInvariant(Invariant):
 class SamplesInvariant(Invariant):
     """Where trainers count samples: each sample of a range is in one settled push, also if several trained the range.
 
-    With `requeue: undone` a rollback has ranges trained again, from their beginning or from where they were.
+    With `requeue: undone` a rollback has trained again what undone versions had, but not what the lineage still has of
+    the same range; whoever holds a range then goes on where it was, so samples may be missing from there on.
     """
 
     number = 10
@@ -214,16 +215,26 @@ class SamplesInvariant(Invariant):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.settled: dict[tuple[int, int], PushId] = {}  # (range, place in its order)
+        self._requeued = False
 
     def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted | RoundEnded):
             for outcome in record.outcomes:
                 if outcome.kind != "skipped":
                     self._settle_push(outcome.push)
+                    self._has_all(outcome)
         elif isinstance(record, RolledBack) and self.world.options.requeue == "undone":
-            over = [n for (n, _), push in self.settled.items() if self.world.books.made.get(push) in record.undone]
-            touched = set(over)
-            self.settled = {sample: push for sample, push in self.settled.items() if sample[0] not in touched}
+            made, self._requeued = self.world.books.made, True
+            self.settled = {s: push for s, push in self.settled.items() if made.get(push) not in record.undone}
+
+    def _has_all(self, row: OutcomeRow) -> None:
+        """A range that is used up has no sample that nobody trained."""
+        shape = self.world.scenario.samples
+        if shape is None or self._requeued:
+            return
+        for number in row.ranges:
+            missing = [place for place in range(shape.range_samples) if (number, place) not in self.settled]
+            self.require(not missing, f"{row.push} uses up range {number}, whose samples {missing} nobody trained")
 
     def _settle_push(self, push: PushId) -> None:
         parts = [part for work in self.world.books.frozen[push].work for part in work.parts]

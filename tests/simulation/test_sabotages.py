@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from dips.data.steps import Part
 from dips.errors import ConfigError
+from dips.ids import GENESIS, PushId, VersionId
+from dips.protocol.enums import OutcomeKind, RequeuePolicy
+from dips.protocol.records import OutcomeRow, RolledBack, RoundEnded
 from tests.simulation.__main__ import GAMES
+from tests.simulation.accounts import SamplesInvariant
+from tests.simulation.checks import Violation
 from tests.simulation.sabotage import SABOTAGES, sabotaged
 from tests.simulation.trial import Failure, SeedTrial, play
 
@@ -60,3 +68,38 @@ def test_an_unknown_sabotage_is_refused() -> None:
     """A name that does not exist is an error that lists those that do."""
     with pytest.raises(ConfigError, match="leak-slot"), sabotaged("no-such-rule"):
         pass
+
+
+def settle_samples(invariant: SamplesInvariant, seq: int, begin: int, end: int, of: int = 6) -> PushId:
+    """Settle a push of samples of range 0, which uses it up with the last; its version is v`seq`@r`seq`."""
+    push, books = PushId("a", 1, seq), cast(Any, invariant.world).books
+    books.frozen[push] = SimpleNamespace(work=(SimpleNamespace(parts=(Part(0, begin, end, of),)),))
+    books.made[push] = VersionId(seq, seq)
+    row = OutcomeRow(push, OutcomeKind.ACCEPTED, "", 1, 1, 0.0, 0.0, (0,) if end == of else ())
+    invariant.record_written(RoundEnded(seq, "unchanged", "", (row,), (), 0.0))
+    return push
+
+
+def watch_samples(requeue: RequeuePolicy) -> SamplesInvariant:
+    scenario = SimpleNamespace(samples=SimpleNamespace(range_samples=6))
+    options, books = SimpleNamespace(requeue=requeue), SimpleNamespace(frozen={}, made={})
+    return SamplesInvariant(cast(Any, SimpleNamespace(scenario=scenario, options=options, books=books)))
+
+
+def test_what_the_lineage_still_has_of_a_range_is_not_trained_again() -> None:
+    """It forgot all samples of a range of which an undone version had some, and saw none of them trained twice."""
+    samples = watch_samples(RequeuePolicy.UNDONE)
+    settle_samples(samples, 1, 0, 2)
+    settle_samples(samples, 2, 2, 6)
+    samples.record_written(RolledBack(VersionId(1, 1), (VersionId(2, 2),), "", 0.0))
+    with pytest.raises(Violation, match="brings sample 1 of range 0"):
+        settle_samples(samples, 3, 1, 6)
+
+
+def test_a_range_that_is_used_up_has_all_its_samples() -> None:
+    """Only the game of the last range saw samples that nobody trained, and no disk is lost in it."""
+    samples = watch_samples(RequeuePolicy.NONE)
+    settle_samples(samples, 1, 0, 2)
+    samples.record_written(RolledBack(GENESIS, (VersionId(1, 1),), "", 0.0))
+    with pytest.raises(Violation, match=r"uses up range 0, whose samples \[2\] nobody trained"):
+        settle_samples(samples, 2, 3, 6)
