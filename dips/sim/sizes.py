@@ -166,7 +166,7 @@ class SharedLinks:
     """
 
     def __init__(self, heap: Heap, sizes: Sizes, slaves: Iterable[str], lasts_s: float = inf) -> None:
-        """`lasts_s`: of the run, after whose end no work counts."""
+        """`lasts_s`: of the run, after whose end nothing counts."""
         self._heap, self._sizes, self._lasts_s = heap, sizes, lasts_s
         self.use = {slave: SlaveUse(keeps=number == 0) for number, slave in enumerate(slaves)}
         ups = dict.fromkeys(self.use, sizes.slave) | {name: rate.up for name, rate in sizes.clusters.items()}
@@ -209,6 +209,11 @@ class SharedLinks:
         use.begin(self._heap.now)
         self._heap.call_later(seconds, f"{slave} has worked", lambda: use.end(self._heap.now))
 
+    def end_run(self) -> None:
+        """Count what has moved since links were last shared: a transfer may begin hours before the end."""
+        for way in self._ways.values():
+            self._advance(way)
+
     def _plan_sharing(self, way: _Way) -> None:
         if not way.planned:  # once for all chunks that begin or end until then
             way.planned = True
@@ -225,7 +230,7 @@ class SharedLinks:
 
     def _advance(self, way: _Way) -> None:
         """Move what the present rates have moved since they were set."""
-        since, now = way.since, self._heap.now
+        since, now = way.since, min(self._heap.now, self._lasts_s)
         way.since = now
         if now == since:
             return

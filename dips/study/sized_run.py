@@ -493,6 +493,7 @@ def simulate_sizes(run: SimulatedRun) -> SizedReport:
             raise ConfigError(f"hours: {run.hours:g} are too short: {short}")
     shared, lasted_s, rate = world.data.shared, 3600.0 * run.hours, run.slave_gbit * GBIT_BYTES
     assert shared is not None
+    shared.end_run()
     slaves = tuple(_report_slave(name, use, rate, lasted_s) for name, use in shared.use.items())
     lost, members = count_lost(world), run.members
     clusters = tuple(

@@ -119,6 +119,16 @@ def test_work_beyond_the_end_of_the_run_is_not_counted() -> None:
     assert links.use["s"].work_s == {"int": 6.0}
 
 
+def test_what_moves_at_the_end_of_the_run_is_counted() -> None:
+    """Of a chunk of 20 s in a run of 10 s half: slaves received up to one push of each cluster less than they had."""
+    heap = Heap()
+    links = SharedLinks(heap, Sizes(2.0, {"a": SimLinkRate(10.0, 10.0)}, 20.0), ["s"], lasts_s=10.0)
+    links.carry(("a", "s", True), 100, None, "chunk", lambda: None)
+    heap.call_later(12.0, "the first event after the end", links.end_run)
+    play(heap)
+    assert links.use["s"].links[True].nbytes == pytest.approx(100)
+
+
 def test_a_peak_is_a_mean_over_a_sample() -> None:
     """A burst of a tenth of a sample counts as a tenth of its rate; a long transfer as its rate."""
     link = LinkUse()
