@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from random import Random
 from typing import Any, Protocol, cast
 
@@ -116,6 +117,9 @@ class MasterObserver:
         `written`.
         """
 
+    def master_stopped(self, process: MasterProcess) -> None:
+        """Called when a master has ended after SIGTERM."""
+
     def rare_event_occurred(self, what: str) -> None:
         """Called for a rare event that has no hook of its own; coverage counts it by this name."""
 
@@ -192,6 +196,7 @@ class MasterProcess:
         self.alive = True
         self.writing: Sequence[Record] = ()  # the transaction under way, until it is durable
         self.exit: Exit | None = None  # why it ends by itself
+        self.stopping_since = inf  # when SIGTERM was found
         self.loop = SimLoop(world.heap, world.chance.generator_for("master's loop"), "the master", self._write_time)
         outside = MasterOutside(
             self.ledger,
@@ -224,6 +229,14 @@ class MasterProcess:
         """Whether all its decisions are durable."""
         return not self.writing and not self.core.has_unwritten()
 
+    def terminate(self) -> None:
+        """End by SIGTERM, which the process may find a moment later."""
+        self.loop.deliver_signal(self._stop)
+
+    def _stop(self) -> None:
+        self.stopping_since = min(self.stopping_since, self.loop.time())  # a second one changes nothing
+        self.runtime.stop()
+
     def kill_process(self) -> None:
         """Kill the process, by SIGKILL or its own exit."""
         self.alive = False
@@ -246,6 +259,8 @@ class MasterProcess:
         return False
 
     def _on_end(self, run: asyncio.Task[int]) -> None:
+        if self.exit is None and not run.cancelled():
+            self.world.monitor.master_stopped(self)
         ended = self.exit or Exit(run.result(), "it was stopped")
         self.world.call_later(
             0.0, "the master exits", lambda: self.world.master_exits(self, ended) if self.alive else None

@@ -193,6 +193,11 @@ class World:
         self.master.crash()
         self._pause_master()
 
+    def terminate_master(self) -> None:
+        """End the master by SIGTERM, which it may find a moment later; it is restarted."""
+        if self.master.process is not None:
+            self.master.process.terminate()
+
     def start_master(self) -> None:
         if self.master.process is None:
             self._wake_master()

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from dips.ids import PushId, VersionId
 from dips.master.core import MasterCore
 from dips.master.ledger import Ledger
-from dips.master.runtime import MasterOutside, SlaveLink
+from dips.master.runtime import MasterOutside, Runtime, SlaveLink
 from dips.protocol import durability, push_pull, rollback, run_state, slaves
 from dips.protocol import round as round_module
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
@@ -179,3 +179,10 @@ def orders_in_turn() -> list[Patch]:
             return await honest(self, *sent)
 
     return [(SlaveLink, "_send_once", send_once)]
+
+
+def drop_what_is_decided() -> list[Patch]:
+    async def flush(self: Runtime) -> None:
+        """Nothing is waited for."""
+
+    return [(Runtime, "_flush_records", flush)]

@@ -153,6 +153,12 @@ def stopped_slave(world: World, rng: Random) -> None:
     world.monitor.add_observers([StopAtOpening(world)])
 
 
+def stopped_master(world: World, rng: Random) -> None:
+    """The master is stopped by SIGTERM, twice in a few seconds: it writes what it has decided, and is started again."""
+    for at in (0.0, 1.0 + 9.0 * rng.random()):
+        world.call_later(at, "SIGTERM of the master", world.terminate_master)
+
+
 def enrolled_again(world: World, rng: Random) -> None:
     """A cluster's certificate is revoked and another one issued at once, again and again: its agent goes on."""
     name, at = choose_cluster(world, rng).name, 0.0
@@ -171,6 +177,7 @@ CROSSINGS: dict[str, Strike] = {
     "silent_disk": silent_disk,
     "no_descriptors": no_descriptors,
     "stopped_slave": stopped_slave,
+    "stopped_master": stopped_master,
     "enrolled_again": enrolled_again,
 }
 SHORT_LINEAGE = "short_lineage"  # strikes nowhere: the master remembers three versions (mix.py)
@@ -187,5 +194,6 @@ DRAWN: dict[str, float] = {
     "silent_disk": 0.15,
     "no_descriptors": 0.15,
     "stopped_slave": 0.15,
+    "stopped_master": 0.15,
     "enrolled_again": 0.15,
 }

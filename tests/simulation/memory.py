@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dips.ids import GENESIS
+from dips.master.runtime import FLUSH_S
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.events import Event
 from dips.protocol.records import Record, RolledBack, VersionRow
@@ -20,7 +21,8 @@ Compared = tuple[str, Any, Any]  # what it is, in memory, in a master that reads
 class LedgerMemoryInvariant(Invariant):
     """After each rollback, and when a master dies, what it knows of the ledger is what the ledger says, field by field.
 
-    While nothing is on its way to the disk: what a master has decided and not written, a successor need not know.
+    While nothing is on its way to the disk: what a master has decided and not written, a successor need not know. But
+    one that is stopped by SIGTERM writes it first, unless its disk is full, or that takes FLUSH_S.
     """
 
     number = 2
@@ -41,6 +43,11 @@ class LedgerMemoryInvariant(Invariant):
         machine = process.machine
         if process.trusted and machine.process is None and process not in machine.zombies and process.all_is_written:
             self._compare(process, "died")
+
+    def master_stopped(self, process: MasterProcess) -> None:
+        waited_s = self.world.heap.now - process.stopping_since
+        excused = process.machine.disk.full or waited_s >= FLUSH_S - 1e-6
+        self.require(process.all_is_written or excused, "a master that was stopped has not written all it decided")
 
     def _compare(self, master: MasterProcess, when: str) -> None:
         state = master.ledger.read_state()

@@ -121,6 +121,13 @@ SABOTAGES: dict[str, Sabotage] = {
         cluster.end_at_a_refusal,
         mix=lambda seed: crossed("enrolled_again"),
     ),
+    "drop-what-is-decided": Sabotage(
+        "a master that is stopped writes what it has decided",
+        (2,),
+        17,
+        master.drop_what_is_decided,
+        mix=lambda seed: crossed("stopped_master"),
+    ),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
 }
 
