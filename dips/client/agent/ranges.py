@@ -195,10 +195,14 @@ def _is_pending(s: AgentState) -> bool:
 
 
 def _list_parts(s: AgentState) -> tuple[BegunRange, ...]:
-    """Return the settled parts of the ranges that are used up and of the first ahead, then that part as carried."""
+    """Return the settled parts of the ranges that are used up and of the first ahead. If that is trained further, its
+    part as carried comes first, where the release before looks, and ranges without a settled part have one of nothing.
+    """
     carried, begun = s.account.carried, s.ranges.begun
-    settled = tuple(begun[number] for number in (*carried.ranges, *s.ranges.ranges_ahead[:1]) if number in begun)
-    return settled if carried.begun is None else (*settled, carried.begun)
+    trained = (*carried.ranges, *s.ranges.ranges_ahead[:1])
+    if carried.begun is None:
+        return tuple(begun[number] for number in trained if number in begun)
+    return (carried.begun, *(begun.get(number, BegunRange(number, 0, 0)) for number in trained))
 
 
 def resume_checkpoint(s: AgentState, message: messages.Resume) -> messages.Answer:
@@ -220,12 +224,20 @@ def resume_checkpoint(s: AgentState, message: messages.Resume) -> messages.Answe
     requests.claimed = ()
     if missing:
         return _pull_instead(s, f"data ranges {missing[:5]} of the checkpoint belong to others by now")
-    settled = {part.number: part for part in reversed(saved.begun)}  # the first part of each range
-    trained = (*saved.ranges, *saved.ahead[:1])
-    if further := tuple(r for r in trained if s.ranges.begun.get(r) not in (None, settled.get(r))):
+    if further := _find_trained_further(s, saved):
         return _pull_instead(s, f"data ranges {further[:5]} of the checkpoint were trained further by others meanwhile")
     _restore_progress(s, saved)
     return messages.Resumed(s.sync.reason, s.pace.look_in(s.now) or 1)
+
+
+def _find_trained_further(s: AgentState, saved: messages.Saved) -> tuple[int, ...]:
+    """Return the ranges that the checkpoint has trained and of which more is settled by now.
+
+    The release before saves no settled part of what is used up, nor of a range that is carried: there its own is found.
+    """
+    settled = {part.number: part for part in saved.begun}  # the last of each range
+    pairs = [(s.ranges.begun.get(number), settled.get(number)) for number in (*saved.ranges, *saved.ahead[:1])]
+    return tuple(now.number for now, was in pairs if now and was and (now.of != was.of or now.done > was.done))
 
 
 def _why_overtaken(s: AgentState, saved: messages.Saved) -> str:
@@ -264,5 +276,5 @@ def _restore_progress(s: AgentState, saved: messages.Saved) -> None:
 
 def _carried_part(s: AgentState, saved: messages.Saved) -> BegunRange | None:
     """Return the range that is partly trained in the checkpoint but not in a settled push, or None."""
-    first = (part for part in reversed(saved.begun) if part.number in saved.ahead[:1])
+    first = (part for part in saved.begun if part.number in saved.ahead[:1])
     return next((part for part in first if s.ranges.begun.get(part.number) != part), None)

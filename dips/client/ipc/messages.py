@@ -143,7 +143,7 @@ class Saved:
     losses: int
     ahead: tuple[int, ...]  # leased and not used up, in order; the first may be partly trained
     since_push: int  # inner steps since the last push, for the pace
-    begun: tuple[BegunRange, ...] = ()  # settled parts of `ranges` and of the first ahead, then its part as trained
+    begun: tuple[BegunRange, ...] = ()  # the first ahead as trained, then settled parts of `ranges` and of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class LoneAgent(AgentClient):
 
     def _resume_progress(self, message: messages.Resume) -> messages.Answer:
         self._next = next(iter(message.saved.ahead), self._next)  # a cluster's has any number of ranges ahead
-        self._given, self._begun = [], {part.number: part for part in message.saved.begun}
+        self._given, self._begun = [], {part.number: part for part in reversed(message.saved.begun)}  # as trained
         return messages.Resumed("it trains alone", LOOK_STEPS)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dips.client.agent.state import Channel
@@ -157,7 +159,7 @@ def test_a_checkpoint_knows_how_far_its_range_is(play: Play) -> None:
     """Resumed in another incarnation: 7 begins where the checkpoint's parameters are, not where settled pushes are."""
     step(play, (7,), part(7, 4))
     saved = play.send(SaveWanted(1))
-    assert isinstance(saved, Saved) and saved.ahead == (7, 8) and saved.begun == (part(7, 4),)
+    assert isinstance(saved, Saved) and saved.ahead == (7, 8) and saved.begun == (part(7, 4), BegunRange(7, 0, 0))
     other = Play()
     other.begin(inc=2, ranges=(7, 8))
     assert isinstance(other.send(Resume(1, saved)), Resumed)
@@ -186,6 +188,45 @@ def test_a_checkpoint_whose_ranges_others_trained_further_is_pulled_over(play: P
         told = other.send(Resume(1, saved))
         assert isinstance(told, answer) and (answer is Resumed or "(7,) of the checkpoint were trained" in told.reason)
         assert other.s.account.carried.begun == (part(left[0], 6) if answer is Resumed else None)
+
+
+def resume(saved: Saved, *begun: BegunRange) -> tuple[object, BegunRange | None]:
+    """Return the answer to a checkpoint where these parts are settled by now, and what is carried then."""
+    other = Play()
+    other.begin(inc=2)
+    other.s.membership.settled = saved.settled
+    other.send(Resume(1, saved))
+    other.reply(Ranges(other.asked(RangesRequested, Channel.RANGES).claims, False, begun), Channel.RANGES)
+    return other.send(Resume(1, saved)), other.s.account.carried.begun
+
+
+@pytest.mark.parametrize(("ranges", "ahead", "carried"), [((), (7, 8), part(7, 6)), ((7,), (8,), part(8, 6))])
+def test_a_checkpoint_of_the_release_before_is_resumed(
+    play: Play, ranges: tuple[int, ...], ahead: tuple[int, ...], carried: BegunRange
+) -> None:
+    """Release 0.1.0 saves of a range that is partly trained only how far it is carried, and nothing of what is used
+    up: each such checkpoint was pulled over, as one that others had trained further.
+    """
+    step(play, (7,), part(7, 4))
+    push(play)
+    saved = play.send(SaveWanted(1))
+    assert isinstance(saved, Saved)
+    former = replace(saved, ranges=ranges, ahead=ahead, inner_steps=1, tokens=10, begun=(carried,))
+    told, resumed = resume(former, part(7, 4))
+    assert isinstance(told, Resumed) and resumed == carried
+    assert isinstance(resume(former, BegunRange(carried.number, 7, part(7, 1).of))[0], Healed)
+
+
+def test_a_checkpoint_whose_range_others_trained_as_far_is_pulled_over(play: Play) -> None:
+    """Of 7 nothing was settled when it was saved, and by now as many samples are as it has trained: they are the same.
+
+    The release before reads the part that comes first.
+    """
+    step(play, (7,), part(7, 4))
+    saved = play.send(SaveWanted(1))
+    assert isinstance(saved, Saved) and saved.begun[0] == part(7, 4)
+    assert resume(saved)[1] == part(7, 4)
+    assert isinstance(resume(saved, part(7, 4))[0], Healed)
 
 
 def test_a_question_says_what_is_used_up(play: Play) -> None:
