@@ -190,7 +190,7 @@ def list_descendants(root: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):  # the process has ended
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()  # a name is any 15 bytes
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
     found, at = [], [root]
     while at:
@@ -244,10 +244,9 @@ def reap_orphans(besides: int) -> None:
     """Reap children of this process that have ended, except `besides`, whose end is awaited elsewhere. What loses its
     parent becomes a child of its subreaper, and counts as a process until that has reaped it.
     """
-    for pid in list_descendants(os.getpid()):
-        if pid != besides:
-            with suppress(ChildProcessError):  # it still has its parent
-                os.waitpid(pid, os.WNOHANG)
+    with suppress(ChildProcessError):  # there is none
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != besides:
+            os.waitpid(ended.si_pid, 0)
 
 
 class CommandLaunch:
@@ -272,7 +271,7 @@ class CommandLaunch:
         ended = asyncio.create_task(self._process.wait())
         try:
             while not (await asyncio.wait({ended}, timeout=ORPHANS_S))[0]:
-                await asyncio.to_thread(reap_orphans, self.pid)
+                reap_orphans(self.pid)
             return ended.result()
         finally:
             ended.cancel()

@@ -121,11 +121,25 @@ async def test_what_has_ended_is_reaped_while_the_trainer_runs(monkeypatch: pyte
     """Each process that a script had left stayed as a zombie for weeks, until the host or container had no number."""
     orphan = os.posix_spawnp("true", ["true"], os.environ)
     launch = await trainer.CommandLaunch.start(["sh", "-c", "sleep 0.2; exit 3"], {})
-    monkeypatch.setattr(trainer, "list_descendants", lambda root: [launch.pid, orphan])
     monkeypatch.setattr(trainer, "ORPHANS_S", 0.02)
     assert await launch.wait() == 3
     with pytest.raises(ChildProcessError):
         os.waitpid(orphan, os.WNOHANG)
+
+
+def test_a_process_whose_name_is_no_text_does_not_end_the_agent(tmp_path: Path) -> None:
+    """Anyone's on this host: Linux cuts names after 15 bytes, in the middle of a character, too."""
+    named = os.fsencode(tmp_path) + b"/\xc3"
+    os.symlink(b"/bin/sh", named)
+    read, write = os.pipe()
+    waits = ["sh", "-c", "read line"]
+    strange = os.posix_spawn(named, waits, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, read, 0)])
+    try:
+        assert Path(f"/proc/{strange}/comm").read_bytes() == b"\xc3\n"
+        assert strange in trainer.list_descendants(os.getpid())
+    finally:
+        os.close(write), os.close(read)
+        os.kill(strange, 9), os.waitpid(strange, 0)
 
 
 FORBIDDEN = """
