@@ -296,6 +296,7 @@ def emulate(
     parallel  share of the run that is first data parallel (EDiT, Algorithm 1: its warm-up)
     """
     torch.set_num_threads(1)
+    kernels.warm_up()  # as a slave does, which finds a cache that a power cut has cut short
     workers, first_loss = begin_workers(task, fleet, recipe, seed)
     together = train_together(workers, steps, parallel)
     begun_share, steps = together * len(workers) / steps, steps - together * len(workers)

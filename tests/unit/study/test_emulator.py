@@ -15,6 +15,7 @@ from torch import nn
 from dips.codecs import Codec
 from dips.errors import ConfigError
 from dips.ids import GENESIS, PushId, VersionId
+from dips.outer import kernels
 from dips.outer_step import OuterStep, nesterov_numbers
 from dips.protocol.enums import LayerUnit, MergeRule, StepRule
 from dips.protocol.options import Clip, Options, OuterOptions
@@ -159,6 +160,14 @@ def test_a_model_of_one_layer_is_emulated() -> None:
     one = replace(TASK, make_model=lambda: nn.Embedding(WORDS, WORDS))
     made = emulate(one, TWO, TINY, 16, 3, options())[0]
     assert made.finished and len(LearnedModel(one, TINY, 3).manifest.layers) == 1
+
+
+def test_a_study_finds_a_cache_of_kernels_that_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a slave: each row of method dips failed with `pickle data was truncated` after a power cut."""
+    monkeypatch.setattr(kernels, "_call_all", Mock(side_effect=EOFError("kernels are called before all else")))
+    monkeypatch.setattr(kernels, "_fold_loop", Mock(stats=Mock(cache_path=None)))
+    with pytest.raises(EOFError, match="before all else"):
+        emulated(TWO)
 
 
 def test_the_same_seed_gives_the_same_bits(made: Emulated) -> None:
