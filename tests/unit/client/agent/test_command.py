@@ -132,13 +132,16 @@ def test_a_process_whose_name_is_no_text_does_not_end_the_agent(tmp_path: Path) 
     named = os.fsencode(tmp_path) + b"/\xc3"
     os.symlink(b"/bin/sh", named)
     read, write = os.pipe()
-    waits = ["sh", "-c", "read line"]
-    strange = os.posix_spawn(named, waits, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, read, 0)])
+    said, say = os.pipe()
+    duplicates = [(os.POSIX_SPAWN_DUP2, read, 0), (os.POSIX_SPAWN_DUP2, say, 1)]
+    strange = os.posix_spawn(named, ["sh", "-c", "echo; read line"], os.environ, file_actions=duplicates)
     try:
+        os.read(said, 1)  # it has its name
         assert Path(f"/proc/{strange}/comm").read_bytes() == b"\xc3\n"
         assert strange in trainer.list_descendants(os.getpid())
     finally:
-        os.close(write), os.close(read)
+        for end in (read, write, said, say):
+            os.close(end)
         os.kill(strange, 9), os.waitpid(strange, 0)
 
 
