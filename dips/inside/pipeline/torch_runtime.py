@@ -447,4 +447,4 @@ def _hollow(output: torch.Tensor) -> None:
 def _make_buffer(spec: Spec | None) -> torch.Tensor:
     assert spec is not None
     shape, dtype = spec
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")  # the script's default may be another

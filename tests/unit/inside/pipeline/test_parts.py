@@ -12,6 +12,7 @@ from torch import nn
 
 from dips.errors import ConfigError
 from dips.inside.pipeline.parts import build_layers, make_part
+from dips.inside.pipeline.torch_runtime import _make_buffer
 
 ROOT = Path(__file__).parents[4]
 CPU = torch.device("cpu")
@@ -153,3 +154,9 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     path = ROOT / "dips" / "inside" / "pipeline" / "torch_runtime.py"
     with pytest.raises(ConfigError, match=r"dips.inside.pipeline: expected torch 2.13, got 2.14.0"):
         exec(compile(path.read_text(), path, "exec"), {"__name__": "another"})
+
+
+def test_what_comes_over_a_border_lies_on_the_host() -> None:
+    """gloo receives there, also where a script has made its accelerator torch's default device."""
+    with torch.device("meta"):
+        assert _make_buffer(((2, 3), torch.bfloat16)).device == CPU
