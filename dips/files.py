@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from dips.errors import OF_THE_DISK, ConfigError, FailedDisk
 
@@ -193,6 +194,17 @@ UNKNOWN = "unknown"  # the holder has not written its pid yet
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}  # of Lustre without `flock`, of NFS without its lock server
 
 
+def lock_file(file: IO[Any], path: Path, how: int) -> None:
+    """Lock an open file as `fcntl.flock` does. Raises ConfigError if its file system has no locks."""
+    try:
+        fcntl.flock(file, how)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        told = f"{path}: its file system does not lock files ({error.strerror})"
+        raise ConfigError(f"{told}: name a directory on another one, or have it mounted with locks") from error
+
+
 class PidLock:
     """A lock that is held from construction to `close`."""
 
@@ -202,14 +214,9 @@ class PidLock:
         """
         self._path, self._file = path, path.open("a+")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            lock_file(self._file, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (OSError, ConfigError) as error:
             with self._file as held:
-                if error.errno in _NO_LOCKS:
-                    told = f"{path}: its file system does not lock files ({error.strerror})"
-                    raise ConfigError(
-                        f"{told}: name a directory on another one, or have it mounted with locks"
-                    ) from error
                 if not isinstance(error, BlockingIOError):
                     raise
                 held.seek(0)

@@ -18,7 +18,7 @@ from pathlib import Path
 from cryptography import x509
 
 from dips.errors import Busy, ConfigError, Denied, FailedDisk
-from dips.files import explain_unwritable
+from dips.files import explain_unwritable, lock_file
 from dips.identity import certificates
 from dips.identity.certificates import CLOCK_SKEW, Key, utc_now
 from dips.identity.names import PeerIdentity, parse_san
@@ -176,7 +176,7 @@ class Authority:
         with explain_unwritable(path):
             file = path.open("r+b")  # NFS locks exclusively only what is open for writing
         with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file, path, fcntl.LOCK_EX)
             yield
 
     def _is_meant(self, row: IssuedRow, label: str) -> bool:

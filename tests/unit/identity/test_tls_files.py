@@ -309,6 +309,18 @@ class TestAuthority:
         enrolled.enroll("west", PeerRole.CLUSTER)
         assert len(enrolled.authority.revoke("west.cluster")) == 1
 
+    def test_its_directory_on_a_file_system_without_locks_is_told(
+        self, enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As of daemons: `dips certs` ended with a traceback there, `Function not implemented`, that names no file."""
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        with pytest.raises(ConfigError, match=r"issued\.jsonl: its file system does not lock files"):
+            enrolled.authority.revoke("west.cluster")
+
     def test_a_certificate_is_valid_to_its_last_second_unless_it_is_revoked(self, enrolled: Enrolled) -> None:
         enrolled.enroll("west", PeerRole.CLUSTER)
         (row,) = enrolled.authority.list_issued()
