@@ -18,7 +18,7 @@ import pytest
 
 from dips.errors import ConfigError, Corrupt
 from dips.ids import GENESIS, PushId, VersionId
-from dips.master import ledger_history, ledger_rows, schema
+from dips.master import ledger_history, ledger_rows, ledger_state, schema
 from dips.master.ledger import MEMORY, Ledger
 from dips.master.ledger_chain import ChainedRows
 from dips.master.ledger_history import removed_slaves
@@ -568,6 +568,57 @@ def test_some_rounds_are_read_without_a_walk_over_all_pushes(ledger: Ledger) -> 
         found, steps = count_steps(ledger, lambda after=after: ledger.read_rounds_after(after, 2))
         assert [(r.round, len(r.outcomes)) for r in found] == [(n, n % 4) for n in (after + 1, after + 2) if n <= 400]
         assert steps < 1_000, "a walk takes 3,000"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_read_by_places_is_what_a_walk_finds(ledger: Ledger, seed: int) -> None:
+    """Held against the plain queries, over rounds that are open, skipped, unchanged, applied and undone, with gaps as
+    after a restore. Places of outcomes ascend with their rounds, by which they are found.
+    """
+    rng, number, seqs, head = Random(seed), 0, Counter[str](), [GENESIS]
+    for _ in range(40):
+        number += rng.choice((1, 1, 1, 5))
+        ledger.write_records([RoundReserved(number, 0.0)])
+        names = rng.sample("abcd", rng.randrange(5))
+        seqs.update(names)
+        pushes = [PushId(name, 1 + seqs[name] // 8, seqs[name]) for name in names]
+        match rng.randrange(4):
+            case 0 if pushes:
+                version = VersionId(head[-1].version + 1, number)
+                ledger.write_records([committed(version, head[-1], *pushes)])
+                head.append(version)
+            case 1 | 2:
+                kind = rng.choice((RoundResult.SKIPPED, RoundResult.UNCHANGED))
+                told = "skipped" if kind is RoundResult.SKIPPED else "gated"
+                ended = RoundEnded(number, kind, "x", tuple(outcome(push, told) for push in pushes), (), 0.0)
+                ledger.write_records([ended])
+        if len(head) > 2 and rng.random() < 0.1:
+            to = rng.randrange(len(head) - 1)
+            ledger.write_records([RolledBack(head[to], tuple(head[to + 1 :]), "x", 0.0)])
+            del head[to + 1 :]
+    for name in "abcd":
+        for inc in range(1, 2 + seqs[name] // 8):
+            if seq := rng.choice((0, *range(8 * (inc - 1), 8 * inc))):
+                ledger.write_records([ClusterEnded(name, inc, "x", 0, 1.0, seq, seq)])
+    db = ledger._db
+    placed = [row[0] for row in db.execute("SELECT round FROM outcomes ORDER BY place")]
+    assert placed == sorted(placed)
+    walked = db.execute("SELECT round, cluster, inc, seq FROM outcomes ORDER BY place").fetchall()
+    reserved = [row[0] for row in db.execute("SELECT round FROM rounds ORDER BY round")]
+    for after in range(number + 2):
+        for limit in (1, 2, 7, 100):
+            read = ledger.read_rounds_after(after, limit)
+            assert [r.round for r in read] == [n for n in reserved if n > after][:limit]
+            for r in read:
+                found = [row for row in walked if row[0] == r.round]
+                assert [(r.round, o.push.cluster, o.push.inc, o.push.seq) for o in r.outcomes] == found
+    assert ledger.read_history(100) == ledger.read_rounds_after(0, 100)
+    by_join = db.execute(
+        """SELECT l.cluster, l.inc, l.tokens FROM left_open l LEFT JOIN outcomes o
+           ON o.cluster = l.cluster AND o.inc = l.inc AND o.seq = l.seq AND o.kind != 'skipped'
+           WHERE o.place IS NULL"""
+    )
+    assert ledger_state._died_open(db) == {(cluster, inc): tokens for cluster, inc, tokens in by_join}
 
 
 def test_results_are_read_without_a_walk_over_the_rounds_between(ledger: Ledger) -> None:
