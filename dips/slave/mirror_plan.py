@@ -3,9 +3,10 @@ want.
 
 Pure: `now` is an argument, and a shell does the jobs (snapshot_mirror.py, the simulation's), one at a time. There is no
 queue: a newer request replaces the former one. What must stay true: a whole version is deleted only beside one that the
-master names, and never one that it names, nor a later one. The newest version is copied first; after a copy that failed
-what may go is deleted first, since there may be no room. A failure is reported with its reason and tried again with
-backoff; no other work waits for it. The contents are listed anew before that try, since it may be another disk by then.
+master names, and never one that it names, nor a later one that has come since. The newest version is copied first;
+after a copy that failed what may go is deleted first, since there may be no room. A failure is reported with its reason
+and tried again with backoff; no other work waits for it. The contents are listed anew before that try, since it may be
+another disk by then.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class MirrorPlan:
         self._outdated: tuple[VersionId, ...] = ()
         self._list_due = True
         self._wanted: tuple[VersionId, ...] = ()
+        self._found: tuple[VersionId, ...] = ()  # that lay there before the master named any
         self._reason = ""
         self._listing_failed = False  # whether the reason is of a failed listing
         self._again_at = 0.0
@@ -95,9 +97,11 @@ class MirrorPlan:
         held = self._held or ()
         lacks = self._wanted[-1] not in held
         whole = held if any(version in held for version in self._wanted) else ()
-        # What is newer is another process's, if this one was cut off and has a successor that it does not know of.
+        # What is newer is another process's, if this one was cut off and has a successor that it does not know of; or
+        # of a run of this name that was thrown away, whose names come again: that lay there from the beginning.
         newest = max(version.round for version in self._wanted)
-        superfluous = tuple(v for v in (*whole, *self._outdated) if v not in self._wanted and v.round < newest)
+        over = (v for v in (*whole, *self._outdated) if v.round < newest or v in self._found)
+        superfluous = tuple(v for v in over if v not in self._wanted)
         if superfluous and (self._makes_room or not lacks):
             return MirrorJob(MirrorJobKind.DELETE, superfluous)
         return MirrorJob(MirrorJobKind.COPY, self._wanted[-1:]) if lacks else None
@@ -109,6 +113,8 @@ class MirrorPlan:
         outdated  versions whose copies are of no use: with layers from before a rebalance, or damaged
         """
         self._held, self._outdated, self._list_due = _by_round(held), outdated, False
+        if not self._wanted:
+            self._found = (*held, *outdated)
         if self._listing_failed or self._find_job() is None:
             self._end()
         self._job = None  # other jobs that failed are tried again: their reason stands until one succeeds
@@ -123,6 +129,7 @@ class MirrorPlan:
         self._makes_room = False
         held = self._held or ()
         self._outdated = tuple(v for v in self._outdated if v not in job.versions)
+        self._found = tuple(v for v in self._found if v not in job.versions)
         if job.kind is MirrorJobKind.COPY:
             self._held = _by_round((*held, *job.versions))
         else:

@@ -94,6 +94,20 @@ def test_what_a_successor_has_copied_is_not_deleted() -> None:
     assert plan.next_job(1.0) is None
 
 
+def test_what_a_run_that_was_thrown_away_has_left_is_deleted() -> None:
+    """`dips init --force` skips a mirror that it does not reach: later versions stayed there for good, and would have
+    been taken for those of the same names that the new run makes.
+    """
+    plan = listed(V1, V3, V4)
+    plan.want((V1,))
+    assert plan.next_job(0.0) == MirrorJob(MirrorJobKind.DELETE, (V3, V4))
+    plan.on_done(MirrorJob(MirrorJobKind.DELETE, (V3, V4)))
+    plan.list_again()
+    assert plan.next_job(1.0) == LIST
+    plan.on_listed((V1, V3))
+    assert plan.next_job(1.0) is None, "that one is a successor's"
+
+
 def test_a_failure_is_told_and_tried_again_with_growing_pauses() -> None:
     """The reason stands in the report until a job succeeds."""
     plan, pauses, now = listed(), [], 0.0
