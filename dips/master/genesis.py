@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Layer, Manifest,
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 from dips.store.files import ASIDE, put_version, write_version
-from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, insist, list_versions, removed_if_failed
+from dips.store.mirror import SEEN, MirrorStore, bring_back, copy_out, insist, list_versions
 
 Tensor = npt.NDArray[np.float32]
 
@@ -108,8 +108,9 @@ def make_run(
         for mirror in mirrors:
             mirror.remove_path("")
         write_initial(config, manifest, tensors, config.master.directory)
-        mirror_initial(config)
-        write_ledger(config, row, wall)
+        with _unmirrored_if_failed(config):
+            mirror_initial(config)
+            write_ledger(config, row, wall)
     return row
 
 
@@ -147,17 +148,29 @@ def fetch_initial(store: MirrorStore, run: str, directory: Path, *, model: bool 
 
 
 def mirror_initial(config: RunFile) -> None:
-    """Copy the root of v0@r0 to the mirror; the model is not there if `dips seed` brings it. Of a copy that fails or is
-    interrupted nothing is left, which the next `dips init` would take for a run.
-    """
+    """Copy the root of v0@r0 to the mirror; the model is not there if `dips seed` brings it."""
     if config.master.mirror is None:
         return
     directory = config.master.directory
     store = MirrorStore(config.master.mirror, config.shared.run, "master", of=directory)
-    with removed_if_failed(store, str(INITIAL)):
-        store.write_file(str(INITIAL_SHARED), (directory / INITIAL_SHARED).read_bytes())
-        if (directory / INITIAL_VERSION).exists():
-            copy_out(store.subfolder(str(INITIAL)), directory / INITIAL, GENESIS)
+    store.write_file(str(INITIAL_SHARED), (directory / INITIAL_SHARED).read_bytes())
+    if (directory / INITIAL_VERSION).exists():
+        copy_out(store.subfolder(str(INITIAL)), directory / INITIAL, GENESIS)
+
+
+@contextmanager
+def _unmirrored_if_failed(config: RunFile) -> Iterator[None]:
+    """Remove that copy if an exception ends the context before the ledger is there: the next `dips init` would take it
+    for a run.
+    """
+    try:
+        yield
+    except BaseException:
+        if config.master.mirror is not None and not ledger_path(config).exists():
+            with suppress(FailedMirror):  # it fails already
+                store = MirrorStore(config.master.mirror, config.shared.run, "master", of=config.master.directory)
+                store.remove_path(str(INITIAL))
+        raise
 
 
 def find_mirrors(config: RunFile, force: bool) -> list[MirrorStore]:

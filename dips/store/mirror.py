@@ -474,7 +474,7 @@ def copy_out(store: MirrorStore, root: Path, version: VersionId, on_piece: OnPie
             text = (kept / MANIFEST_FILE).read_bytes()
             manifest = VersionManifest.from_json(text, str(path / MANIFEST_FILE))
             insist(lambda: store.remove_path(folder))
-            with removed_if_failed(store, folder):
+            with _removed_if_failed(store, folder):
                 for record in manifest.layers:  # each is tried again: a store that refuses some would never hold all
                     insist(partial(_copy_layer_out, store, kept, path, manifest, record, on_piece))
                 _require_copied(store, manifest, folder)
@@ -491,7 +491,7 @@ def _require_copied(store: MirrorStore, manifest: VersionManifest, folder: str) 
 
 
 @contextmanager
-def removed_if_failed(store: MirrorStore, folder: str) -> Iterator[None]:
+def _removed_if_failed(store: MirrorStore, folder: str) -> Iterator[None]:
     """Remove a folder if an exception ends the context, but not from another mirror, where it may be whole."""
     try:
         yield

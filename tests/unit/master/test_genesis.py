@@ -201,10 +201,13 @@ def test_a_mirror_that_is_away_is_told_if_it_is_the_masters(tmp_path: Path) -> N
     make_run(with_mirrors(run_file(tmp_path / "m"), None, tmp_path / "gone"), model())
 
 
-def test_a_copy_to_the_mirror_that_is_interrupted_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["copy_out", "write_ledger"])
+def test_a_run_that_is_interrupted_when_it_is_mirrored_is_made_again(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it left there was a run of this name, which a master was to restore, and only --force helped."""
+    """What it left there was a run of this name, which a master was to restore, and only --force helped: also where the
+    copy was whole, and the disk too full for the ledger.
+    """
     (tmp_path / "mirror").mkdir()
     config = with_mirrors(run_file(tmp_path / "m"), tmp_path / "mirror", None)
 
@@ -212,10 +215,25 @@ def test_a_copy_to_the_mirror_that_is_interrupted_is_made_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(genesis, "copy_out", interrupt)
+        patch.setattr(genesis, step, interrupt)
         with pytest.raises(KeyboardInterrupt):
             make_run(config, model())
     make_run(config, model())
+
+
+def test_the_copy_of_a_run_that_has_its_ledger_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends `dips init` after the rename: the run is there, and is restored from its mirror when it is lost."""
+    (tmp_path / "mirror").mkdir()
+    config, put = with_mirrors(run_file(tmp_path / "m"), tmp_path / "mirror", None), genesis.put_in_place
+
+    def interrupt(built: Path, path: Path) -> None:
+        put(built, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(genesis, "put_in_place", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_run(config, model())
+    assert ledger_path(config).exists() and list((tmp_path / "mirror").rglob("shared.json"))
 
 
 def test_a_run_thrown_away_is_gone_from_its_mirrors(tmp_path: Path) -> None:
