@@ -102,9 +102,7 @@ def make_run(
     mirrors = find_mirrors(config, force)
     manifest = manifest_of(tensors, config.shared.grouping)
     row = row_of_model(config, manifest, tensors)
-    if force:
-        _throw_away(ledger)
-    with hold_beginning(ledger):
+    with hold_beginning(ledger, force):
         for mirror in mirrors:
             mirror.remove_path("")
         write_initial(config, manifest, tensors, config.master.directory)
@@ -241,15 +239,6 @@ def layer_norm(layer: Layer, tensors: Mapping[str, Tensor]) -> float:
     return float(np.sqrt(sum(np.sum(np.square(tensors[p.name], dtype=np.float64)) for p in layer.parameters)))
 
 
-def _throw_away(ledger: Path) -> None:
-    """Delete the old run's ledger, if no master holds it, and what it noted of its mirror, which is deleted, too."""
-    if ledger.exists():
-        with hold_ledger(ledger):
-            ledger.unlink()
-    for name in (SEEN, BOUND):
-        (ledger.parent / name).unlink(missing_ok=True)
-
-
 def write_initial(config: RunFile, model: Manifest, tensors: Mapping[str, Tensor], directory: Path) -> None:
     """Write the root of version 0 with the run's options, replacing an existing one."""
     root = directory / INITIAL
@@ -269,9 +258,13 @@ def _flatten_layer(layer: Layer, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 @contextmanager
-def hold_beginning(ledger: Path) -> Iterator[None]:
-    """Hold the lock of a ledger that is not there yet; raise ConfigError if it is."""
+def hold_beginning(ledger: Path, force: bool = False) -> Iterator[None]:
+    """Hold the lock of a ledger that is not there yet; raise ConfigError if it is. With `force` it is deleted instead,
+    as is what its master noted of the mirror: that is thrown away, too.
+    """
     with hold_ledger(ledger):
+        for path in (ledger, ledger.parent / SEEN, ledger.parent / BOUND) if force else ():
+            path.unlink(missing_ok=True)
         if ledger.exists():
             raise ConfigError(f"{ledger}: a ledger is here already; a run begins once")
         yield

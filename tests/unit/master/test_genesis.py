@@ -20,6 +20,7 @@ from dips.protocol.grouping import Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, Manifest
 from dips.slave.snapshots import InitialModel
 from dips.store.files import read_parameters
+from dips.store.mirror import SEEN
 from tests.disk_calls import DiskCalls
 
 
@@ -141,6 +142,21 @@ def test_of_two_that_make_a_run_at_once_one_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(genesis, "write_initial", write_behind)
     make_run(config, first)
     assert read_parameters(tmp_path / INITIAL_VERSION)["head.weight"].tolist() == first["head.weight"].tolist()
+
+
+def test_force_spares_a_run_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no ledger yet, but has noted its mirror, which was forgotten before the lock was asked for."""
+    (tmp_path / "mirror").mkdir()
+    config, write = with_mirrors(run_file(tmp_path / "m"), tmp_path / "mirror", None), genesis.write_ledger
+
+    def write_behind(*args: Any) -> None:
+        with pytest.raises(ConfigError, match=r"in use by another master \(pid "):
+            make_run(config, model(), force=True)
+        assert (tmp_path / "m" / SEEN).exists()
+        write(*args)
+
+    monkeypatch.setattr(genesis, "write_ledger", write_behind)
+    make_run(config, model())
 
 
 def test_force_spares_a_living_run(tmp_path: Path) -> None:
