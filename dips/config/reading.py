@@ -13,6 +13,7 @@ from dips.errors import ConfigError
 from dips.ids import check_name
 
 Model = TypeVar("Model", bound=BaseModel)
+MERGE = "tag:yaml.org,2002:merge"  # of the key `<<`
 TOO_DEEP = "expected keys below keys a few levels deep, got more than can be read"
 
 
@@ -78,13 +79,17 @@ def list_files(path: Path) -> tuple[Path, ...]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping: YAML's own loader takes the last one, without a word."""
+    """Refuses a key that stands twice in one mapping: YAML's own loader takes the last one, without a word. Of two `<<`
+    it merges both.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         known = dict[str, yaml.ScalarNode]()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and known.setdefault(key.value, key) is not key:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                continue
+            if known.setdefault(key.value, key) is not key:
                 raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
         return node
 

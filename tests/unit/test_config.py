@@ -247,7 +247,7 @@ def test_what_is_no_configuration(tmp_path: Path, text: str | None, message: str
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     """The last one alone counted: of two lists of `slaves`, or of `outer` and one more `outer` below, the first was
-    not read, and nothing said so. What is merged from an anchor may be set anew.
+    not read, and nothing said so. What is merged from an anchor may be set anew, and two anchors may be merged.
     """
     path = tmp_path / "shared.yaml"
     path.write_text("run: r\nouter: {lr: 0.5}\npenalty: {}\nouter: {momentum: 0.5}\n")
@@ -255,8 +255,8 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"shared.yaml: is not YAML: the key 'outer' stands twice\n.*line 4, column 1:"
     ):
         read_yaml(path)
-    path.write_text("a:\n  b: &b {<<: &c {x: 1, y: 2}, x: 3}\nd: {<<: *b, y: 4}\n")
-    assert read_yaml(path) == {"a": {"b": {"x": 3, "y": 2}}, "d": {"x": 3, "y": 4}}
+    path.write_text("a:\n  b: &b {<<: &c {x: 1, y: 2}, x: 3}\nd: {<<: *b, y: 4}\ne: {<<: *b, <<: {z: 5}}\n")
+    assert read_yaml(path) == {"a": {"b": {"x": 3, "y": 2}}, "d": {"x": 3, "y": 4}, "e": {"x": 3, "y": 2, "z": 5}}
 
 
 def test_a_lazy_install_goes_with_every_codec_and_overlap(tmp_path: Path) -> None:
