@@ -191,18 +191,22 @@ def require_private(path: Path, key: str) -> None:
 
 
 UNKNOWN = "unknown"  # the holder has not written its pid yet
-_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}  # of Lustre without `flock`, of NFS without its lock server
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP}  # of Lustre without `flock`
 
 
 def lock_file(file: IO[Any], path: Path, how: int) -> None:
-    """Lock an open file as `fcntl.flock` does. Raises ConfigError if its file system has no locks."""
+    """Lock an open file as `fcntl.flock` does. Raises ConfigError if its file system has no locks, FailedDisk if it has
+    none now.
+    """
     try:
         fcntl.flock(file, how)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
         told = f"{path}: its file system does not lock files ({error.strerror})"
-        raise ConfigError(f"{told}: name a directory on another one, or have it mounted with locks") from error
+        if error.errno == errno.ENOLCK:  # of NFS, whose lock server may not run yet: tried again, unlike 78
+            raise FailedDisk(told) from error
+        if error.errno in _NO_LOCKS:
+            raise ConfigError(f"{told}: name a directory on another one, or have it mounted with locks") from error
+        raise
 
 
 class PidLock:
@@ -210,12 +214,12 @@ class PidLock:
 
     def __init__(self, path: Path, *, busy: str, advice: str) -> None:
         """Take the lock. Raises ConfigError with `busy`, the holder and `advice` if it is held, and if its file system
-        has no locks; OSError if it cannot be opened.
+        has no locks, FailedDisk if it has none now; OSError if it cannot be opened.
         """
         self._path, self._file = path, path.open("a+")
         try:
             lock_file(self._file, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (OSError, ConfigError) as error:
+        except (OSError, ConfigError, FailedDisk) as error:
             with self._file as held:
                 if not isinstance(error, BlockingIOError):
                     raise
