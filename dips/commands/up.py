@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -151,7 +152,8 @@ def _watch_agent(running: LocalProcesses, agent: LocalProcess, master: Endpoint)
 
 def _tell_status(master: Endpoint) -> None:
     if (status := local.read_status(master)) is not None:
-        print(f"status: {terminal.one_line(status)}", flush=True)
+        with suppress(OSError):  # as what the training shows (LocalProcess)
+            print(f"status: {terminal.one_line(status)}", flush=True)
 
 
 def _check_daemons(running: LocalProcesses, agent: LocalProcess) -> None:

@@ -415,6 +415,17 @@ def test_a_run_is_watched_until_its_agent_ends(
         assert f"error: s0 ended with exit code {code}; the end of its log" in capsys.readouterr().err
 
 
+def test_a_status_that_nobody_reads_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `dips up … | tee log` without tee what the training shows is dropped; the next status stopped everything."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(up.local, "read_status", lambda master: make_view())
+    monkeypatch.setattr("builtins.print", fail)
+    up._tell_status(master_peer(NOBODY, None))
+
+
 # ---- dips verify -----------------------------------------------------------------------------------------------------
 
 
