@@ -142,7 +142,8 @@ def _resolve_paths(raw: Any, base: Path) -> Any:
 
 def _resolve_path(key: str, value: str, base: Path) -> str:
     if value.startswith(("~", "$")):  # else a directory of that name is made beside the file
-        raise ConfigError(f"{key}: expected a path, in which no ~ and no variable is filled in, got {value!r}")
+        told = f"{key}: expected a path, in which no ~ and no variable is filled in, got {value!r}"
+        raise ConfigError(f"{told}; release 0.1.0 took it for ./{value}: write that if a run lies there")
     return str(base / value)
 
 
