@@ -70,9 +70,9 @@ def serve_command(
     Its memory is allocated once and the sum is printed; its versions are kept in its directory, which no second slave
     may use. It waits for a master that is away; the master decides what it loads. It needs no GPU and no PyTorch.
 
-    Exit codes: 0 stopped by SIGTERM or SIGINT; 74 its disk is full, read-only or broken; 78 the run file, the
-    directory, a port or the memory is not usable; 65, 70, 76 the master and this slave do not understand each other:
-    see the message.
+    Exit codes: 0 stopped by SIGTERM or SIGINT; 74 its disk is full, read-only or broken; 77 the master has never let it
+    in: its certificate does not count; 78 the run file, the directory, a port or the memory is not usable; 65, 70, 76
+    the master and this slave do not understand each other: see the message.
 
     Example:  dips-slave --config dips.yaml --name slave-0
     """

@@ -16,7 +16,7 @@ from math import inf
 from random import Random
 from typing import Any
 
-from dips.errors import Busy, BusyDisk, DipsError, Stale, Unavailable, UnreadSnapshot
+from dips.errors import Busy, BusyDisk, Denied, DipsError, Stale, Unavailable, UnreadSnapshot
 from dips.protocol.effects import KeepSeed, Order, Persist, Retire
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import MOST_WAITS, OrderWait, SlaveHeartbeat, Transfer
@@ -283,7 +283,7 @@ class ReportQueue:
     def on_reply(self, error: Exception | None, now: float) -> Actions:
         """Send the next report after an acknowledgement, or plan to repeat this one."""
         assert self._sent is not None
-        if isinstance(error, Unavailable | Busy):
+        if isinstance(error, Unavailable | Busy | Denied):
             self._again_at = now + self._backoff.next_pause_s()
             return []
         if error is not None and not isinstance(error, Stale):

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from dips.dataclass import replace
-from dips.errors import Busy, FailedDisk, FailedMirror, Stale, Unavailable
+from dips.errors import Busy, Denied, FailedDisk, FailedMirror, Stale, Unavailable
 from dips.files import read_boot_id
 from dips.ids import VersionId
 from dips.protocol.effects import LoadVersion, Registered, RegisterLater
@@ -99,6 +99,7 @@ class LastProcess:
 
 
 RETRIED = (Unavailable, Busy, Stale, OSError)  # a Register is repeated; OSError: our disk cannot be listed
+RENEWED = (*RETRIED, Denied)  # by who was let in once: its certificate has ended, and is renewed in place
 
 
 class RegistrationPhase(Enum):
@@ -232,7 +233,7 @@ class Registration:
         return ShardWork(ShardMethod.DESCRIBE, (self._identity, self._look_for))
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
-        if not isinstance(error, RETRIED):
+        if not isinstance(error, RETRIED if self._registered is None else RENEWED):
             return [EndSlave(error)]
         pause_s = self._backoff.next_pause_s()
         self._sleep_for(pause_s, now)
@@ -349,11 +350,12 @@ class Heartbeats:
         if isinstance(error, Stale):
             refused = WriteLog("warning", "heartbeat_refused", {"why": str(error)})
             return [refused, *self._registration.request_again(self._sent[0], now)]
-        if not isinstance(error, Unavailable | Busy):
+        if not isinstance(error, Unavailable | Busy | Denied):
             return [EndSlave(error)]
         silent, self._answered = self._answered, False
         fields = {"master": self._identity.master, "why": str(error)}
-        return [WriteLog("warning", "master_silent", fields)] if silent else []
+        event = "heartbeat_refused" if isinstance(error, Denied) else "master_silent"
+        return [WriteLog("warning", event, fields)] if silent else []
 
     def _drop_unlisted(self) -> Actions:
         """Drop what is not live, apart from heartbeats, since the shard's thread may be busy for minutes.

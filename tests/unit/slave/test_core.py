@@ -10,6 +10,7 @@ import pytest
 from dips.errors import (
     Busy,
     BusyDisk,
+    Denied,
     FailedDisk,
     RemoteProtocolError,
     StaleIncarnation,
@@ -257,6 +258,14 @@ def test_a_master_that_knows_better_is_not_told_again() -> None:
     assert work_of(reports.on_reply(StalePush("over"), 0.1)) == []
     assert reports.add_reports([Staged(P2, 12)]) == [CallMaster(PushStaged("s", 7, P2, 12), 10.0)]
     assert reports.on_reply(wrong, 0.2) == [EndSlave(wrong)]
+
+
+def test_a_report_of_a_certificate_that_has_ended_is_told_again() -> None:
+    """It ended the slave, which its renewed certificate did not start again."""
+    reports = queue()
+    reports.add_reports([Staged(P1, 12)])
+    assert work_of(reports.on_reply(Denied("it expired"), 0.1)) == []
+    assert work_of(reports.tick(10.0)) == [CallMaster(PushStaged("s", 7, P1, 12), 10.0)]
 
 
 @pytest.mark.parametrize("busy_s", [0.1, 3.0])

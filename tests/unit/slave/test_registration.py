@@ -9,7 +9,16 @@ from random import Random
 
 import pytest
 
-from dips.errors import Busy, ConfigError, FailedDisk, FailedMirror, LocalProtocolError, StaleTerm, UnavailableMaster
+from dips.errors import (
+    Busy,
+    ConfigError,
+    Denied,
+    FailedDisk,
+    FailedMirror,
+    LocalProtocolError,
+    StaleTerm,
+    UnavailableMaster,
+)
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Hold, LoadVersion, Registered, RegisterLater, SlaveOrder
 from dips.protocol.events import MirrorReport, SlaveRegistered
@@ -239,7 +248,9 @@ def test_what_may_pass_is_tried_again_with_backoff(error: Exception) -> None:
     assert now + 1.1 <= slave.registration.next_deadline() <= now + 1.2
 
 
-@pytest.mark.parametrize("error", [ConfigError("no such slave"), LocalProtocolError("our bug")])
+@pytest.mark.parametrize(
+    "error", [ConfigError("no such slave"), LocalProtocolError("our bug"), Denied("a certificate of nobody")]
+)
 def test_a_refusal_for_good_ends_the_slave(error: Exception) -> None:
     """Whether the master or the slave's own memory says so."""
     slave = RegistrationRig()
@@ -247,6 +258,21 @@ def test_a_refusal_for_good_ends_the_slave(error: Exception) -> None:
     slave.registration.on_described(SAID, 0.0)
     assert slave.registration.on_registered(error, 0.0) == [EndSlave(error)]
     assert slave.registration.on_welcomed(error, 0.0) == [EndSlave(error)]
+
+
+def test_who_was_let_in_once_waits_for_its_certificate() -> None:
+    """A certificate that ended, or was replaced a moment late, ended the slave: the renewed one found nobody."""
+    slave, expired = RegistrationRig().serving(), Denied("the certificate of slave 's' expired")
+    slave.heartbeats.tick(0.0)
+    slave.heartbeat(2.0)
+    (told,) = slave.heartbeats.on_answer(expired, 2.1)
+    assert isinstance(told, WriteLog)
+    assert told.event == "heartbeat_refused"
+    slave.heartbeat(4.0)
+    assert work_of(slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, True, 0), 4.1)) == [DESCRIBE]
+    slave.registration.on_described(SAID, 4.1)
+    assert work_of(slave.registration.on_registered(expired, 4.1)) == []
+    assert slave.registration.phase is RegistrationPhase.PAUSED
 
 
 def test_the_answer_of_an_old_master_is_not_followed() -> None:
