@@ -77,7 +77,8 @@ def memory_command(
 
     A slave prints the same sum when it starts, and refuses to start if memory is short. Ranks need host memory beside
     the model. Disks have room for the newest two snapshots, the one that is written, those that `keep_every` keeps (if
-    `keep_most` bounds them), and, with a mirror, two more that stay while it lags.
+    `keep_most` bounds them), with a mirror two more that stay while it lags, and, without `initial_model`, the first
+    model, which `dips seed` brings and which stays.
 
     The last lines are what a round costs at these rates of disk and link. With `durability: commit`, the default, a
     version counts when it is on every slave's disk: a round waits for that. Hold the sum against the time of the inner
@@ -165,7 +166,8 @@ def describe_cluster(plan: MemoryPlan) -> str:
         f"  write {snapshot} on the heaviest slave's disk, before the version counts: {cost.persist_s:,.1f} s\n"
         f"  pull  {_gigabytes(c.pull_bytes)} on a cluster's link: {cost.pull_s:,.1f} s\n"
         f"a slave that starts reads {KEEP_SNAPSHOTS} snapshots or more before it serves: {cost.start_s:,.1f} s\n"
-        f"disks: room for {heaviest.snapshots} snapshots of {snapshot}; a mirror takes as many bytes a version"
+        f"disks: room for {heaviest.snapshots} snapshots of {snapshot}, and without initial_model for the first model\n"
+        "a mirror takes as many bytes a version"
     )
 
 

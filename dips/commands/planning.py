@@ -91,8 +91,7 @@ def share_equally(parameters: int, slaves: int) -> list[int]:
 
 def default_section(name: str) -> SlaveSection:
     """Return the section of a slave of which nothing is known; its paths are neither read nor written."""
-    nowhere = Path("/nonexistent")
-    return SlaveSection(name=name, master="127.0.0.1:0", directory=nowhere, initial_model=nowhere)
+    return SlaveSection(name=name, master="127.0.0.1:0", directory=Path("/nonexistent"))
 
 
 def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: Codec, kept: int) -> PlannedSlave:
@@ -101,11 +100,13 @@ def plan_slave(section: SlaveSection, layers: int, numel: int, pull_codec: Codec
     kept  the newest snapshots that stay, with the archives of `keep_every`
 
     Besides these there is the one that is written; with a mirror also the newest version that all mirrors hold, and the
-    one that is being copied to them, which stay while a mirror lags (dips/protocol/durability.py).
+    one that is being copied to them, which stay while a mirror lags (dips/protocol/durability.py). The first model,
+    θ alone, is there for good if `dips seed` brings it.
     """
     memory = memory_of(section, numel, pull_codec)
     snapshots = kept + WRITTEN + (LAGGING if section.mirror else 0)
-    disk = SNAPSHOT_BYTES * numel * snapshots
+    seeded = BYTES_PER_PARAMETER if section.initial_model is None else 0
+    disk = (SNAPSHOT_BYTES * snapshots + seeded) * numel
     return PlannedSlave(section.name, layers, numel, memory.total_bytes, disk, snapshots, memory.describe_sum())
 
 

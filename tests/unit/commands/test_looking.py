@@ -479,6 +479,14 @@ def test_a_slave_is_planned_as_it_counts_itself(files: FilesToCheck) -> None:
     assert plan["round"]["persist_s"] == pytest.approx(8 * 1001 / plan["round"]["disk_rate"]), "the heaviest slave's"
 
 
+def test_a_disk_has_room_for_the_first_model_that_stays(files: FilesToCheck) -> None:
+    """`dips seed` brings it to the slave's own disk: a volume of the planned size was full at the third version."""
+    del files.run["slaves"][0]["initial_model"]
+    files.check()
+    words = ("plan", "memory", "--config", str(files.run_file), "--parameters", "2000", "--json")
+    assert [s["disk_bytes"] for s in json.loads(type_dips(*words))["slaves"]] == [1000 * (4 + 8 * 3), 1000 * 8 * 3]
+
+
 def test_a_disk_has_room_for_what_stays_while_a_mirror_lags(files: FilesToCheck) -> None:
     """The newest two, the one that is written, the newest that all mirrors hold, and the one that is copied; archives
     beside them, if their number is bounded.
@@ -530,7 +538,7 @@ def test_a_round_costs_what_disk_and_link_take() -> None:
     assert [row[:3] for row in rows if row and row[0].startswith("slave-")] == [
         [f"slave-{i}", "–", "500,000,000"] for i in range(4)
     ]
-    assert [row[-2:] for row in rows if row and row[0] == "slave-0"] == [["12.00", "GB"]]
+    assert [row[-2:] for row in rows if row and row[0] == "slave-0"] == [["14.00", "GB"]]
     assert [len(row) for row in rows if row and row[0] == "master"] == [5], "memory and disk, each with its unit"
 
 
