@@ -184,6 +184,7 @@ async def serve(
     slave.
     """
     async with AsyncExitStack() as stack:
+        daemon.ignore_hangups()  # kernels compile for seconds, and whoever hurries the slaves signals this one, too
         systemd = stack.enter_context(daemon.SystemdLink())
         lanes = len(section.data_lanes(available_cores()))  # for as many clusters as may push at once; more may pull
         peers = f"{section.slots} clusters of {TRANSFER_RANKS} ranks on {lanes} lanes"

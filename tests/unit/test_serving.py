@@ -84,6 +84,16 @@ async def test_a_hangup_ends_no_master_that_waits(config: RunFile, tmp_path: Pat
         signal.raise_signal(signal.SIGHUP)
 
 
+async def test_a_hangup_ends_no_slave_that_starts(
+    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its kernels compile, for seconds, it was ended like a master that waits."""
+    handlers = list[Any]()
+    monkeypatch.setattr(slave_app.kernels, "warm_up", lambda: handlers.append(signal.getsignal(signal.SIGHUP)))
+    async with served(lambda ready: SERVE["slave"](config, tmp_path / "run.yaml", ready)):
+        assert handlers[0] is not signal.SIG_DFL
+
+
 async def test_a_run_begins_with_the_run_file_of_its_beginning(config: RunFile, tmp_path: Path) -> None:
     """It was edited while the master waited, which ended with 78 over a file that was right, or began the run with what
     the file had said before."""
