@@ -44,7 +44,7 @@ def verify(
     """Read all snapshots, and compare every digest.
 
     Each layer's bytes are compared with the snapshot's manifest, and the manifest with the ledger, for every slave in
-    the run file whose directory is on this machine. Needs the memory of one layer and one read of the disk; slaves and
+    the run file whose directory is on this machine. Needs some MiB of memory and one read of the disk; slaves and
     master may be running. Without a ledger here (on a slave's own machine) snapshots are compared with their manifests.
 
     A slave does the same when it starts, and skips damaged snapshots: then the run is rolled back to the newest

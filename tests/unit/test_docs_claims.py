@@ -188,11 +188,12 @@ def test_every_exit_code_is_explained() -> None:
 
 
 def test_environment_variables_are_read() -> None:
-    """A variable that is named is one that the client, the logs, followers or a script of deploy/ know."""
+    """A variable that is named is one that the client, the logs, commands or a script of deploy/ know."""
     read = [
         *(ROOT / "dips" / "client").rglob("*.py"),
         ROOT / "dips" / "telemetry" / "logs.py",
         ROOT / "dips" / "commands" / "follow.py",
+        ROOT / "dips" / "commands" / "options.py",
         *(ROOT / "deploy").rglob("*.sh"),
         *(ROOT / "deploy").rglob("*.sbatch"),
     ]
