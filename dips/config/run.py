@@ -111,7 +111,7 @@ class SlaveSection(HttpKey):
     master: str  # host:port
     listen: str = "127.0.0.1:0"  # control server; port 0 takes a free one
     # Data lanes: host:port of each, or the number of free ports on the host of `listen`; 0: by cores.
-    lanes: tuple[str, ...] | Annotated[int, Field(ge=0, le=MOST_LANES)] = 0
+    lanes: Annotated[tuple[str, ...], Field(min_length=1)] | Annotated[int, Field(ge=0, le=MOST_LANES)] = 0
     # The host by which master and clusters reach it; null: as in `listen` and `lanes`. Where ports are translated, too:
     # host:port of the control server, then of each lane.
     advertise: str | tuple[str, ...] | None = None

@@ -183,6 +183,7 @@ def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> No
         ("master.listen", "10.0.0.1:7800", "loopback only, got '10.0.0.1:7800'"),
         ("slaves.0.lanes", ["0.0.0.0:0"], "slaves.s0.lanes: .* loopback only, got '0.0.0.0:0'"),
         ("slaves.0.lanes", 17, "slaves.0.lanes"),
+        ("slaves.0.lanes", [], "slaves.0.lanes"),
         ("master.listen", 7800, "master.listen: expected text, in quotes where YAML reads a number or date, got 7800"),
         ("shared.run", 2026, "shared.run: expected text, in quotes .*, got 2026"),
         ("shared.stop.tokens", "1e9", "stop.tokens: expected a whole number, in digits, got '1e9'"),
