@@ -123,7 +123,10 @@ def init(
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Share only parameters of such names, as '*.lora_*'. Repeatable."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Delete the run that is already there.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Delete the ledger that is there, and mirrors of a run of this name."),
+    ] = False,
 ) -> None:
     """Make a run: its first model and its ledger.
 
@@ -136,6 +139,9 @@ def init(
 
     Slaves read the model from their key initial_model. On other machines copy the directory
     <master.directory>/initial to that path, or send the model by `dips seed`.
+
+    With --force the run that is there is lost: its ledger, and its mirrors with the snapshots of all slaves, without a
+    question. Slaves' directories stay: empty them, or the new run's master ends with 78.
 
     \b
     Example:
