@@ -60,7 +60,7 @@ class ClusterFile(HttpKey, HttpTokenKey, TlsKey):
     # signed and contain neither parameters nor secrets, so the address need not be loopback.
     agent: str | None = None
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
-    directory: Path = Path(".")  # logs, timeline, socket
+    directory: Path = Path(".")  # timeline, socket, tokens told; the log goes to standard error
     # A command that the agent runs before each start of the training command, with the same variables and directory,
     # for example to plan anew for the devices that are there. If it fails, or takes longer than `collective_s`, the
     # training command counts as crashed. null: nothing
