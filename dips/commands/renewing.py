@@ -71,7 +71,7 @@ class AuthorityPort(AuthorityServiceServicer):
         caller = self._guard.read_caller(context.auth_context())
         try:
             asked = x509.load_der_x509_csr(request.request)
-        except ValueError as error:
+        except certificates.UNREADABLE as error:
             raise RemoteProtocolError(f"expected a certificate request in DER from {caller.identity}") from error
         signed = await asyncio.to_thread(self._authority.renew, asked, caller.serial, caller.identity.label, self._life)
         until, serial = signed.not_valid_after_utc, f"{signed.serial_number:x}"

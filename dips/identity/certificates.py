@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
@@ -27,6 +29,9 @@ from dips.identity.names import PeerIdentity, parse_san
 PRIVATE, PUBLIC = 0o600, 0o644
 
 Document = TypeVar("Document")
+
+# What `cryptography` raises for content that is damaged, or of a kind that it does not know.
+UNREADABLE = ValueError, TypeError, x509.InvalidVersion, UnsupportedAlgorithm
 
 REQUEST_BEGIN, OLD_REQUEST_BEGIN = b"-----BEGIN CERTIFICATE REQUEST", b"-----BEGIN NEW CERTIFICATE REQUEST"
 
@@ -143,7 +148,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 def _parse(load: Callable[[bytes], Document], content: bytes, path: Path, key: str, what: str) -> Document:
     try:
         return load(content)
-    except (ValueError, TypeError) as error:
+    except UNREADABLE as error:
         reason = str(error).partition("\n")[0][:160]
         raise ConfigError(f"{key}: {path}: expected a {what} in PEM: {reason}") from error
 
@@ -212,10 +217,11 @@ def sign_request(
 
 def read_requested_key(request: x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
     """Return the public key of a request; raise Denied if the request is not signed by it."""
-    public = request.public_key()
-    if not request.is_signature_valid or not isinstance(public, ec.EllipticCurvePublicKey):
-        raise Denied("the request is not signed by the P-256 key that it names: make it by `dips certs request`")
-    return public
+    with suppress(*UNREADABLE):
+        public = request.public_key()
+        if request.is_signature_valid and isinstance(public, ec.EllipticCurvePublicKey):
+            return public
+    raise Denied("the request is not signed by the P-256 key that it names: make it by `dips certs request`")
 
 
 def fingerprint_of(public: ec.EllipticCurvePublicKey) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dips.identity.certificates import (
     make_authority,
     make_request,
     new_key,
+    parse_request,
     read_pem,
     read_requested_key,
     signed_at,
@@ -39,6 +41,22 @@ def test_a_request_names_a_key_of_our_kind_and_is_signed_by_it() -> None:
     for wrong in (x509.load_der_x509_csr(bytes(der)), builder.sign(strange_key, hashes.SHA256())):
         with pytest.raises(Denied, match="not signed by the P-256 key that it names"):
             read_requested_key(wrong)
+
+
+def test_no_flipped_byte_of_a_request_is_more_than_refused(tmp_path: Path) -> None:
+    """A key of another kind, or a point on no curve, was a traceback: of `dips certs issue`, and in the log of the
+    authority's port, two hundred a second, for whoever has any certificate.
+    """
+    der = make_request(make_identity("west", PeerRole.CLUSTER, "july"), new_key()).public_bytes(Encoding.DER)
+    refused = set[type[Exception]]()
+    for place in range(len(der)):
+        wrong = b64encode(der[:place] + bytes([der[place] ^ 1]) + der[place + 1 :])
+        pem = b"-----BEGIN CERTIFICATE REQUEST-----\n%s\n-----END CERTIFICATE REQUEST-----\n" % wrong
+        try:
+            read_requested_key(parse_request(pem, tmp_path, "request"))
+        except (ConfigError, Denied) as error:
+            refused.add(type(error))
+    assert refused == {ConfigError, Denied}
 
 
 def test_a_certificate_is_valid_from_its_first_second_to_its_last() -> None:
