@@ -171,7 +171,8 @@ class Renewer:
         signer = loaded.find_signer(told)
         if signer is None:
             raise RemoteProtocolError(f"{self._peer}: its list of revocations is signed by no authority of ours")
-        known = certificates.parse_revocations(certificates.read_pem(path, "tls"), path, "tls") if path.exists() else []
+        there = not certificates.is_missing(path, "tls")
+        known = certificates.parse_revocations(certificates.read_pem(path, "tls"), path, "tls") if there else []
         former = [crl for crl in known if loaded.find_signer(crl) == signer]
         if any(told.last_update_utc < crl.last_update_utc for crl in former):
             raise RemoteProtocolError(
@@ -210,7 +211,7 @@ class Renewer:
 
     def _finish_former(self) -> None:
         """Put in place what a former renewal, ended between the two renames, left."""
-        if (signed := renewal_of(self._certificate, CRT)).exists():
+        if not certificates.is_missing(signed := renewal_of(self._certificate, CRT), "certificate"):
             put_in_place(signed, self._certificate)
 
     async def _ask(self, method: str, request: Any) -> Any:
@@ -245,7 +246,7 @@ class Renewer:
 def put_in_place(signed: Path, certificate: Path) -> None:
     """Rename the new files over the old, the key first: between the two renames `load_tls` takes the new pair."""
     renewed, present = renewal_of(certificate, KEY), certificate.with_suffix(KEY)
-    key = renewed if renewed.exists() else present  # ended between the two renames
+    key = present if certificates.is_missing(renewed, "key") else renewed  # ended between the two renames
     new = certificates.parse_certificate(certificates.read_pem(signed, "certificate"), signed, "certificate")
     secret = certificates.parse_key(certificates.read_key_pem(key, "key"), key, "key")
     if new.public_key() != secret.public_key():

@@ -355,6 +355,30 @@ async def test_a_file_that_is_wrong_for_a_while_ends_no_renewal(
     assert load_tls(west).until - utc_now() > timedelta(hours=23)
 
 
+@pytest.mark.parametrize("name", ["crl.pem", "west.cluster.renewal.crt", "west.cluster.renewal.key"])
+async def test_a_disk_that_answers_with_an_error_for_a_while_ends_no_renewal(
+    enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whether a file is there was asked outside of what is tried again: EIO or ESTALE of a network's disk ended it."""
+    monkeypatch.setattr("dips.commands.renewing.LOOK_S", 0.02)
+    west, stat, fails = far_away(enrolled, enrolled.enroll_ending("west", PeerRole.CLUSTER)), Path.stat, True
+
+    def fail(path: Path, **more: Any) -> os.stat_result:
+        if fails and path.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, **more)
+
+    async with served(enrolled) as address:
+        renewer, said = said_by(west, address)
+        monkeypatch.setattr(Path, "stat", fail)
+        keeping = asyncio.create_task(renewer.keep())
+        await eventually(lambda: any("Input/output error" in line for line in said) or keeping.done())
+        fails = False
+        await eventually(lambda: any("renewed, valid until" in line for line in said) or keeping.done())
+        assert not keeping.done()
+        keeping.cancel()
+
+
 @pytest.mark.parametrize("full", ["west.cluster", "ca"])
 async def test_a_disk_that_is_full_for_a_while_ends_no_renewal(
     enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch, full: str
