@@ -125,7 +125,7 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
         raise ConfigError(f"--source: each name once, got {', '.join(names)}")
     if (plan.output / index.MANIFEST).exists():
         raise ConfigError(f"--output {plan.output}: a data set is there already; name another directory")
-    sources = [_without_own(source, plan.output) for source in plan.sources]
+    sources = [_without_own(plan, source) for source in plan.sources]
     for source in sources:
         _check_texts(plan, source)
     with explain_unwritable(f"--output {plan.output}"):
@@ -159,11 +159,13 @@ def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Buil
     return Built(digest, sum(sizes), counts, sizes, cut, weighed, vocabulary, *long)
 
 
-def _without_own(source: CorpusSource, output: Path) -> CorpusSource:
+def _without_own(plan: BuildPlan, source: CorpusSource) -> CorpusSource:
     """Leave out what an earlier try, which was ended, has written below a source that `output` lies in."""
-    at = output.resolve()
-    own = [at / name for name in (TOKENS, index.DOCUMENTS, index.RANGES, f"{index.MANIFEST}.new")]
-    files = tuple(file for file in source.files if not any(file.resolve().is_relative_to(path) for path in own))
+    at = plan.output.resolve()
+    # Not all below TOKENS: token files of the user may have been there before.
+    tokens = {at / TOKENS / f"{one.name}.bin" for one in plan.sources if one.texts}
+    own = tokens | {at / name for name in (index.DOCUMENTS, index.RANGES, f"{index.MANIFEST}.new")}
+    files = tuple(file for file in source.files if file.resolve() not in own)
     if not files:
         raise ConfigError(f"source {source.name}: there is no file but those that a build has written to {at}")
     return CorpusSource(source.name, files)

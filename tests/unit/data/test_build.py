@@ -167,6 +167,18 @@ def test_what_a_killed_build_left_is_no_source(corpus: Path) -> None:
     assert made.digest == DataSet(corpus / "other").digest
 
 
+def test_token_files_in_a_directory_of_the_builds_own_name_are_read(corpus: Path) -> None:
+    """A user's own tokens/ in the directory of the data set was taken for a killed build's, and left out unsaid."""
+    (corpus / "tokens").mkdir()
+    for file in ("books.npy", "books.documents.npy"):
+        (corpus / file).rename(corpus / "tokens" / file)
+    np.arange(256, dtype="<u2").tofile(corpus / "tokens" / "more.bin")
+    chosen = parse_source(f"books={corpus}/tokens"), parse_source(f"code={corpus}/code")
+    reader = make_tokenizer("bytes", None)
+    built = build_dataset(BuildPlan(chosen, corpus, 2, 0, reader, dtype="uint16", eos=255))
+    assert built.sources[0] == 20_000 + 256
+
+
 def test_bad_sources_are_refused(corpus: Path) -> None:
     """Each message names the file and what was expected."""
     (corpus / "bad.jsonl").write_text('{"text": "good"}\n{"body": "bad"}\n')
