@@ -132,6 +132,11 @@ class OutStream:
     led_to: tuple[VersionId | None, ...] = ()  # the versions of these updates; a lent one may be written again
     ranges: type[Range] = Range  # class of its chunks, whose `nbytes` are the bytes as encoded
 
+    @property
+    def reads(self) -> bool:
+        """Whether it is of an export or a follower."""
+        return reads_only(self.pull.pull.cluster)
+
     def unsent(self, more: Iterable[Range] = ()) -> tuple[int, int]:
         """Return (chunks, bytes) that are asked for, with `more`, and not sent: the rank counts each of them as in
         flight.
@@ -230,6 +235,7 @@ def cut_updates(layout: LayerLayout, updates: tuple[Update, ...], chunk: Range) 
 
 
 MOST_STREAMS = 1 << 16  # of all open pulls, one for each rank and lane: about 30 MB
+READERS_SHARE = 2  # of all copies half, for all who only read: some that die at once must hold back no cluster
 MOST_JOBS = 4096  # chunks of one lane that are being hashed or wait for it; further ones are parked
 
 
@@ -255,7 +261,7 @@ class ChunkSend:
         layer, param, offset, _ = chunk = self.chunk
         header = Header(Kind.CHUNK, run, self.stream.stream, chunk.nbytes, 0, layer, param, offset, chunk.dtype)
         known = partial(self.sender.checksums.chunk_checksum, self.stream.pull.version, chunk)
-        alone = self.stream.updates or reads_only(self.stream.pull.pull.cluster)  # a file's bytes vouch for no others
+        alone = self.stream.updates or self.stream.reads  # a file's bytes vouch for no others
         return guard.seal_frame(header, self.make_body(), hash_body if alone else known)
 
     def still_wanted(self) -> bool:
@@ -281,6 +287,7 @@ class Sender:
     ) -> None:
         """`sealed`: all chunks are sent from copies; `copies` is the most bytes of these at once, over all streams."""
         self._sealed, self._copies = sealed, Transit(copies)
+        self._lent = 0  # bytes of these copies that are of pulls of who only reads
         self._chunk_bytes = chunk_bytes
         self._stall_s = stall_s
         self._clock = clock
@@ -435,14 +442,18 @@ class Sender:
         if not (self._sealed or stream.updates):
             return True
         left = self._copies.limit - self._copies.used_bytes
-        if (stream.copied and stream.copied + nbytes > left) or not self._copies.take_bytes(nbytes):
+        if stream.reads:
+            left = min(left, self._copies.limit // READERS_SHARE - self._lent)
+        if stream.copied + nbytes > left or not self._copies.take_bytes(nbytes):
             return False
+        self._lent += nbytes * stream.reads
         stream.copied += nbytes
         return True
 
     def _give_copies(self, stream: OutStream, nbytes: int) -> None:
         if stream.copied:
             stream.copied -= nbytes
+            self._lent -= nbytes * stream.reads
             self._copies.give_back(nbytes)
 
     def _too_long(self, chunks: tuple[Range, ...]) -> str | None:

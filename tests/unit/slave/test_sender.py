@@ -345,6 +345,21 @@ def test_a_slow_reader_of_sealed_chunks_leaves_room_for_others():
     sender.close_all("over")
 
 
+def test_followers_that_die_at_once_leave_room_for_clusters():
+    """Of three on a fast link, as when their site is cut off, the copies held back all pulls of this slave until they
+    had stalled.
+    """
+    sender = Sender(1000, 10.0, lambda: 0.0, sealed=True, copies=128_000)
+    sender.set_layers(LayerLayout(MANIFEST, (0,)))
+    given = list[int]()
+    for cluster in ("f.puller", "g.puller", "h.operator", "west"):
+        sender.open_pull(PullId(cluster, 1, 1), V, {0: np.arange(1000, dtype=np.float32)}, 0.0)
+        stream = StreamName("demo", "pull", cluster, 1, 1, 0, "s0", 1, 1, str(V))
+        sender.on_hello(0, cluster.encode(), stream, (), 0.0)
+        given.append(len(sender.on_want(0, cluster.encode(), stream.stream_id, (Range(0, 0, 0, 250),) * 64, 0.0)))
+    assert given == [32, 16, 8, 36]
+
+
 def test_a_lane_is_given_no_more_chunks_than_it_can_queue():
     """Of more ranks than its queue has room for each gets all that it asked for, in its turn, on its first stream; one
     whose chunks were dropped would wait until it takes its connection for dead.
