@@ -9,16 +9,19 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 
+from dips.client.agent.state import list_remarks
 from dips.config import load_run
 from dips.ids import GENESIS
 from dips.master import schema
 from dips.master.ledger import Ledger
 from dips.protocol import codec
+from dips.protocol.enums import RemarkSubject
 from dips.protocol.records import ProtocolRaised, RoundReserved
 from dips.protocol.releases import OLDEST_PROTOCOL
 from dips.wire.messages import _MODULES
@@ -98,6 +101,17 @@ def test_no_message_has_lost_or_changed_a_field() -> None:
             gone = {number: field for number, field in fields.items() if ours.get(name, {}).get(number) != field}
             assert not gone, f"{name}: {gone}"
     assert FieldDescriptorProto.TYPE_UINT64 in {field[1] for fields in ours.values() for field in fields.values()}
+
+
+def test_remarks_have_words_of_the_release_before() -> None:
+    """A master of it refused each heartbeat with another one: a pipeline that changed its gear lost its cluster's lease
+    again and again.
+    """
+    tree = ast.parse(read_former("dips/protocol/enums.py"))
+    told = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == RemarkSubject.__name__)
+    known = {n.value.value for n in told.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)}
+    ours: Any = SimpleNamespace(remarks=dict.fromkeys(RemarkSubject, "why"))
+    assert {remark.subject.value for remark in list_remarks(ours)} <= known
 
 
 def test_the_release_before_takes_a_ledger_and_gives_it_back(former: Path, tmp_path: Path) -> None:

@@ -194,6 +194,8 @@ def _send_question(s: AgentState, channel: Channel, delay_s: float) -> None:
 
 
 WAIT_TOLD_S = 5.0  # a wait of this length is logged
+# wart: a master of release 0.1.0 refuses each heartbeat with a word that it does not know, and the lease ends.
+TOLD_AS = {RemarkSubject.INSIDE: RemarkSubject.SCRIPT}
 
 
 def make_remark(s: AgentState, subject: RemarkSubject, text: str) -> None:
@@ -210,7 +212,10 @@ def drop_remark(s: AgentState, subject: RemarkSubject) -> None:
 
 def list_remarks(s: AgentState) -> tuple[Remark, ...]:
     """Return all remarks that hold, for a heartbeat."""
-    return tuple(Remark(subject, make_printable(text)[:REMARK_CHARS]) for subject, text in s.remarks.items())
+    return tuple(
+        Remark(TOLD_AS.get(subject, subject), make_printable(text)[:REMARK_CHARS])
+        for subject, text in s.remarks.items()
+    )
 
 
 def tell_certificate(s: AgentState, problem: str) -> None:

@@ -97,7 +97,7 @@ def test_a_pipeline_is_shown(play: Play) -> None:
     assert scrape(play)["dips_agent_pipeline_idle_seconds"] == idle
     assert scrape(play)["dips_agent_pipeline_peak_bytes"] == {("0", "gathered"): 64}
     assert scrape(play)["dips_agent_inside_changes"] == {("gear",): 2, ("plan",): 1}
-    assert list_remarks(play.s) == (Remark(RemarkSubject.INSIDE, "new plan: a link"),)
+    assert list_remarks(play.s) == (Remark(RemarkSubject.SCRIPT, "new plan: a link"),)
     play.send(play.attach(launch=2, pid=8))
     assert list_remarks(play.s) == () and scrape(play)["dips_agent_pipeline_gear"] == {}
     assert scrape(play)["dips_agent_inside_changes"] == {("gear",): 2, ("plan",): 1}
@@ -109,7 +109,7 @@ def test_a_sync_of_replicas_is_routine(play: Play) -> None:
     play.send(InsideChanged(1, "sync", "sync 1"))
     assert play.marks[-1] == ("mesh_sync", {"text": "sync 1"}) and list_remarks(play.s) == ()
     play.send(InsideChanged(1, "rollback", "sync 1 rolls 2 of 3 layers back"))
-    assert list_remarks(play.s) == (Remark(RemarkSubject.INSIDE, "sync 1 rolls 2 of 3 layers back"),)
+    assert list_remarks(play.s) == (Remark(RemarkSubject.SCRIPT, "sync 1 rolls 2 of 3 layers back"),)
     play.send(InsideChanged(1, "sync", "sync 2"))
     assert list_remarks(play.s) == ()
     assert scrape(play)["dips_agent_inside_changes"] == {("sync",): 2, ("rollback",): 1}
