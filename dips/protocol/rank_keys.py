@@ -12,7 +12,7 @@ from collections.abc import Sequence
 KEY_CHARS = 40  # for 32 bytes
 TRANSFER_RANKS = 256  # of a cluster that move bytes; in a larger job others hand theirs to one on their host
 MOST_KEYS = 16_384  # keys that are read for one transfer: 672 kB
-MOST_FLIP_KEYS = 131_072  # of all pulls that one Commit opens: 5.5 MB of a message's 16; other clusters ask
+MOST_FLIP_KEYS = 20_480  # of all pulls that one Commit opens: 860 kB of an order's 1 MiB; other clusters ask
 
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 

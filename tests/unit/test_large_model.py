@@ -10,19 +10,20 @@ import pytest
 
 from dips.client.ipc.messages import MOST_BYTES, ManifestSent, PullNow, encode_message
 from dips.errors import ConfigError, CorruptManifest
-from dips.ids import PushId, VersionId
+from dips.ids import PullId, PushId, VersionId
 from dips.master import genesis
 from dips.master.genesis import manifest_of
 from dips.master.waiting import BYTES_PER_LAYER, propose_run
 from dips.outer_step import OuterStep
 from dips.protocol import manifest
-from dips.protocol.effects import Apply, Fold, Grant, Hold, Order, Registered, SlaveAddress
+from dips.protocol.effects import Apply, Commit, Fold, Grant, Hold, Order, RankKeys, Registered, SlaveAddress
 from dips.protocol.enums import LayerUnit
 from dips.protocol.events import ManifestOffered, Measured
 from dips.protocol.grouping import PLAIN_GROUPING, Grouping
 from dips.protocol.manifest import MAX_JSON_BYTES, MOST_LAYERS, Manifest
+from dips.protocol.rank_keys import KEY_CHARS, MOST_FLIP_KEYS
 from dips.transport.limits import MASTER_LIMITS, SLAVE_LIMITS
-from dips.wire.messages import MAX_MESSAGE_BYTES, from_proto, to_proto
+from dips.wire.messages import MAX_INTEGER, MAX_MESSAGE_BYTES, from_proto, to_proto
 from dips.wire.packed_manifest import MOST_PACKED, pack_manifest, unpack_manifest
 
 V1 = VersionId(1, 1)
@@ -91,6 +92,14 @@ def test_a_run_has_so_many_layers_at_most() -> None:
         pytest.raises(CorruptManifest, match="expected at most 3 layers, got 4"),
     ):
         Manifest.from_json(text)
+
+
+def test_all_that_grows_with_ranks_has_its_place() -> None:
+    """A flip for a hundred clusters of 256 ranks was more than a slave takes: each round ended with all slaves lost."""
+    clusters, ranks = 1_000, MOST_FLIP_KEYS // 1_000 + 1
+    pulls = tuple(PullId(f"{number:064d}", MAX_INTEGER, MAX_INTEGER) for number in range(clusters))
+    body = Commit(V1, pulls, (RankKeys(("k" * KEY_CHARS,) * ranks),) * clusters)
+    assert to_proto(Order("s", 1, 1, 1, body, 10.0)).ByteSize() < SLAVE_LIMITS.request_bytes
 
 
 def test_all_that_grows_with_layers_has_its_place() -> None:
