@@ -13,6 +13,7 @@ by its thief as well, until the name is revoked.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -73,7 +74,14 @@ class AuthorityPort(AuthorityServiceServicer):
             asked = x509.load_der_x509_csr(request.request)
         except certificates.UNREADABLE as error:
             raise RemoteProtocolError(f"expected a certificate request in DER from {caller.identity}") from error
-        signed = await asyncio.to_thread(self._authority.renew, asked, caller.serial, caller.identity.label, self._life)
+        gone, label = threading.Event(), caller.identity.label
+        try:
+            signed = await asyncio.to_thread(
+                self._authority.renew, asked, caller.serial, label, self._life, gone.is_set
+            )
+        except asyncio.CancelledError:
+            gone.set()
+            raise
         until, serial = signed.not_valid_after_utc, f"{signed.serial_number:x}"
         self._log.info("renewed", who=str(caller.identity), serial=serial, until=until.isoformat())
         return authority_pb2.CertificateRenewed(certificate=signed.public_bytes(Encoding.DER))

@@ -9,7 +9,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -105,14 +105,22 @@ class Authority:
         return certificate
 
     def renew(
-        self, request: x509.CertificateSigningRequest, shown: int, label: str, life: timedelta
+        self,
+        request: x509.CertificateSigningRequest,
+        shown: int,
+        label: str,
+        life: timedelta,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> x509.Certificate:
         """Sign a request of the holder of the certificate `shown`, by serial, for its own `label`.
 
         Raise Denied if the request is for another name, or that certificate is revoked or not of this list; Busy if the
-        name has MOST_LIVE valid ones: a holder that asks on and on must not fill the disk.
+        name has MOST_LIVE valid ones: a holder that asks on and on must not fill the disk; or if `is_gone` says, once
+        others are served, that it does not wait any more: what it does not get would count, too.
         """
         with self._lock():  # a revocation under way comes before, and this one is refused, or after, and revokes it
+            if is_gone():
+                raise Busy(f"{label} does not wait for its certificate any more")
             row = next((row for row in self.list_issued(f"{shown:x}") if row.serial == shown), None)
             if row is None or row.revoked is not None:
                 why = "is revoked" if row else "was not signed here"

@@ -149,6 +149,23 @@ async def test_a_certificate_that_was_signed_elsewhere(enrolled: Enrolled) -> No
             await ask(west, address, request_of("west", PeerRole.CLUSTER))
 
 
+async def test_nothing_is_signed_for_who_has_given_up(enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the authority's disk was silent each try waited for the list, and was signed when it was back: these were
+    all that a name may have, and its present certificate ended hours later.
+    """
+    monkeypatch.setattr("dips.commands.renewing.DEADLINE_S", 0.2)
+    west = enrolled.enroll("west", PeerRole.CLUSTER)
+    async with served(enrolled) as address:
+        issued = len(enrolled.authority.list_issued())
+        with enrolled.authority._lock():
+            for _ in range(2):
+                with pytest.raises(Unavailable):
+                    await said_by(west, address)[0].renew()
+        monkeypatch.setattr("dips.commands.renewing.DEADLINE_S", 10.0)
+        await said_by(west, address)[0].renew()
+    assert len(enrolled.authority.list_issued()) == issued + 1
+
+
 async def test_who_asks_on_and_on_fills_no_disk(enrolled: Enrolled) -> None:
     west = enrolled.enroll("west", PeerRole.CLUSTER)
     async with served(enrolled) as address:
