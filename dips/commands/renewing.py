@@ -115,7 +115,7 @@ async def serve_authority(
                 continue
             try:
                 _, since = await asyncio.to_thread(_certify_itself, authority, life)
-            except FailedDisk as error:  # there may be room when it is looked again
+            except (FailedDisk, ConfigError, OSError) as error:  # a disk may have room, or answer, at the next look
                 log.error("certificate", problem=str(error))
     log.info("stopped")
 
