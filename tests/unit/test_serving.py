@@ -75,6 +75,22 @@ async def test_a_slave_on_ipv6_is_called_by_an_address(config: RunFile) -> None:
         assert address.startswith("[::1]:")
 
 
+@pytest.mark.parametrize("app", [master_app, slave_app])
+def test_a_container_that_starts_ends_at_once(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it reads its ledger or compiles its kernels, too: a slave's pod was Terminating for eleven minutes."""
+    ended, former = list[int](), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(app, "keep_files_private", lambda: None)
+    monkeypatch.setattr(app.exits, "run_command", lambda cli: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    monkeypatch.setattr("os._exit", ended.append)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        app.main()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert ended == [128 + signal.SIGTERM]
+
+
 async def test_a_hangup_ends_no_master_that_waits(config: RunFile, tmp_path: Path) -> None:
     """For its first ledger, or as a standby: SIGHUP, which hurries one that serves, ended it, and systemd takes that
     for an orderly end."""
