@@ -333,6 +333,7 @@ def on_order_failed(run: RunState, event: OrderFailed) -> None:
             slave.needs_ping = True
             reason = f"unresponsive: {slave.unanswered} orders in a row past their deadline"
             lose_slave(run, slave, SlaveCause.UNRESPONSIVE, reason)
+            push_pull.stop_waiting_for(run, slave.name)  # also for one that did not serve: its drain would never end
         else:
             run.out.append(order)
         return

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from dips.errors import RemoteProtocolError
+from dips.errors import RemoteProtocolError, UnresponsiveSlave
 from dips.ids import GENESIS, PullId, VersionId
 from dips.protocol import events as ev
 from dips.protocol.effects import (
@@ -13,6 +15,7 @@ from dips.protocol.effects import (
     Apply,
     Commit,
     Dropped,
+    DropPush,
     Failed,
     Fold,
     Grant,
@@ -172,6 +175,22 @@ def test_a_slave_that_was_silent_after_its_drain_is_still_drained() -> None:
     assert isinstance(run.ask(ev.PushRequested(0, run.next_push("a"), GENESIS, 1)), Refused)
     run.ask(ev.SlaveRegistered(0, "s", "m", "r", "s:1", ("s:2",), 0, GENESIS, None, (), 4, "", former_nonce="n"))
     assert run.view.slaves["s"].state == "ready"
+
+
+def test_a_slave_that_did_not_answer_before_it_served_can_be_drained() -> None:
+    """The order to drop a first model, which it has missed twice, stayed open on it: `dips drain` waited for ever."""
+    run, held = ScriptedRun(), ev.SlaveRegistered(0, "s", "n", "r", "s:1", ("s:2",), 0, None, None, (), 4, "")
+    run.ask(replace(held, unseeded=True))
+    run.ask(ev.SeedAsked(0, "p", ("0" * 32,)))
+    run.held.add(DropPush)
+    run.wait(run.machine.next_deadline() - run.now)
+    (order,) = run.orders
+    for _ in range(2):
+        run.step(ev.OrderFailed("s", order.sinc, order.number, UnresponsiveSlave, "no answer within 10 s"))
+    for _ in range(2):  # it answers a Ping in between
+        registers(run, GENESIS)
+    assert run.view.slaves["s"].state == "ready"
+    assert run.ask(ev.DrainAsked(0, "s")) == Acknowledged()
 
 
 def test_all_that_serve_are_drained_beside_one_that_is_lost() -> None:
