@@ -25,7 +25,7 @@ from dips.outer_step import NO_STEP
 from dips.printable import join_some
 from dips.protocol import effects, rollback
 from dips.protocol.entities import Bodies, Fanout, Recovery, Seed
-from dips.protocol.enums import SEED_ORDERS, FanoutKind, SlaveState
+from dips.protocol.enums import SEED_ORDERS, FanoutKind, RoundResult, SlaveState
 from dips.protocol.events import ModelKept, PushRefused, PushStaged, RecoverAsked, SeedAsked
 from dips.protocol.manifest import Manifest
 from dips.protocol.rank_keys import find_wrong_keys
@@ -208,6 +208,7 @@ def _commit_recovery(run: RunState, recovery: Recovery) -> None:
         run.emit_record(record)
     run.versions[version] = VersionRow(version, recovery.parent, True, 0, False)
     run.committed_at[version] = run.now
+    run.counts[RoundResult.APPLIED] += 1  # as by the next master, which reads the row
     for slave in run.slaves.values():
         if slave.offer is not None:
             slave.offer |= {version}

@@ -164,6 +164,14 @@ def test_a_recovered_version_may_be_the_last() -> None:
     assert run.machine.head() == MADE and run.machine.progress().finished == MADE
 
 
+def test_the_round_of_a_recovered_version_is_counted() -> None:
+    """The rounds applied in status, page and metrics lacked it, until the next master read its row."""
+    run = Lost()
+    for order in run.stage(run.open(), "s", "t"):
+        run.answer(order, ev.ModelKept("m", None))
+    assert run.machine.build_view(run.now).rounds.applied == 1
+
+
 def test_a_second_try_has_another_name() -> None:
     """The first may have left half of its version on a disk: two contents never have one name."""
     run = Lost()
