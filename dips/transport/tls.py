@@ -137,6 +137,11 @@ class TlsSource:
         return require_identity(load_tls(self.files), self._name, self._role, self._run)
 
 
+# gRPC's core calls `fetch` of whoever connects while its server ends through a bare pointer to the credentials: without
+# them the process dies by SIGSEGV (grpcio 1.85). A daemon makes one or two.
+_used_credentials: list[grpc.ServerCredentials] = []
+
+
 def make_server_credentials(source: TlsSource, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
     """Return credentials for a port that accepts only peers with a certificate of our authority; a renewed certificate
     is used from the next connection on. `on_handshake` is called for each, on gRPC's threads.
@@ -151,7 +156,9 @@ def make_server_credentials(source: TlsSource, on_handshake: Callable[[], None])
         used[0] = now
         return _server_configuration(now)
 
-    return grpc.dynamic_ssl_server_credentials(_server_configuration(used[0]), cast(Any, fetch), True)
+    made = grpc.dynamic_ssl_server_credentials(_server_configuration(used[0]), cast(Any, fetch), True)
+    _used_credentials.append(made)
+    return made
 
 
 def load_certificate(context: ssl.SSLContext, loaded: LoadedTls) -> None:
