@@ -67,8 +67,8 @@ async def test_a_channel_that_finds_nobody_is_made_anew(monkeypatch: pytest.Monk
 
 
 def test_a_server_that_ends_may_still_be_asked_for_its_certificate(tmp_path: Path) -> None:
-    """gRPC's core asks through a bare pointer for whoever connects in that moment: a process whose server had ended died
-    by SIGSEGV, one in twenty under load.
+    """gRPC's core asks through a bare pointer for whoever connects in that moment: a process whose server had ended
+    died by SIGSEGV, one in twenty under load.
     """
 
     def note_handshake() -> None: ...
