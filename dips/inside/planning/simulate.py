@@ -267,7 +267,7 @@ class _Play:
         }
         if p.offload and p.ministages > 2:  # parameters of two ministages, the state of one; the rest is in host memory
             for category, count in ((MemoryCategory.PARAMETERS, 2), (MemoryCategory.OPTIMIZER, 1)):
-                start[category] = count * [max(start[category], default=0.0)]
+                start[category] = sorted(start[category], reverse=True)[:count]
         machine = FrozenOrder(seat, device.order, p.by_arrival) if device.order else SCHEDULES[p.schedule](seat)
         return _Desk(s, device, machine, {category: sum(held) for category, held in start.items()})
 

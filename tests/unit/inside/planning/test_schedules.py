@@ -12,6 +12,7 @@ from dips.errors import ConfigError
 from dips.inside.planning import simulate as simulating
 from dips.inside.planning.schedules import SCHEDULES, SPLITTING, Op, ScheduleMachine, ScheduleName, Seat, parse_order
 from dips.inside.planning.simulate import (
+    MemoryCategory,
     PartBytes,
     PassSeconds,
     PipelineDevice,
@@ -283,6 +284,19 @@ def test_memory_is_counted_by_category() -> None:
             "optimizer": 64.0, "activations": 12.0, "workspace": 5.0,
         }  # fmt: skip
         assert played.peak_bytes["g0"] <= sum(played.category_bytes["g0"].values())
+
+
+def test_two_ministages_at_work_are_the_two_largest() -> None:
+    """With `offload`. The largest counted twice, so a plan that fits needed more than its device has, which `Pipeline`
+    refused: "plan again".
+    """
+    sizes = tuple(PartBytes(whole) for whole in (1.0, 8.0, 2.0))
+    device = PipelineDevice("g0", (0,), (ONE,) * 3, (), sizes)
+    chain = SimulatedPipeline(
+        ScheduleName.BREADTH_FIRST, (PipelineStage((device,)),), (1.0,) * 2, lambda a, b: Route(0, ()), ministages=3,
+        keep=False, offload=True,
+    )  # fmt: skip
+    assert simulate(chain).category_bytes["g0"][MemoryCategory.PARAMETERS] == 10.0
 
 
 def test_offloaded_activations_come_back_in_time() -> None:
