@@ -208,9 +208,11 @@ class Planner:
         )
 
     def has_equal_shares(self, choice: PipelineChoice) -> bool:
-        """Whether each device of a stage has as many micro-batches as the others."""
-        shares = (self._deal_stage(choice, s)[1] for s in range(len(choice.groups)))
-        return all(len({len(share) for share in of}) == 1 for of in shares)
+        """Whether each device of a stage has as many micro-batches as the others, and the same ones as its column: the
+        first devices of all stages send to each other alone where a framework plays it, the second ones, and so on.
+        """
+        shares = {self._deal_stage(choice, s)[1] for s in range(len(choice.groups))}
+        return len(shares) == 1 and all(len({len(share) for share in of}) == 1 for of in shares)
 
     def _deal_stage(
         self, choice: PipelineChoice, s: int

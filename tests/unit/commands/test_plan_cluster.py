@@ -21,6 +21,8 @@ from dips.errors import ConfigError
 from dips.inside.pipeline.orders import read_pipeline
 from dips.inside.planning.plan import Framework, explain_plan, hand_over, make_plan, plan_data
 from dips.inside.planning.profile import parse_model, parse_profile
+from dips.inside.planning.schedules import ScheduleName
+from dips.inside.planning.search import PipelineChoice, Planner
 from tests.traces import check_chrome
 
 ROOT = Path(__file__).parents[3]
@@ -228,6 +230,21 @@ def test_stages_of_unlike_devices_are_not_handed_to_who_cannot_run_them(framewor
     model = parse_model(DECODER | {"batch": 24, "sequence": 1024, "transformer": shape}, "m")
     profile = parse_profile(MACHINES | {"nodes": nodes, "links": links}, "p")
     assert hand_over(make_plan(profile, model, framework), framework).flags
+
+
+def test_devices_of_a_column_have_the_same_micro_batches() -> None:
+    """The faster device of the first stage is its second one, of the other stage its first: torchtitan was given orders
+    of devices that do not send to each other in the plan, which was not what is predicted, and could not end.
+    """
+    nodes = [{"name": f"n{i}", "kind": kind, "devices": 1} for i, kind in enumerate(("slow", "fast", "fast", "slow"))]
+    kinds = {"slow": {"memory_gb": 16, "tflops": 10}, "fast": {"memory_gb": 16, "tflops": 13}}
+    profile = parse_profile({"nodes": nodes, "kinds": kinds, "links": {"site": {"site": 10}}}, "p")
+    planner = Planner(profile, parse_model(DECODER | {"batch": 4}, "m"))
+    like, crossed = (("n0.0", "n1.0"), ("n3.0", "n2.0")), (("n0.0", "n1.0"), ("n2.0", "n3.0"))
+    made = [PipelineChoice(ScheduleName.COMPACT_ZB, groups, (0, 4, 8), 1) for groups in (like, crossed)]
+    shares = [[[len(d.microbatches) for d in s.devices] for s in planner.make_pipeline(one).stages] for one in made]
+    assert shares == [[[2, 2], [2, 2]]] * 2
+    assert [planner.has_equal_shares(one) for one in made] == [True, False]
 
 
 def test_what_a_framework_is_given_is_printed_and_written(files: list[str], tmp_path: Path) -> None:
