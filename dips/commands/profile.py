@@ -101,7 +101,7 @@ def profile(
             machines, needs = make_files(everyone, links, found, Path(factory.partition(":")[0]).name, tokens, batch)
             _write_file(output, merge_machines(known[0] or {}, machines))
             if not (known[0] and model.exists()):  # else of the same model, and may have been edited
-                _write_file(model, needs)
+                _write_file(model, {**needs, **count_formats(made)})
     finally:
         dist.destroy_process_group()
 
@@ -372,6 +372,15 @@ def _count_bytes(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = _first_tensor(module(*_ready_inputs(args), **kwargs))
     return float(sum(saved.values())), float(output.numel() * output.element_size())
+
+
+def count_formats(model: torch.nn.Module) -> dict[str, float]:
+    """Return the bytes of a parameter as they were measured, of its gradient, and of AdamW's state: two of its format,
+    or those and a master in fp32.
+    """
+    held = list(model.parameters())
+    each = sum(p.nbytes for p in held) / max(1, sum(p.numel() for p in held))
+    return {"parameter_bytes": each, "gradient_bytes": each, "state_bytes": 2 * each if each >= 4 else 12.0}
 
 
 def measure_memory(model: torch.nn.Module, device: torch.device, tokens: int) -> dict[str, int]:

@@ -24,6 +24,7 @@ from dips.client import app as client_app
 from dips.codecs import Codec
 from dips.config import ClusterFile, RunFile
 from dips.errors import TREATMENTS
+from dips.inside.planning.profile import ModelProfile
 from dips.master import app as master_app
 from dips.protocol.enums import CLUSTER_MOVES, ROUND_MOVES, SLAVE_MOVES
 from dips.protocol.options import OuterOptions
@@ -126,7 +127,7 @@ def test_keys_of_the_text_exist() -> None:
         not named
         - set(BY_NAME)
         - {key.rpartition(".")[2] for key in TUNABLE}
-        - {field.name for field in dataclasses.fields(FleetCluster)}
+        - {field.name for file in (FleetCluster, ModelProfile) for field in dataclasses.fields(file)}
         - set(SimulatedClusters.model_fields)
         - set(SimulatedRun.model_fields)
     )

@@ -25,6 +25,7 @@ from dips.commands.profile import (
     _first_tensor,
     _time_layer,
     compare_nodes,
+    count_formats,
     count_memory,
     deal_pairs,
     find_lacking,
@@ -210,6 +211,15 @@ def test_a_frozen_layer_has_no_backward(monkeypatch: pytest.MonkeyPatch) -> None
     assert forward > 0 and (inputs, weights) == (0.0, 0.0)
 
 
+def test_a_model_of_32_bits_is_planned_as_one() -> None:
+    """Its gathered parameters and its gradients were planned with 2 bytes each: plans ran out of memory. In 16 bits the
+    optimizer has masters.
+    """
+    model = Repeated()
+    assert count_formats(model) == {"parameter_bytes": 4, "gradient_bytes": 4, "state_bytes": 8}
+    assert count_formats(model.bfloat16()) == {"parameter_bytes": 2, "gradient_bytes": 2, "state_bytes": 12}
+
+
 def test_memory_is_counted_by_category() -> None:
     """Of one sample; the gradients that it made are taken away."""
     model = Repeated()
@@ -290,6 +300,7 @@ def test_only_what_the_profile_lacks_is_measured(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(profile, "ROUNDS", 1)
     file.write_text(written.replace("cpu", "other"))
+    assert yaml.safe_load(Path("model.yaml").read_text())["parameter_bytes"] == 4
     needs = Path("model.yaml").read_text().replace("recompute: false", "recompute: true")
     Path("model.yaml").write_text(needs)
     done = profile_alone("--changed", "--name", "b")
