@@ -481,6 +481,9 @@ class Planner:
         """HSDP: sharded in each node, gradients averaged between nodes after the backward of each layer."""
         n, r = len(nodes[0]), len(nodes)
         name = f"HSDP {r} × {n}"
+        if self.model.batch < n * r:
+            missing = f"{self.model.batch} samples for {n * r} devices"
+            return RankedPlan(name, inf, self.model.batch, missing=missing)
         shares = [-(-self.model.batch // (n * r))] * n
         missing = next((t for g in nodes if (t := self._missing_sharded(g, shares, n))), "")
         if missing:

@@ -307,6 +307,16 @@ def test_edit_trains_the_whole_batch() -> None:
     assert planner.average_nodes([("n0.0",), ("n1.0",)])[0].step_s >= two_s
 
 
+def test_each_device_of_a_node_has_a_sample() -> None:
+    """Two samples on two nodes of two devices: HSDP was the plan, with a sample on each of the four."""
+    planner = Planner(small_cluster((100, 100), devices=2), small_model(1, batch=2))
+    nodes = [("n0.0", "n0.1"), ("n1.0", "n1.1")]
+    assert planner.shard_in_nodes(nodes).missing == "2 samples for 4 devices"
+    assert [plan.missing for plan in planner.average_nodes(nodes)] == ["1 samples for 2 devices"]
+    with pytest.raises(ConfigError, match="the model fits nowhere on these devices"):
+        planner.search()
+
+
 def test_edit_fits_where_each_nodes_share_does() -> None:
     """Two nodes with room for the activations of half of the batch each, and not of all of it."""
     planner = Planner(small_cluster((100, 100), gbit=0.2), small_model(8, batch=600))
