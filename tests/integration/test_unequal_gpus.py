@@ -10,18 +10,26 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from dips.inside.planning.plan import Framework, make_plan, plan_data
 from dips.inside.planning.profile import parse_model, parse_profile
 from tests.integration.test_adapters import load_example, under_torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun]
-CASES = {"planned": None, "equal": [(4, 2), (4, 2)], "one each": [(6, 1), (2, 1)], "uneven cuts": [(5, 3), (3, 1)]}
+CASES: dict[str, tuple[list[tuple[int, int]], bool] | None] = {
+    "planned": None,
+    "equal": ([(4, 2), (4, 2)], False),
+    "equal, once": ([(4, 2), (4, 2)], True),
+    "one each": ([(6, 1), (2, 1)], False),
+    "uneven cuts": ([(5, 3), (3, 1)], False),
+}
 SAMPLES = 8
 
 
@@ -37,8 +45,10 @@ def plan_two_devices() -> dict[str, Any]:
     return plan_data(make_plan(parse_profile(profile, "profile"), parse_model(model, "model"), Framework.FSDP2))
 
 
-def check_gradients(shares: list[tuple[int, int]], example: Any) -> dict[str, Any]:
-    """Return the worst relative error of a full gradient against one process, and the same of the loss; float64."""
+def check_gradients(shares: list[tuple[int, int]], once: bool, example: Any) -> dict[str, Any]:
+    """Return the worst relative error of a full gradient against one process, and the same of the loss; float64. And
+    how often a layer was gathered.
+    """
     sequences = torch.arange(SAMPLES)[:, None] * 7 + torch.arange(17) ** 2 % 31
 
     def make() -> Any:
@@ -48,12 +58,15 @@ def check_gradients(shares: list[tuple[int, int]], example: Any) -> dict[str, An
     alone = make()
     whole = torch.nn.functional.cross_entropy(alone(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten())
     whole.backward()
-    model = example.shard(make(), shares)
-    loss = example.compute_gradients(model, sequences, shares, dist.get_rank())
+    model = example.shard(make(), shares, once)
+    gather = _fsdp_param_group.foreach_all_gather
+    with patch.object(_fsdp_param_group, "foreach_all_gather", wraps=gather) as gathers:
+        loss = example.compute_gradients(model, sequences, shares, dist.get_rank(), once)
+    each = gathers.call_count / (len(model.layers) + 1)
     dist.all_reduce(loss)
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     errors = [((p.grad.full_tensor() - q.grad).norm() / q.grad.norm()).item() for p, q in pairs]
-    return {"gradient": max(errors), "loss": abs(loss.item() / whole.item() - 1), "shares": shares}
+    return {"gradient": max(errors), "loss": abs(loss.item() / whole.item() - 1), "shares": shares, "gathers": each}
 
 
 def run_rank(out: Path, plan: Path) -> None:
@@ -61,7 +74,7 @@ def run_rank(out: Path, plan: Path) -> None:
     example = load_example("unequal_gpus")
     dist.init_process_group("gloo")
     torch.set_default_dtype(torch.float64)
-    found = {case: check_gradients(shares or example.read_shares(plan), example) for case, shares in CASES.items()}
+    found = {case: check_gradients(*(of or example.read_shares(plan)), example) for case, of in CASES.items()}
     out.with_name(f"{out.name}.{dist.get_rank()}").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -82,6 +95,12 @@ def test_unequal_shares_have_the_gradients_of_one_process(found: list[dict[str, 
     for of in found:
         assert of[case]["gradient"] < 1e-12, of[case]
         assert of[case]["loss"] < 1e-12, of[case]
+
+
+def test_a_plan_of_one_stage_gathers_once(found: list[dict[str, Any]]) -> None:
+    """As it was predicted: with equal shares each of several micro-batches gathered and reduced everything."""
+    for of in found:
+        assert of["planned"]["gathers"] == of["equal, once"]["gathers"] == 1 < of["equal"]["gathers"], of
 
 
 def test_the_plan_has_the_shares(found: list[dict[str, Any]]) -> None:
