@@ -76,6 +76,9 @@ def profile(
     from dips.client.parallel.factory import make_module
 
     cuda = torch.cuda.is_available()
+    if not cuda and torch.accelerator.is_available():  # its host's CPU would be measured in its place
+        there = torch.accelerator.current_accelerator()
+        raise ConfigError(f"dips profile: expected cuda devices, or CPUs alone, got {there}: write both files by hand")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

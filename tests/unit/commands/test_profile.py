@@ -124,6 +124,15 @@ def test_a_layer_may_return_its_tensor_with_other_things() -> None:
         _first_tensor((None, 3))
 
 
+def test_another_accelerator_is_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NPU's host: its CPU was measured, and its memory, and the plan was made for that."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    refused = profile_alone().exception
+    assert isinstance(refused, ConfigError) and "expected cuda devices, or CPUs alone, got xpu" in str(refused)
+
+
 def test_without_torchrun_it_says_how() -> None:
     """A sentence with the command to give, exit 78."""
     refused = CliRunner().invoke(cli, ["profile", "--factory", "mymodel:build"], env={"RANK": None}).exception
