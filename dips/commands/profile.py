@@ -87,6 +87,7 @@ def profile(
         own = {"node": name or socket.gethostname(), "site": site, **describe_device(device)}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
+        list_nodes(everyone)  # refused before anything is measured
         known: list[Any] = [None] * dist.get_world_size()  # the first one's is all ranks'
         if changed:
             dist.all_gather_object(known, _take_devices(output, everyone) if dist.get_rank() == 0 else None)
@@ -443,11 +444,17 @@ def fit_line(samples: Sequence[int], seconds: Sequence[float]) -> list[float]:
 
 
 def list_nodes(places: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the nodes of these devices, as a profile has them."""
+    """Return the nodes of these devices, as a profile has them. Raises ConfigError for one of two kinds."""
     nodes: dict[str, dict[str, Any]] = {}
     for place in places:
         node = {"name": place["node"], "kind": place["kind"], "devices": 0, "site": place["site"]}
-        nodes.setdefault(place["node"], node)["devices"] += 1
+        known = nodes.setdefault(place["node"], node)
+        if known["kind"] != place["kind"]:
+            raise ConfigError(
+                f"dips profile: {place['node']}: expected devices of one kind in a node, got {known['kind']} and "
+                f"{place['kind']}: start a torchrun for each kind (CUDA_VISIBLE_DEVICES), with a --name of its own"
+            )
+        known["devices"] += 1
     return list(nodes.values())
 
 

@@ -115,6 +115,13 @@ def test_the_files_are_what_the_planner_reads() -> None:
     assert (model.batch, model.sequence, model.parameters) == (8, 512, 10)
 
 
+def test_a_host_of_two_kinds_is_two_nodes() -> None:
+    """A fast and a slow device in one host were two fast ones, also in the memory that was planned with."""
+    with pytest.raises(ConfigError, match="a: expected devices of one kind in a node, got fast and slow"):
+        list_nodes([place("a"), place("a", "slow")])
+    assert [node["devices"] for node in list_nodes([place("a"), place("a-slow", "slow")])] == [1, 1]
+
+
 def test_a_layer_may_return_its_tensor_with_other_things() -> None:
     """In a tuple or a dict, where the first one counts; a layer without one cannot be timed."""
     tensor = torch.zeros(2)
