@@ -246,7 +246,7 @@ def identity_of(document: x509.Certificate | x509.CertificateSigningRequest) -> 
     """Return the identity in a certificate or request; raise Denied unless it has exactly one name, of Di-PS."""
     try:
         extension = document.extensions.get_extension_for_oid(ExtensionOID.SUBJECT_ALTERNATIVE_NAME)
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as error:
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, *UNREADABLE) as error:
         raise Denied("expected one name <name>.<role>.<run>.dips in the certificate, found none") from error
     assert isinstance(extension.value, x509.SubjectAlternativeName)
     names = [entry.value if isinstance(entry, x509.DNSName) else f"{type(entry).__name__}" for entry in extension.value]

@@ -11,6 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtensionOID
 
 from dips.errors import ConfigError, Denied
 from dips.identity.certificates import (
@@ -18,6 +19,7 @@ from dips.identity.certificates import (
     MOST_PEM,
     check_validity,
     ends_soon,
+    identity_of,
     make_authority,
     make_request,
     new_key,
@@ -57,6 +59,16 @@ def test_no_flipped_byte_of_a_request_is_more_than_refused(tmp_path: Path) -> No
         except (ConfigError, Denied) as error:
             refused.add(type(error))
     assert refused == {ConfigError, Denied}
+
+
+def test_a_request_with_a_name_of_an_unknown_kind_is_refused() -> None:
+    """`cryptography` has an error of its own for two kinds of names: the authority's port logged a traceback a call."""
+    for name in (b"\xa3\x00", b"\xa5\x00"):  # x400Address, ediPartyName
+        san = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, b"\x30\x02" + name)
+        builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).add_extension(san, critical=False)
+        request = builder.sign(new_key(), hashes.SHA256()).public_bytes(Encoding.DER)
+        with pytest.raises(Denied, match="expected one name"):
+            identity_of(x509.load_der_x509_csr(request))
 
 
 def test_a_certificate_is_valid_from_its_first_second_to_its_last() -> None:
