@@ -81,14 +81,6 @@ def _as_count(limit: int) -> int:
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 
-def end_as_first_process() -> None:
-    """Let SIGTERM end a daemon that starts as the first process of a container: the kernel drops a signal that such a
-    process does not handle, and its supervisor would wait to the end of the grace, eleven minutes for a slave.
-    """
-    if os.getpid() == 1:
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
-
-
 def handle_end_signals(on_end: Callable[[], object]) -> None:
     """Call `on_end` on the running loop at SIGTERM and SIGINT until the process ends: a second signal must not cut an
     orderly end short.

@@ -123,7 +123,6 @@ def serve_command(
 def main() -> None:
     """Entry point of the console script."""
     keep_files_private()
-    daemon.end_as_first_process()
     exits.run_command(cli)
 
 
@@ -174,6 +173,7 @@ async def serve(
             if guard is not None:
                 guard.change_clusters(config.clusters)
             config = config.model_copy(update={"master": config.master.model_copy(update={"listen": found})})
+        exits.end_as_first_process()  # while the ledger is read: a wait took its handler of SIGTERM with it
         (config.master.directory / BASE).unlink(missing_ok=True)  # of a killed process: the ledger may need its room
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)

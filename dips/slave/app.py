@@ -86,7 +86,6 @@ def serve_command(
 def main() -> None:
     """Entry point of the console script."""
     keep_files_private()
-    daemon.end_as_first_process()
     exits.run_command(cli)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,19 @@ def test_errors_advise_by_their_class() -> None:
     assert treatment_of(DifferentModel()).exit_code == treatment_of(ConfigError()).exit_code == 78
     assert treatment_of(DifferentModel()).advice and treatment_of(UnavailableMaster("x: y")).advice
     assert treatment_of(ConfigError("shared.outer.lr: expected a number, got 'x'")).advice == ""
+
+
+def test_a_command_ends_at_once_as_the_first_process_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel dropped SIGTERM: a slave's pod was Terminating for eleven minutes, a Job of `dips seed` for 30 s."""
+    ended, former = list[int](), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    monkeypatch.setattr("os._exit", ended.append)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        run_command(lambda: signal.raise_signal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert ended == [128 + signal.SIGTERM]
 
 
 def test_a_command_that_fails_says_why_and_exits_by_its_class(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,20 +75,31 @@ async def test_a_slave_on_ipv6_is_called_by_an_address(config: RunFile) -> None:
         assert address.startswith("[::1]:")
 
 
-@pytest.mark.parametrize("app", [master_app, slave_app])
-def test_a_container_that_starts_ends_at_once(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it reads its ledger or compiles its kernels, too: a slave's pod was Terminating for eleven minutes."""
-    ended, former = list[int](), signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(app, "keep_files_private", lambda: None)
-    monkeypatch.setattr(app.exits, "run_command", lambda cli: signal.raise_signal(signal.SIGTERM))
+async def test_a_master_that_waited_ends_at_once_while_it_reads_its_ledger(
+    config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for its ledger, as a standby's, left SIGTERM to the kernel, which drops it for a first process."""
+    path, addresses, handlers = genesis.ledger_path(config), list[str](), list[Any]()
+    check = master_app._check_agrees
+
+    def read(config: RunFile, ledger: Ledger) -> Any:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        return check(config, ledger)
+
+    monkeypatch.setattr(master_app, "_check_agrees", read)
     monkeypatch.setattr("os.getpid", lambda: 1)
-    monkeypatch.setattr("os._exit", ended.append)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    former = signal.getsignal(signal.SIGTERM)
     try:
-        app.main()
+        aside = path.rename(tmp_path / "aside")
+        serving = asyncio.create_task(SERVE["master"](config, tmp_path / "run.yaml", addresses.append))
+        await eventually(lambda: addresses or serving.done())
+        aside.rename(path)
+        await eventually(lambda: addresses[1:] or serving.done())
+        signal.raise_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(serving, LONGEST_S) == 0
     finally:
         signal.signal(signal.SIGTERM, former)
-    assert ended == [128 + signal.SIGTERM]
+    assert handlers != [signal.SIG_DFL]
 
 
 async def test_a_hangup_ends_no_master_that_waits(config: RunFile, tmp_path: Path) -> None:
