@@ -52,7 +52,7 @@ class ClusterHeartbeat:
     since_push: int = 0  # inner steps since its last push
     tokens_consumed: int = 0  # of this incarnation in all: carried, lost, or settled by an Outcome
     transfer_seq: int = 0  # seq of the push or pull that its ranks prepare or move; 0: none
-    remarks: tuple[Remark, ...] = ()  # one for each subject
+    remarks: tuple[Remark, ...] = ()  # one for each subject, of `script` two: INSIDE is told as it
     lines: tuple[str, ...] = ()  # last lines of the trainer's standard error, while they may explain a failure
     idle_s: float = 0.0  # expected idle time of a push: see PushRequested
     newest_protocol: int = added(2, 0, PROTOCOL)  # as in ClusterJoined

@@ -262,7 +262,7 @@ class Heartbeats:
         self._due_at: float | None = None
         self._under_way = False
         self._sent: tuple[int, int] = (0, 0)  # registration number and sinc of the open call
-        self._answered = True
+        self._failure = ""  # the last heartbeat's, as logged; empty: it was answered
         self._dropping = False
         self._live: SlaveHeartbeatAnswer | None = None  # the newest list of live transfers, not yet applied
         self._list: LiveTransfers | None = None  # the last list received
@@ -323,8 +323,8 @@ class Heartbeats:
         if isinstance(answer, Exception):
             return self._on_failure(answer, now)
         actions: Actions = []
-        if not self._answered:
-            self._answered = True
+        if self._failure:
+            self._failure = ""
             actions.append(WriteLog("info", "master_back", {"master": self._identity.master}))
         number, sinc = self._sent
         standing = self._standing()
@@ -352,10 +352,9 @@ class Heartbeats:
             return [refused, *self._registration.request_again(self._sent[0], now)]
         if not isinstance(error, Unavailable | Busy | Denied):
             return [EndSlave(error)]
-        silent, self._answered = self._answered, False
+        known, self._failure = self._failure, "heartbeat_refused" if isinstance(error, Denied) else "master_silent"
         fields = {"master": self._identity.master, "why": str(error)}
-        event = "heartbeat_refused" if isinstance(error, Denied) else "master_silent"
-        return [WriteLog("warning", event, fields)] if silent else []
+        return [WriteLog("warning", self._failure, fields)] if self._failure != known else []
 
     def _drop_unlisted(self) -> Actions:
         """Drop what is not live, apart from heartbeats, since the shard's thread may be busy for minutes.

@@ -275,6 +275,17 @@ def test_who_was_let_in_once_waits_for_its_certificate() -> None:
     assert slave.registration.phase is RegistrationPhase.PAUSED
 
 
+def test_a_refusal_after_silence_is_logged() -> None:
+    """Revoked while its master was away, a slave said for ever that this was silent, and nobody why it was lost."""
+    slave, said = RegistrationRig().serving(), list[str]()
+    slave.heartbeats.tick(0.0)
+    errors = UnavailableMaster("gone"), Denied("is revoked"), Denied("is revoked"), UnavailableMaster("gone")
+    for now, error in enumerate(errors, 1):
+        slave.heartbeat(2.0 * now)
+        said += [told.event for told in slave.heartbeats.on_answer(error, 2.0 * now) if isinstance(told, WriteLog)]
+    assert said == ["master_silent", "heartbeat_refused", "master_silent"]
+
+
 def test_the_answer_of_an_old_master_is_not_followed() -> None:
     """The shard has seen a later term: the order in the answer is forgotten, and the slave asks again."""
     slave = RegistrationRig()
