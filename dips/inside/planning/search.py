@@ -262,7 +262,7 @@ class Planner:
         states = sum(size.states for size in sizes)
         idle = 0.0  # whole parameters of ministages that do not compute: a stage of one device has no shards
         if choice.offload and choice.ministages > 2:
-            states = 2 * max(size.parameters + size.gradient_share for size in sizes)
+            states = sum(sorted((size.parameters + size.gradient_share for size in sizes), reverse=True)[:2])
             states += max(size.optimizer for size in sizes)
         elif len(choice.groups[s]) == 1:
             idle = sum(sorted((z.whole for z in sizes), reverse=True)[2:])

@@ -374,6 +374,20 @@ def test_a_stage_of_one_device_holds_all_its_ministages() -> None:
         assert played.peak_bytes["n0.0"] <= enough * GB * USABLE
 
 
+def test_two_ministages_that_have_room_are_the_two_largest() -> None:
+    """With `offload`. The search counted the largest one's shards twice, and refused what fits."""
+    planner = Planner(small_cluster((100,), devices=2), small_model(4))
+    layers = tuple(replace(planner.layers[0], parameters=1e8 * n, activation_bytes=0.0) for n in (9, 1, 1, 1))
+    model = replace(planner.model, layers=layers)
+    m, choice = model, PipelineChoice(ScheduleName.BREADTH_FIRST, (("n0.0", "n0.1"),), (0, 1, 2, 3, 4), 1, 4, True)
+    each = m.parameter_bytes + m.gradient_bytes
+    boundary = 4 * layers[0].border_bytes  # of activations on their way
+    needed = 1e9 * (each + each / 2) + 9e8 * m.state_bytes / 2 + boundary
+    kind = replace(planner.profile.kinds["k0"], memory_gb=1.01 * needed / GB / USABLE)
+    assert _fits(_with_kind(planner.profile, "k0", kind), model, choice)
+    assert max(simulate(Planner(planner.profile, model).make_pipeline(choice)).peak_bytes.values()) <= needed
+
+
 @pytest.mark.parametrize(("schedule", "offload"), [(ScheduleName.BREADTH_FIRST, True), (ScheduleName.ZB_H1, False)])
 def test_activations_have_room_where_a_plan_is_accepted(schedule: ScheduleName, offload: bool) -> None:
     """A model that is nearly all activations, on the middle one of three stages: offloaded, of which four are on the
