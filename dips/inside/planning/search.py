@@ -432,8 +432,8 @@ class Planner:
         batch = batch or self.model.batch
         name = f"FSDP2 over {len(devices)} devices" + ("" if equal else ", unequal shares")
         n = len(devices)
-        if batch < n:
-            return RankedPlan(name, inf, batch, missing=f"{batch} samples for {n} devices")
+        if few := _lacks_samples(batch, n):
+            return RankedPlan(name, inf, batch, missing=few)
         speeds = [1.0 if equal else self.speed_of(d) for d in devices]
         shares = [len(s) for s in share_microbatches([1 / v for v in speeds], batch)]
         ring = self._rings(tuple(devices))
@@ -481,11 +481,9 @@ class Planner:
         """HSDP: sharded in each node, gradients averaged between nodes after the backward of each layer."""
         n, r = len(nodes[0]), len(nodes)
         name = f"HSDP {r} × {n}"
-        if self.model.batch < n * r:
-            missing = f"{self.model.batch} samples for {n * r} devices"
-            return RankedPlan(name, inf, self.model.batch, missing=missing)
         shares = [-(-self.model.batch // (n * r))] * n
-        missing = next((t for g in nodes if (t := self._missing_sharded(g, shares, n))), "")
+        missing = _lacks_samples(self.model.batch, n * r)
+        missing = missing or next((t for g in nodes if (t := self._missing_sharded(g, shares, n))), "")
         if missing:
             return RankedPlan(name, inf, self.model.batch, missing=missing)
         between = self._rings(tuple(g[0] for g in nodes))
@@ -506,7 +504,8 @@ class Planner:
         share = self.model.batch / len(nodes)
         own = replace_batch(self, -(-self.model.batch // len(nodes)))  # a node may have one more than its share
         alone = [own.shard_in_nodes([g], average=False) for g in nodes]
-        if missing := next((p.missing for p in alone if p.missing), ""):
+        few = _lacks_samples(self.model.batch, len(nodes) * len(nodes[0]))  # in a node that has less than its share
+        if missing := few or next((p.missing for p in alone if p.missing), ""):
             return [RankedPlan("EDiT", inf, self.model.batch, missing=missing)]
         steps = [plan.step_s for plan in alone]
         sync = 2 * ring_seconds(
@@ -706,6 +705,10 @@ def describe_choice(choice: PipelineChoice) -> str:
 def replace_batch(planner: Planner, batch: int) -> Planner:
     """Return a planner of the same model with another batch."""
     return Planner(planner.profile, replace(planner.model, batch=batch))
+
+
+def _lacks_samples(batch: int, devices: int) -> str:
+    return f"{batch} samples for {devices} devices" if batch < devices else ""
 
 
 def _find_nearest(refusals: Sequence[ConfigError]) -> ConfigError | None:

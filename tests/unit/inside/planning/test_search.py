@@ -308,11 +308,14 @@ def test_edit_trains_the_whole_batch() -> None:
 
 
 def test_each_device_of_a_node_has_a_sample() -> None:
-    """Two samples on two nodes of two devices: HSDP was the plan, with a sample on each of the four."""
+    """Two samples on two nodes of two devices: HSDP was the plan, with a sample on each of the four. And three: EDiT
+    was, where one node has one sample.
+    """
     planner = Planner(small_cluster((100, 100), devices=2), small_model(1, batch=2))
     nodes = [("n0.0", "n0.1"), ("n1.0", "n1.1")]
-    assert planner.shard_in_nodes(nodes).missing == "2 samples for 4 devices"
-    assert [plan.missing for plan in planner.average_nodes(nodes)] == ["1 samples for 2 devices"]
+    for few in (planner, Planner(planner.profile, small_model(1, batch=3))):
+        missing = [plan.missing for plan in (few.shard_in_nodes(nodes), *few.average_nodes(nodes))]
+        assert missing == [f"{few.model.batch} samples for 4 devices"] * 2
     with pytest.raises(ConfigError, match="the model fits nowhere on these devices"):
         planner.search()
 
