@@ -58,7 +58,8 @@ def profile(
     file stays. A node that has gone stays with `devices: 0` where the file needs it. Meant for `before_start` in
     cluster.yaml; after a change of the model, delete the profile.
 
-    Exit codes: 0 written, or nothing to measure; 78 not under torchrun, or the model is not one that can be measured.
+    Exit codes: 0 written, or nothing to measure; 78 not under torchrun, or devices or a model that cannot be
+    measured.
 
     \b
     Example:
@@ -452,7 +453,8 @@ def list_nodes(places: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if known["kind"] != place["kind"]:
             raise ConfigError(
                 f"dips profile: {place['node']}: expected devices of one kind in a node, got {known['kind']} and "
-                f"{place['kind']}: start a torchrun for each kind (CUDA_VISIBLE_DEVICES), with a --name of its own"
+                f"{place['kind']}: start a torchrun for each kind (CUDA_VISIBLE_DEVICES), with a --name of its own, "
+                "all in one rendezvous (--nnodes)"
             )
         known["devices"] += 1
     return list(nodes.values())

@@ -320,9 +320,10 @@ _RUNS: dict[Framework, Callable[[PipelineChoice], bool]] = {
     Framework.PIPELINE: lambda _: True,
 }
 _EQUAL_SHARES = frozenset({Framework.TORCHTITAN, Framework.MEGATRON})  # of the devices of a stage
+_ALIKE = "stages of equally many devices with equal shares, the faster ones at the same places of each stage"
 _TAKES = {
-    Framework.TORCHTITAN: "stages of equally many devices with equal shares",
-    Framework.MEGATRON: "stages of equally many devices with equal shares",
+    Framework.TORCHTITAN: _ALIKE,
+    Framework.MEGATRON: _ALIKE,
     Framework.FSDP2: "one stage without ministages",
     Framework.PIPELINE: "pipelines of one stage or more",
 }
