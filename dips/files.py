@@ -142,6 +142,7 @@ def write_output(path: Path, text: str) -> None:
 
 PRIVATE_MASK = 0o077
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_EVERYBODYS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 (never written to)
 _given = -1  # the umask at the start of this process; -1: it was not changed, as in subprocess
 
 
@@ -159,14 +160,14 @@ def umask_given() -> int:
 
 def make_private_directory(path: Path, key: str) -> None:
     """Make a directory, or remove the permissions of others. Raises ConfigError if it is another user's and
-    world-writable, or everybody's, as `/tmp` is: root would take it from all.
+    world-writable, or `/tmp` itself and the like: root would take it from all. A tmpfs of one's own has that mode, too.
 
     The group keeps its permissions in directories of other users: Kubernetes gives volumes to a group (fsGroup).
     """
     make_directory(path)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
-    if mode & stat.S_ISVTX and mode & stat.S_IWOTH:
+    if mode & stat.S_IWOTH and os.path.realpath(path) in _EVERYBODYS:
         raise ConfigError(f"{key}: {path} is everybody's (mode {mode:o}): name a directory in it")
     if found.st_uid == os.geteuid():
         if mode & _OTHERS:

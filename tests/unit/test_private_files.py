@@ -88,9 +88,16 @@ def test_a_directory_is_taken_from_all_others(tmp_path: Path) -> None:
         assert mode_of(tmp_path / "state") == 0o700
 
 
-def test_a_directory_of_everybody_is_not_taken(tmp_path: Path) -> None:
-    """With a cluster file in /tmp, whose `directory` is `.` by default, an agent of root took /tmp from all others."""
+def test_a_directory_of_everybody_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cluster file in /tmp, whose `directory` is `.` by default, an agent of root took /tmp from all others. A
+    tmpfs that is mounted for a daemon alone, as by `docker run --tmpfs`, has the same mode.
+    """
+    make_private_directory(tmp_path, "directory")
     tmp_path.chmod(0o1777)
+    make_private_directory(tmp_path, "directory")
+    assert mode_of(tmp_path) == 0o1700
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr("dips.files._EVERYBODYS", (os.path.realpath(tmp_path),))
     with pytest.raises(ConfigError, match=r"directory: .* is everybody's \(mode 1777\): name a directory in it"):
         make_private_directory(tmp_path, "directory")
     assert mode_of(tmp_path) == 0o1777
