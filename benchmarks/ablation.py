@@ -162,11 +162,10 @@ def gain(
     """Add the row of a part: with it and without it. Where the middle halves of both overlap there is no gain."""
     with_it, without = ([took.seconds for took in each] for each in (on, off))
     slow, fast = quantiles(with_it, n=4, method="inclusive")[2], quantiles(without, n=4, method="inclusive")[0]
-    of = middle_of(without)
+    of: float | None = middle_of(without)
     if slow >= fast:
-        bench.row(name, middle_of(with_it), "s", against=f"no gain: {against}, {of:.3g} s", least=least, less=True)
-    else:
-        bench.row(name, middle_of(with_it), "s", against=against, of=of, least=least, less=True)
+        against, of = f"no gain: {against}, {of:.3g} s", None
+    bench.row(name, middle_of(with_it), "s", against=against, of=of, least=least, less=True)
 
 
 # ---- the rows --------------------------------------------------------------------------------------------------------

@@ -92,8 +92,7 @@ def _write_file(
 
 
 def _write_from_disks(config: Path, wanted: VersionId | None, output: Path) -> VersionId:
-    from dips.master.genesis import INITIAL, fetch_initial, ledger_path
-    from dips.master.restore import mirror_of
+    from dips.master.genesis import INITIAL, fetch_initial, ledger_path, mirror_of
     from dips.slave.export import export_snapshot
     from dips.store.files import find_complete
 

@@ -18,7 +18,7 @@ from dips.config import RunFile
 from dips.errors import ConfigError
 from dips.files import lock_holder
 from dips.ids import VersionId
-from dips.master import genesis, restore
+from dips.master import genesis
 from dips.master import recover as counters
 from dips.master.ledger import Ledger, hold_ledger, put_in_place
 from dips.master.local_audit import make_local_row
@@ -90,7 +90,7 @@ def _ledger_anew(config: RunFile, model: Path) -> Iterator[Ledger]:
     that cannot be read is: a daemon that knows a round above the counters would stop the next master.
     """
     path = genesis.ledger_path(config)
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     if store is not None and newest_term(store):
         raise ConfigError(f"{path}: no ledger is here, but its mirror {store.url} has one: start dips-master first")
     print(f"note: no ledger at {path}: history, tokens and data ranges begin anew")

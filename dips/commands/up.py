@@ -19,8 +19,8 @@ from dips.errors import ConfigError, FailedMirror
 from dips.files import explain_unwritable, find_program
 from dips.local import run as local
 from dips.local.run import LocalProcess, LocalProcesses, ProcessEnded, exit_on_sigterm
-from dips.master.genesis import ledger_path
-from dips.master.restore import mirror_of, newest_term
+from dips.master.genesis import ledger_path, mirror_of
+from dips.master.restore import newest_term
 from dips.transport.endpoints import Endpoint
 from dips.view import terminal
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dips.config.reading import check_names, check_transport, load_file
-from dips.config.section import STALL_HEARTBEATS, HttpKey, HttpTokenKey, LogLevel, Section, TlsKey, is_loopback
+from dips.config.reading import check_names, check_transport, load_file, require_loopback
+from dips.config.section import STALL_HEARTBEATS, HttpKey, HttpTokenKey, LogLevel, Section, TlsKey
 from dips.config.shared import Shared
 from dips.errors import ConfigError
 from dips.protocol.enums import DivergencePolicy
@@ -91,8 +91,8 @@ def load_cluster(path: Path) -> ClusterFile:
     check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     control = [("master", config.master), *([("http", config.http)] if config.http else [])]
     check_transport(path, bool(config.tls), control)
-    if config.relay and not config.tls and not is_loopback(config.relay):  # known before accelerators are held
-        raise ConfigError(f"{path}: relay: plain text (`tls: off`) is allowed on loopback only, got {config.relay!r}")
+    if config.relay and not config.tls:  # refused before accelerators are held
+        require_loopback(path, "relay", config.relay, config.relay)
     if config.http_token is not None and config.http is None:
         raise ConfigError(f"{path}: http_token: nothing is served without `http: HOST:PORT`")
     if config.fragments > 1 and (config.overlap, config.install) != ("full", "whole"):

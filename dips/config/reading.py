@@ -191,5 +191,11 @@ def check_transport(path: Path, secured: bool, addresses: list[tuple[str, str]])
             host, _ = host_port(address)
         except ConfigError as error:
             raise ConfigError(f"{path}: {key}: {error}") from error
-        if not secured and not is_loopback(host):
-            raise ConfigError(f"{path}: {key}: plain text (`tls: off`) is allowed on loopback only, got {address!r}")
+        if not secured:
+            require_loopback(path, key, host, address)
+
+
+def require_loopback(path: Path, key: str, host: str, told: str) -> None:
+    """Refuse a host that is not this machine; `told` is the value of the key."""
+    if not is_loopback(host):
+        raise ConfigError(f"{path}: {key}: plain text (`tls: off`) is allowed on loopback only, got {told!r}")

@@ -45,6 +45,12 @@ def ledger_path(config: RunFile) -> Path:
     return config.master.directory / LEDGER
 
 
+def mirror_of(config: RunFile) -> MirrorStore | None:
+    """Return the mirror of this run's ledger; None if it has none."""
+    url, directory = config.master.mirror, config.master.directory
+    return None if url is None else MirrorStore(url, config.shared.run, "master", of=directory)
+
+
 def check_is_of_run(config: RunFile, row: RunRow) -> None:
     """Raise ConfigError, naming both, unless run file and ledger are of one run with the same shared options."""
     path = ledger_path(config)
@@ -147,10 +153,9 @@ def fetch_initial(store: MirrorStore, run: str, directory: Path, *, model: bool 
 
 def mirror_initial(config: RunFile) -> None:
     """Copy the root of v0@r0 to the mirror; the model is not there if `dips seed` brings it."""
-    if config.master.mirror is None:
+    store, directory = mirror_of(config), config.master.directory
+    if store is None:
         return
-    directory = config.master.directory
-    store = MirrorStore(config.master.mirror, config.shared.run, "master", of=directory)
     store.write_file(str(INITIAL_SHARED), (directory / INITIAL_SHARED).read_bytes())
     if (directory / INITIAL_VERSION).exists():
         copy_out(store.subfolder(str(INITIAL)), directory / INITIAL, GENESIS)
@@ -164,10 +169,10 @@ def _unmirrored_if_failed(config: RunFile) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if config.master.mirror is not None and not ledger_path(config).exists():
+        if not ledger_path(config).exists():
             with suppress(FailedMirror):  # it fails already
-                store = MirrorStore(config.master.mirror, config.shared.run, "master", of=config.master.directory)
-                store.remove_path(str(INITIAL))
+                if (store := mirror_of(config)) is not None:
+                    store.remove_path(str(INITIAL))
         raise
 
 

@@ -21,7 +21,7 @@ from dips.ids import GENESIS, VersionId
 from dips.master import genesis, journal
 from dips.master.ledger import Ledger
 from dips.master.local_audit import make_local_row
-from dips.master.restore import SPARE, mirror_of, newest_term
+from dips.master.restore import SPARE, newest_term
 from dips.outer_step import NO_STEP
 from dips.protocol.enums import Role, RoundResult
 from dips.protocol.records import (
@@ -200,7 +200,7 @@ def _find_mirrored_term(config: RunFile) -> tuple[int, tuple[str, ...]]:
     """Return the newest term in the ledger's mirror, which a standby or a restore may have claimed, or why it cannot be
     read.
     """
-    store = mirror_of(config)
+    store = genesis.mirror_of(config)
     try:
         return (0 if store is None else newest_term(store)), ()
     except FailedMirror as error:

@@ -300,12 +300,6 @@ OLD = "ledger.old.sqlite"  # of a master whose successor serves; one is kept
 LOOK_S = 30.0  # longest look at the mirror of a master that has its ledger: a mount may hang, a store may be slow
 
 
-def mirror_of(config: RunFile) -> MirrorStore | None:
-    """Return the mirror of this run's ledger; None if it has none."""
-    url, directory = config.master.mirror, config.master.directory
-    return None if url is None else MirrorStore(url, config.shared.run, "master", of=directory)
-
-
 def restore_if_lost(config: RunFile, log: Log, claimed: int | None = None) -> None:
     """Restore the ledger and the initial model from the mirror if they are lost; do nothing if they exist or have no
     mirror. A term is claimed before the mirror is read, or was by the caller; the master serves a later one.
@@ -315,7 +309,7 @@ def restore_if_lost(config: RunFile, log: Log, claimed: int | None = None) -> No
     Raise ConfigError if the existing ledger is older than its mirror's; FailedMirror if a mirror that is needed cannot
     be read; Corrupt if it is of another run.
     """
-    store, path = mirror_of(config), genesis.ledger_path(config)
+    store, path = genesis.mirror_of(config), genesis.ledger_path(config)
     if store is None:
         return
     if path.exists():

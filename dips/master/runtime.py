@@ -28,7 +28,7 @@ from dips.errors import (
 )
 from dips.identity.names import PeerRole
 from dips.ids import VersionId
-from dips.master import restore
+from dips.master import genesis
 from dips.master.core import (
     Action,
     HeartbeatReply,
@@ -214,7 +214,7 @@ class MasterOutside:
 
         With `bound` it waits for the mirror without end. Raise StaleTerm if another master has a later term.
         """
-        store = restore.mirror_of(config)
+        store = genesis.mirror_of(config)
         if store is None:
             return
         if store.shares_disk():

@@ -31,7 +31,7 @@ from dips.config import RunFile
 from dips.errors import ConfigError, Corrupt, DipsError, FailedMirror
 from dips.files import read_boot_id, write_durably
 from dips.http import HttpSubject
-from dips.master import restore
+from dips.master import genesis, restore
 from dips.master.genesis import BOUND
 from dips.protocol.releases import PROTOCOL
 from dips.protocol.standby import (
@@ -367,7 +367,7 @@ async def stand_by(
 
     Raise ConfigError if the run file is not one of a standby.
     """
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     if store is None:
         raise ConfigError("master.mirror: a standby needs the mirror of the master whose place it takes, got none")
     if any(slave.supervisor == "exec" for slave in config.slaves):

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from dips.config import load_run
-from dips.master import restore
+from dips.master import genesis
 from dips.protocol.standby import CLAIM_S
 from dips.store.mirror import MirrorStore, seal
 from tests.attacks.deployment import RUN, START_S, AttackedRun
@@ -31,7 +31,7 @@ NEVER = 9_999_999_999  # the number of a lease that the master will not write
 
 
 def store_of(run: AttackedRun) -> MirrorStore:
-    store = restore.mirror_of(load_run(run.run.file))
+    store = genesis.mirror_of(load_run(run.run.file))
     assert store is not None
     return store
 

@@ -410,7 +410,7 @@ def test_a_new_base_removes_what_it_replaces_by_one_request(config: RunFile, sto
     term = Term(config)
     for n in range(1, 6):
         write_version(term, n)
-    mirror = restore.mirror_of(config)
+    mirror = genesis.mirror_of(config)
     assert mirror is not None
     before = len(mirror.list_names(restore.FOLDER))
     store.counts.clear()

@@ -23,7 +23,7 @@ from dips.config.reading import read_yaml
 from dips.errors import ConfigError, FailedMirror, treatment_of
 from dips.identity.names import PeerRole
 from dips.identity.paths import TlsFiles
-from dips.master.restore import mirror_of
+from dips.master.genesis import mirror_of
 from dips.protocol.enums import LayerUnit
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "shared"

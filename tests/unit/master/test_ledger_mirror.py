@@ -67,7 +67,7 @@ class Term:
         self.term, self.written = self.ledger.start_term(), 0
         self.copy = config.master.directory / ".mirrored.sqlite"
         self.lock = threading.Lock()  # in the daemon both run on the ledger's thread
-        store = restore.mirror_of(config)
+        store = genesis.mirror_of(config)
         assert store is not None
         self.mirror = LedgerMirror(store, "r", self.term, self.take_base, patience_s, time.monotonic, LOG)
         began = time.monotonic()
@@ -147,7 +147,7 @@ def test_bases_replace_what_came_before(config: RunFile, monkeypatch: pytest.Mon
     term = Term(config)
     for records in itertools.islice(transactions(), 11):
         term.write(records)
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     assert store is not None
     until(lambda: len(store.list_names("ledger")) <= 5, "the mirror is pruned")
     knew = term.end()
@@ -162,7 +162,7 @@ def test_transactions_are_counted_anew_after_a_base(config: RunFile, monkeypatch
     for records in itertools.islice(transactions(), 7):
         term.write(records)
     term.end()
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     assert store is not None
     base, *logs = store.list_names("ledger")
     assert base in ("0000000001-0000000004.base", "0000000001-0000000005.base"), "the fifth may be written meanwhile"
@@ -231,7 +231,7 @@ def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, mo
     assert term.mirror.view().behind_transactions == 11
     (tmp_path / "away").rename(tmp_path / "mirror")
     until(lambda: not term.mirror.view().red, "it has caught up")
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     assert store is not None and store.list_names("ledger") == ["0000000001-0000000011.base"]
     (tmp_path / "mirror").rename(tmp_path / "away")
     for records in itertools.islice(every, 5):
@@ -332,7 +332,7 @@ def test_a_base_replaces_what_it_holds_and_nothing_else(config: RunFile, tmp_pat
     """Bases and transactions of earlier terms, and those of its own up to its number; leases of earlier terms; bases
     that a crash has left unfinished, but not what another master writes, or claims.
     """
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     assert store is not None
     kinds = [(term, number, kind) for term in (4, 5, 6) for number in (1, 2, 3) for kind in ("base", "log", "term")]
     for term, number, kind in kinds:
@@ -396,7 +396,7 @@ def test_what_was_cut_short_is_not_believed(config: RunFile, tmp_path: Path) -> 
     term = Term(config)
     for records in itertools.islice(transactions(), 4):
         term.write(records)
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     assert store is not None
     term.end()
     last = store.list_names("ledger")[-1]
@@ -419,7 +419,7 @@ def test_a_transaction_that_is_damaged_before_others_ends_no_restore(config: Run
     for records in itertools.islice(transactions(), 4):
         term.write(records)
     term.end()
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     assert store is not None
     name = f"ledger/{1:010d}-{2:010d}.log"
     if gone:
@@ -535,7 +535,7 @@ def test_a_run_is_not_made_over_another_ones_mirror(config: RunFile) -> None:
     with pytest.raises(ConfigError, match=r"a run of the name 'r' lies in .*mirror/r/master already"):
         genesis.make_run(config, TENSORS)
     genesis.make_run(config, TENSORS, force=True)
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     assert store is not None and store.list_names() == ["initial"]
 
 

@@ -191,7 +191,7 @@ def test_a_term_that_stands_only_in_the_ledgers_mirror_counts(config: RunFile, t
     mirrored = load_run(tmp_path / "dips.yaml")
     assert any(why.startswith("master.mirror: ") for why in plan(mirrored).unread)
     (tmp_path / "mirror").mkdir()
-    store = restore.mirror_of(mirrored)
+    store = genesis.mirror_of(mirrored)
     assert store is not None and plan(mirrored).found_term == 2
     assert restore.claim_term(store, "r", "a standby", claimable=True, above=2 * SPARE)
     log = structlog.get_logger()

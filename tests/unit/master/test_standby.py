@@ -93,7 +93,7 @@ def begun(tmp_path: Path, url: str, *machines: str, **master: Any) -> list[RunFi
 
 
 def mirror(config: RunFile) -> MirrorStore:
-    store = restore.mirror_of(config)
+    store = genesis.mirror_of(config)
     assert store is not None
     return store
 
@@ -257,7 +257,7 @@ def test_a_standby_takes_over_without_the_initial_model(tmp_path: Path, monkeypa
     assert genesis.ledger_path(b).exists() and (b.master.directory / genesis.INITIAL_SHARED).exists()
     assert not (b.master.directory / genesis.INITIAL_VERSION).exists()
     assert export._write_from_disks(tmp_path / "b.yaml", GENESIS, tmp_path / "model") == GENESIS
-    monkeypatch.setattr(restore, "mirror_of", pytest.fail)  # needs a package that this host may not have
+    monkeypatch.setattr(genesis, "mirror_of", pytest.fail)  # needs a package that this host may not have
     assert export._write_from_disks(tmp_path / "b.yaml", GENESIS, tmp_path / "again") == GENESIS
 
 
