@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import field
 from math import nan
 from statistics import median
@@ -154,9 +154,11 @@ class RangeQueue:
         """The ranges that are leased and not used up, in order; the first may be partly trained."""
         return (*self.served, *self.waiting)
 
-    def add_leased(self, ranges: Iterable[int], exhausted: bool, begun: Iterable[BegunRange] = ()) -> None:
+    def add_leased(self, ranges: Collection[int], exhausted: bool, begun: Iterable[BegunRange] = ()) -> None:
         self.waiting.extend(ranges)
         self.exhausted = exhausted
+        for number in ranges:
+            self.begun.pop(number, None)
         self.begun.update((part.number, part) for part in begun)
 
     def hold_back(self) -> None:
@@ -186,8 +188,11 @@ class RangeQueue:
         return self.given
 
     def settle_part(self, used: Iterable[int], begun: BegunRange | None) -> None:
-        """Record the settled progress of an accepted or gated push, so that no trainer repeats it."""
-        for number in used:
+        """Record the settled progress of an accepted or gated push, so that no trainer repeats it.
+
+        The outcome may be of a version that was rolled back since: used-up ranges that are ahead are leased anew.
+        """
+        for number in {*used} - {*self.ranges_ahead}:
             self.begun.pop(number, None)
         if begun is not None:
             self.begun[begun.number] = begun

@@ -246,3 +246,25 @@ def test_a_range_that_is_settled_is_forgotten(play: Play) -> None:
     step(play, ())
     push(play)
     assert not play.s.ranges.begun
+
+
+def test_an_outcome_of_what_was_rolled_back_leaves_ranges_leased_anew_alone(play: Play) -> None:
+    """The version of a push is undone before its outcome is heard: 7 is leased anew, of which 4 are trained."""
+    step(play, ())
+    assert play.send(RangeWanted(1, 2, ())) == RangeGiven(8)
+    verdict = play.push_until_granted()
+    play.send(PushMoved(1, next(play.number), verdict.seq, True, "", 100))
+    play.reply(Committed())
+    play.asked(RangesRequested, Channel.RANGES)
+    play.reply(Ranges((7,), False, (part(7, 4),)), Channel.RANGES)
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    assert play.send(RangeWanted(1, 3, (8,))) == RangeGiven(7, part(7, 4))
+
+
+def test_a_range_leased_anew_begins_where_the_master_says(play: Play) -> None:
+    """Not where an undone version had it."""
+    play.s.ranges.begun[3] = part(3, 5)
+    assert play.send(RangeWanted(1, 2, ())) == RangeGiven(8)
+    play.asked(RangesRequested, Channel.RANGES)
+    play.reply(Ranges((3,), False), Channel.RANGES)
+    assert play.send(RangeWanted(1, 3, ())) == RangeGiven(3)
