@@ -118,9 +118,10 @@ class _Copy:
         for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
             del sys.modules[name]
         status = _Status()
+        every = ["-m", ""] if any("::" in a for a in arguments) else []  # a test that is named may be slow
         try:
             for part in filter(None, (arguments[:FIRST], arguments[FIRST:])):
-                pytest.main(["-x", "-q", "-p", "no:cacheprovider", *part], plugins=[status])
+                pytest.main(["-x", "-q", "-p", "no:cacheprovider", *every, *part], plugins=[status])
                 if status.code != pytest.ExitCode.OK:
                     break
         finally:  # no way out of here leads into the runner's own code
