@@ -56,7 +56,6 @@ def recover_run(config: RunFile, model: Path, log: Log, agree: Callable[[str], b
         _print_plan(head, version, model, found)
         if not agree(f"Make {version} of {model}?"):
             return None
-        ledger.start_term()  # from here on a former master that was taken for dead cannot write
         ledger.write_records([RoundReserved(version.round, 0.0)], time.time())
         digests = rebuild.stage_version(version, found, max((peer.inc for peer in state.slaves), default=0))
         without = rebuild.layer_names([layer for one in found if one.momentum_of is None for layer in one.layers])
