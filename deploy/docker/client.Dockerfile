@@ -8,12 +8,12 @@ ARG BASE
 FROM ${BASE}
 ARG WHEELS=deploy/docker/wheels
 USER 0:0
-WORKDIR /src
 COPY ${WHEELS} /wheels
-COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md ./
-COPY dips ./dips
+COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /src/
+COPY dips /src/dips
 COPY deploy/nodes.sh /usr/local/bin/dips-nodes
-RUN if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
+RUN cd /src \
+    && if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
     && python3 -c 'import torch; from importlib import metadata as m; there = m.packages_distributions(); \
        print(*(f"{n}=={m.version(n)}" for n in ("torch", "numpy") if n in there), sep="\n")' >/tmp/kept \
     && sed 's/^\(.*\)==.*/^\1==/' /tmp/kept >/tmp/names && grep -v -f /tmp/names constraints.txt >>/tmp/kept \
@@ -21,7 +21,6 @@ RUN if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LIN
     && chmod 755 /usr/local/bin/dips-nodes \
     && install -d -o 10001 -g 10001 /var/lib/dips \
     && rm -r /src /wheels /tmp/kept /tmp/names
-WORKDIR /
 # The agent is the job's first process: it starts torchrun, forwards signals, ends with its exit code.
 ENV PYTHONUNBUFFERED=1 HOME=/tmp
 USER 10001:10001

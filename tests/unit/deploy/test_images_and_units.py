@@ -31,6 +31,11 @@ def test_images_end_as_a_user(image: Path) -> None:
     assert users and re.fullmatch(r"[1-9]\d+:[1-9]\d+", users[-1])
 
 
+def test_the_training_image_keeps_its_directory() -> None:
+    """`train.py` of a cluster's job, and the module of CHECK, would be looked for in / wherever their image has them."""
+    assert "WORKDIR" not in (DEPLOY / "docker" / "client.Dockerfile").read_text()
+
+
 def test_images_copy_what_is_there() -> None:
     """Every file that is copied exists and is not ignored."""
     root = DEPLOY.parent
