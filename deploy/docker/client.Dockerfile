@@ -22,7 +22,8 @@ RUN cd /src \
     && install -d -o 10001 -g 10001 /var/lib/dips \
     && rm -r /src /wheels /tmp/kept /tmp/names
 # The agent is the job's first process: it starts torchrun, forwards signals, ends with its exit code.
-ENV PYTHONUNBUFFERED=1 HOME=/tmp
+# USER: torch.compile names its cache by it, and 10001 has no name (a KeyError in some releases of torch).
+ENV PYTHONUNBUFFERED=1 HOME=/tmp USER=dips
 USER 10001:10001
 ENTRYPOINT ["dips-client", "--config", "/etc/dips/cluster.yaml", "--"]
 CMD ["torchrun", "--help"]

@@ -32,8 +32,14 @@ def test_images_end_as_a_user(image: Path) -> None:
 
 
 def test_the_training_image_keeps_its_directory() -> None:
-    """`train.py` of a cluster's job, and the module of CHECK, would be looked for in / wherever their image has them."""
+    """`train.py` of a job, and the module of CHECK, would be looked for in / wherever their image has them."""
     assert "WORKDIR" not in (DEPLOY / "docker" / "client.Dockerfile").read_text()
+
+
+def test_who_trains_has_a_name() -> None:
+    """Some releases of torch ask the system for it at torch.compile, and end with a KeyError: nobody knows 10001."""
+    variables = re.findall(r"^ENV (.+)$", (DEPLOY / "docker" / "client.Dockerfile").read_text(), re.MULTILINE)
+    assert "USER=dips" in " ".join(variables).split()
 
 
 def test_images_copy_what_is_there() -> None:
