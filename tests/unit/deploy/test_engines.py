@@ -55,6 +55,21 @@ def test_each_node_starts_what_belongs_to_it(engine: Any, tmp_path: Path) -> Non
         assert f"is_host={int(node == 0)}" in started
 
 
+@pytest.mark.parametrize("cpus", [{"SLURM_CPUS_PER_TASK": "64"}, {}])
+def test_slurm_gives_ranks_the_cpus_of_the_job(cpus: dict[str, str], tmp_path: Path) -> None:
+    """srun does not inherit `--cpus-per-task` of sbatch: where tasks are bound, all ranks of a node shared one CPU."""
+    for name in ("dips", "dips-client"):
+        (tmp_path / name).write_text(SAY)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", **cpus}
+    done = subprocess.run(
+        ["bash", str(ROOT / "deploy" / "slurm" / "cluster.sbatch")], capture_output=True, text=True, check=False,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm},
+    )  # fmt: skip
+    asked = "--cpus-per-task=64 " if cpus else ""
+    assert f"srun --kill-on-bad-exit=1 --wait=60 {asked}bash -c" in done.stdout, done.stdout + done.stderr
+
+
 def test_skypilot_takes_its_file() -> None:
     schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not here: its schema was not asked")
     jsonschema = pytest.importorskip("jsonschema")
