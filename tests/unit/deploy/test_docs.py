@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dips.identity.paths import REVOCATIONS
+
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / "deploy" / "README.md", *sorted((ROOT / "configs" / "examples").glob("*.md"))]
 
@@ -28,3 +30,9 @@ def test_files_that_are_named_exist(document: Path) -> None:
     """Paths of the repository, wherever they stand."""
     for name in re.findall(r"\b((?:deploy|configs)/[\w./-]*\w)", document.read_text()):
         assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+def test_the_list_that_pods_are_given_is_the_one_that_was_written() -> None:
+    """`dips certs revoke ca/ …` writes ca/crl.pem; certs/ has the copy of before, by which nobody is revoked."""
+    (replaced,) = re.findall(r"--from-file=(\S+) --dry-run", DOCUMENTS[0].read_text())
+    assert replaced == f"ca/{REVOCATIONS}"
