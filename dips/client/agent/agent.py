@@ -26,6 +26,7 @@ from dips.client.ipc import messages
 from dips.client.ipc.address import (
     AGENT,
     ANSWER,
+    RESOLVE_S,
     TAG,
     TOKEN,
     Seal,
@@ -165,7 +166,6 @@ class Connection:
 
 
 OWN_ADDRESS = "it must be an address of the host on which the agent runs"
-RESOLVE_S = 60.0  # the name of a pod is resolvable only some seconds after its start
 AGAIN_S = 1.0
 
 

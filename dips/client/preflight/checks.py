@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dips.client.ipc.address import PID_FILE, TOKEN, over_network, socket_path, token_of
+from dips.client.ipc.address import PID_FILE, RESOLVE_S, TOKEN, over_network, socket_path, token_of
 from dips.client.preflight.probe import ProbeResult, measure_lane, measure_round_trip
 from dips.config import ClusterFile
 from dips.differences import differing_options
@@ -19,6 +20,7 @@ from dips.protocol.manifest import Manifest
 from dips.transport.seal import KeyPair
 
 AT_ONCE = 16  # slaves probed at the same time; rates are measured one after another
+AGAIN_S = 1.0  # between two looks for this host's own name
 
 
 def failed_row(what: str, error: DipsError, remedy: str) -> CheckFinding:
@@ -61,7 +63,7 @@ def _check_agent_address(config: ClusterFile) -> list[CheckFinding]:
             return []
         host, port, named_by = remote
         token = "that of the job" if token_of(config) else f"a new one for what the agent starts ({TOKEN} names none)"
-        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, *_, address = _resolve_host(host)
         with socket.socket(family, socket.SOCK_STREAM) as here:
             here.bind(address)
     except OSError as error:
@@ -70,6 +72,18 @@ def _check_agent_address(config: ClusterFile) -> list[CheckFinding]:
     except DipsError as error:
         return [failed_row("agent's line", error, treatment_of(error).advice)]
     return [CheckFinding("agent's line", OK, f"{host}:{port or 'a free port'} ({address[0]}), token: {token}")]
+
+
+def _resolve_host(host: str) -> tuple[int, int, int, str, Any]:
+    """Look up a name until it is known, as the agent does. Raises gaierror after RESOLVE_S."""
+    until = time.monotonic() + RESOLVE_S
+    while True:
+        try:
+            return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        except socket.gaierror:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(AGAIN_S)
 
 
 def _check_before_start(config: ClusterFile) -> list[CheckFinding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from dips.client.ipc.address import PID_FILE
-from dips.client.preflight import probe
+from dips.client.preflight import checks, probe
 from dips.client.preflight.checks import check_host, check_lanes, check_model, check_run, failed_row
 from dips.config import ClusterFile, Shared
 from dips.errors import Busy, ConfigError, Denied, UnavailableMaster
@@ -62,6 +63,22 @@ def test_what_the_master_tells(changes: Mapping[str, Any], what: str, expected: 
     """Only what concerns this cluster has a row; a name that another agent holds now is pointed out."""
     row = shown(check_run(config(), described(**changes))).get(what, "")
     assert row.startswith(expected) if expected else not row
+
+
+def test_the_name_of_a_pod_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known some seconds after its start: the check ended with 78, which fails a cluster's Job for good."""
+    monkeypatch.setattr(checks, "AGAIN_S", 0.0)
+    answers = iter([socket.gaierror(socket.EAI_NONAME, "Name or service not known"), None])
+    find = socket.getaddrinfo
+
+    def find_in_time(host: str, *words: Any, **options: Any) -> Any:
+        if (error := next(answers)) is not None:
+            raise error
+        return find("127.0.0.1", *words, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", find_in_time)
+    rows = check_host(config(tmp_path, agent="berlin-0.berlin:0"))
+    assert shown(rows)["agent's line"].startswith(f"{OK} berlin-0.berlin:a free port (127.0.0.1)")
 
 
 def test_a_model_is_compared_if_it_is_given() -> None:
