@@ -129,6 +129,8 @@ def run(name: str, quick: bool, words: Sequence[str] = ()) -> tuple[dict[str, An
         if not file.exists():
             return None, f"ended with {code} and no result"
         result: dict[str, Any] = json.loads(file.read_text())
+    if not result["rows"]:
+        return None, "; ".join(result["notes"])
     broken = [row["name"] for row in result["rows"] if not row["holds"]]
     return result, f"does not hold: {'; '.join(broken)}" if broken else ""
 

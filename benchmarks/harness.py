@@ -142,10 +142,11 @@ def main(
         bench.note(f"nothing was measured: {lacks}")
     took_s = time.monotonic() - begun
     Console().print(table(bench.name, bench.rows, bench.notes))
-    result = report(bench, took_s) if args.json is not None or args.log else {}
+    logs = args.log and bool(bench.rows)
+    result = report(bench, took_s) if args.json is not None or logs else {}
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
-    if args.log:
+    if logs:
         append_runs([(name, result)])
         TABLE.write_text(make_table())
     sys.exit(0 if all(row.holds for row in bench.rows) else 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as every
 from benchmarks import harness
 from benchmarks.harness import Bench, Seconds
 from benchmarks.record import ROOT, shown
@@ -161,3 +162,22 @@ def test_a_benchmark_ends_well_where_the_machine_lacks_something(tmp_path: Path)
     assert run(measure, "--json", str(tmp_path / "toy.json")) == 0
     made = json.loads((tmp_path / "toy.json").read_text())
     assert made["rows"] == [] and made["notes"] == ["nothing was measured: no such device"]
+
+
+def test_a_benchmark_that_measured_nothing_is_no_run_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty run would have been appended, beside which no test of the record passes."""
+    monkeypatch.setattr(harness, "append_runs", lambda _: pytest.fail("it was appended"))
+    assert run(lambda bench: bench.skip_if("no such device"), "--log") == 0
+
+
+def test_a_benchmark_that_cannot_run_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make bench` would have called its lanes and links measured where nobody may make namespaces."""
+
+    class Skipped(subprocess.Popen[bytes]):
+        def __init__(self, command: list[str], **_: object) -> None:
+            made = {"rows": [], "notes": ["nothing was measured: no such device"]}
+            Path(command[command.index("--json") + 1]).write_text(json.dumps(made))
+            super().__init__(["true"])
+
+    monkeypatch.setattr(every.subprocess, "Popen", Skipped)
+    assert every.run("toy", quick=False) == (None, "nothing was measured: no such device")
