@@ -222,10 +222,11 @@ class Cells:
     """Measures cells, or reads those that the same commit has measured."""
 
     def __init__(self, bench: Bench, kept: Path | None) -> None:
-        self._bench, self._kept = bench, kept
+        self._bench, self._commit = bench, commit()
+        self._kept = kept if not self._commit.endswith("+") else None  # a tree with changes is another one tomorrow
         self.late: list[str] = []
-        if kept is not None:
-            kept.mkdir(parents=True, exist_ok=True)
+        if self._kept is not None:
+            self._kept.mkdir(parents=True, exist_ok=True)
 
     def measure(self, what: str, cell: Cell) -> CellSeen:
         """Measure a cell until the machine is quiet enough; `what` names it for people."""
@@ -241,7 +242,7 @@ class Cells:
         return best
 
     def _name(self, cell: Cell) -> str:
-        return sha256(json.dumps([commit(), asdict(cell)]).encode()).hexdigest()[:20]
+        return sha256(json.dumps([self._commit, asdict(cell)]).encode()).hexdigest()[:20]
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
@@ -382,7 +383,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--part", action="append", choices=list(PARTS), help="methods by default; may be repeated")
     parser.add_argument("--plot", type=Path, metavar="DIRECTORY", help="draw Figures 4, 9 and 11 there")
-    parser.add_argument("--cells", type=Path, metavar="DIRECTORY", help="keep cells there; those kept are not measured")
+    parser.add_argument(
+        "--cells",
+        type=Path,
+        metavar="DIRECTORY",
+        help="keep cells there, of a commit without changes; those kept are not measured",
+    )
 
 
 if __name__ == "__main__":

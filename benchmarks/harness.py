@@ -41,6 +41,7 @@ from benchmarks.record import ROOT, TABLE, BenchRow, append_runs, make_table, sh
 
 END_S = 60.0  # for one to end its processes and take down its namespaces
 RANK_END_S = 10.0  # for a rank that has told its result, or whose step did not end
+RECORDED = ("benchmarks/results", "benchmarks/README.md")  # what append_runs and the table write
 PACKAGES = ("numpy", "numba", "torch", "pyzmq", "grpcio", "xxhash")
 
 
@@ -135,7 +136,7 @@ def main(
     args = parser.parse_args(argv)
     end_in_order()
     bench = Bench(name, args.quick, args, Console(stderr=True))
-    begun = time.monotonic()
+    begun, measured = time.monotonic(), commit()
     try:
         measure(bench)
     except NothingMeasured as lacks:
@@ -143,7 +144,7 @@ def main(
     took_s = time.monotonic() - begun
     Console().print(table(bench.name, bench.rows, bench.notes))
     logs = args.log and bool(bench.rows)
-    result = report(bench, took_s) if args.json is not None or logs else {}
+    result = report(bench, took_s, measured) if args.json is not None or logs else {}
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
     if logs:
@@ -213,11 +214,14 @@ def _play_rank(
     dist.destroy_process_group()
 
 
-def report(bench: Bench, took_s: float) -> dict[str, Any]:
-    """The file of a benchmark: machine, commit, rows; beside them its notes and how long it took."""
+def report(bench: Bench, took_s: float, measured: str) -> dict[str, Any]:
+    """The file of a benchmark: machine, commit, rows; beside them its notes and how long it took.
+
+    measured  the commit when it began; a tree that has moved on meanwhile is one with changes
+    """
     return {
         "machine": machine(),
-        "commit": commit(),
+        "commit": measured if measured == commit() else f"{measured.removesuffix('+')}+",
         "rows": [asdict(row) for row in bench.rows],
         "notes": bench.notes,
         "quick": bench.quick,
@@ -288,12 +292,15 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def commit() -> str:
-    """The commit of the working tree, with + if it is not clean; "unknown" outside a repository."""
+def commit(root: Path = ROOT) -> str:
+    """The commit of the working tree, with + if it is not clean; "unknown" outside a repository. The record itself does
+    not count: each run that is logged would leave a + to the next.
+    """
+    changed = ("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in RECORDED))
     try:
         said = [
-            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (("rev-parse", "--short", "HEAD"), changed)
         ]
     except (OSError, subprocess.CalledProcessError):  # no git, or no repository: an installed copy
         return "unknown"

@@ -111,6 +111,46 @@ def test_the_machine_is_described_without_its_name() -> None:
     assert os.uname().nodename not in json.dumps(made) and "/" not in json.dumps({**made, "triad": "", "cpu": ""})
 
 
+def test_only_changes_of_what_is_measured_are_changes(tmp_path: Path) -> None:
+    """Each run but the first of a day would have been one of a changed tree, by the results of the one before."""
+
+    def git(*words: str) -> None:
+        own = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *own, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    code, table, result = (
+        tmp_path / "dips.py",
+        tmp_path / "benchmarks/README.md",
+        tmp_path / "benchmarks/results/a.json",
+    )
+    result.parent.mkdir(parents=True)
+    for file in (code, table, result):
+        file.write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    clean = harness.commit(tmp_path)
+    table.write_text("2")
+    result.write_text("2")
+    assert harness.commit(tmp_path) == clean and not clean.endswith("+")
+    code.write_text("2")
+    assert harness.commit(tmp_path) == f"{clean}+"
+
+
+@pytest.mark.parametrize(("later", "told"), [("a1", "a1"), ("a1+", "a1+"), ("b2", "a1+")])
+def test_a_run_is_of_the_commit_at_which_it_began(later: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours of a benchmark would have been recorded under a commit that was made while it ran."""
+    commits = iter(("a1", later))
+    monkeypatch.setattr(harness, "commit", lambda: next(commits))
+    monkeypatch.setattr(harness, "machine", dict)
+    monkeypatch.setattr(harness, "make_table", str)
+    monkeypatch.setattr(harness, "TABLE", Path(os.devnull))
+    logged = []
+    monkeypatch.setattr(harness, "append_runs", logged.extend)
+    assert run(lambda bench: bench.row("seen", 1.0, "s"), "--log") == 0
+    assert [made["commit"] for _, made in logged] == [told]
+
+
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [(2.5e9, "B/s", "2.5 GB/s"), (0.012, "s", "12 ms"), (3.5, "s", "3.5 s"), (28.0, "B/parameter", "28 B/parameter")],

@@ -1,0 +1,30 @@
+"""The cells of endtoend: which are measured again, and what differs between them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import endtoend
+from benchmarks.endtoend import Cell, Cells, CellSeen
+from benchmarks.harness import Bench
+from benchmarks.timed_rank import Stretch
+
+SEEN = CellSeen({"c0": [Stretch(steps=10, planned_s=1.0, calls=[0.1])]})
+
+
+def made_bench(**args: object) -> Bench:
+    return Bench("endtoend", False, argparse.Namespace(**args), Console(quiet=True))
+
+
+def test_a_cell_of_a_tree_with_changes_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one state of the code had measured would have been a row of another: both are called by one commit."""
+    measured = []
+    monkeypatch.setattr(endtoend, "live", lambda cell: measured.append(cell) or SEEN)
+    for commit, count in (("c1", 1), ("c1", 1), ("c2", 2), ("c2+", 3), ("c2+", 4)):
+        monkeypatch.setattr(endtoend, "commit", lambda commit=commit: commit)
+        assert Cells(made_bench(), tmp_path).measure("a cell", Cell("full", (1.0,))) == SEEN
+        assert len(measured) == count, commit
