@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import endtoend
-from benchmarks.endtoend import Cell, Cells, CellSeen
+from benchmarks.endtoend import SCALING_SPEEDS, Cell, Cells, CellSeen, measure_scaling
 from benchmarks.harness import Bench
 from benchmarks.timed_rank import Stretch
 
@@ -28,3 +28,13 @@ def test_a_cell_of_a_tree_with_changes_is_measured_again(tmp_path: Path, monkeyp
         monkeypatch.setattr(endtoend, "commit", lambda commit=commit: commit)
         assert Cells(made_bench(), tmp_path).measure("a cell", Cell("full", (1.0,))) == SEEN
         assert len(measured) == count, commit
+
+
+def test_a_cluster_takes_the_same_steps_beside_any_number_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest took five times as many in a second among seven as alone, and weak scaling showed what each costs."""
+    cells: list[Cell] = []
+    monkeypatch.setattr(Cells, "measure", lambda _, what, cell: cells.append(cell) or SEEN)
+    measure_scaling(made_bench(), Cells(made_bench(), None))
+    assert {len(cell.speeds) for cell in cells} == set(range(1, len(SCALING_SPEEDS) + 1))
+    for name, step_s in cells[-1].steps_s.items():
+        assert all(c.steps_s[name] == pytest.approx(step_s) for c in cells if name in c.clusters), name
