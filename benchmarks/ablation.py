@@ -8,8 +8,8 @@
 * a second cluster that comes when the first is half through, against the optimum;
 * all together against none of it, at three sizes; held at the middle one.
 
-A gain is a ratio of two medians (means where orders are random); where the middle halves of the two overlap the row
-says that there is none. Notes say what the limit is: bytes against the line's rate, processor time against what the
+A gain is a ratio of two medians (means where orders are random); where the middle halves of the two overlap there is
+none, as a note says. Notes say what the limit is: bytes against the line's rate, processor time against what the
 cores have.
 """
 
@@ -159,12 +159,15 @@ def gain(
     bench: Bench, name: str, on: Sequence[Took], off: Sequence[Took], *, against: str, least: float | None = None,
     middle_of: Callable[[Iterable[float]], float] = median,
 ) -> None:  # fmt: skip
-    """Add the row of a part: with it and without it. Where the middle halves of both overlap there is no gain."""
+    """Add the row of a part: with it and without it. Where the middle halves of both overlap there is no gain, and no
+    ratio.
+    """
     with_it, without = ([took.seconds for took in each] for each in (on, off))
     slow, fast = quantiles(with_it, n=4, method="inclusive")[2], quantiles(without, n=4, method="inclusive")[0]
     of: float | None = middle_of(without)
     if slow >= fast:
-        against, of = f"no gain: {against}, {of:.3g} s", None
+        bench.note(f"{name}: no gain: {against} took {of:.3g} s")
+        of = None
     bench.row(name, middle_of(with_it), "s", against=against, of=of, least=least, less=True)
 
 

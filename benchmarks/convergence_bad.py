@@ -136,17 +136,13 @@ def _is_held(line: BadLine, gates: str, where: str, kinds: Iterable[str]) -> boo
 def _hold_list(bench: Bench, name: str, lines: Sequence[BadLine]) -> None:
     if not lines:
         return
-    worst = min(lines, key=lambda line: line.gated)
-    text = f"{name}: bad pushes gated after the first ({worst.kind})"
-    bench.row(text, worst.gated, "×", against="at least", of=GATED, least=1.0)
-    worst = max(lines, key=lambda line: line.healthy_gated)
-    text = f"{name}: healthy pushes that pass ({worst.kind})"
-    bench.row(text, 1.0 - worst.healthy_gated, "×", against="at least", of=PASSED, least=1.0)
-    costs = {line.kind: line.to_away for line in lines if line.to_away is not None}
+    gated, passed = min(x.gated for x in lines), 1.0 - max(x.healthy_gated for x in lines)
+    bench.row(f"{name}: bad pushes gated after the first", gated, "×", against="at least", of=GATED, least=1.0)
+    bench.row(f"{name}: healthy pushes that pass", passed, "×", against="at least", of=PASSED, least=1.0)
+    costs = [line.to_away for line in lines if line.to_away is not None]
     if costs:
-        dearest = max(costs, key=lambda kind: costs[kind])
-        text = f"{name}: of the loss with the bad ones away ({dearest})"
-        bench.row(text, costs[dearest], "×", against="at most", of=LOSS, least=1.0, less=True)
+        text = f"{name}: of the loss with the bad ones away"
+        bench.row(text, max(costs), "×", against="at most", of=LOSS, least=1.0, less=True)
 
 
 def _hold_survival(bench: Bench, lines: Sequence[BadLine]) -> None:

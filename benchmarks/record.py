@@ -52,7 +52,7 @@ COLUMNS = ("in", "claim", "figure", "compared with", "ratio", "bound", "holds", 
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One figure.
+    """One figure. Its name and `against` say which claim it is of, so nothing that was measured stands in them.
 
     against what it is compared with, a name; of: that one's figure, in the same unit, if it was measured
     ratio   of what it is compared with, so turned that more is better: value/of, or of/value if `less`

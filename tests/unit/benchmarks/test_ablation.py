@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import argparse
 
+import pytest
+from rich.console import Console
+
+from benchmarks.ablation import Took, gain
 from benchmarks.cast import Cast
+from benchmarks.harness import Bench
 from benchmarks.slow_cluster import SlowClusterRun, attempts, transfers
 from dips.codecs import Codec
 from dips.wire.chunks import LayerLayout, describe_uncovered
@@ -49,3 +54,13 @@ def test_a_round_is_the_mean_time_between_outer_steps() -> None:
     """The first two of each cluster are warming up."""
     steps = {"a": [{"ended": t} for t in (0, 50, 60, 62, 66)], "b": [{"ended": t} for t in (0, 9, 60, 66)]}
     assert SlowClusterRun(steps, {}).round_s(["a", "b"]) == 4
+
+
+@pytest.mark.parametrize(("without", "holds"), [(1.5, True), (1.0, False)])
+def test_a_part_without_a_gain_is_a_row_of_the_same_claim(without: float, holds: bool) -> None:
+    """The table would have kept the gain of the run before beside it, since the seconds stood in what it is held to."""
+    bench = Bench("ablation", False, argparse.Namespace(), Console(quiet=True))
+    on, off = ([Took(seconds, 0.0, 0.0)] * 3 for seconds in (1.0, without))
+    gain(bench, "2 lanes", on, off, against="1 lane", least=1.2)
+    assert [(row.name, row.against, row.holds) for row in bench.rows] == [("2 lanes", "1 lane", holds)]
+    assert bench.notes == ([] if holds else ["2 lanes: no gain: 1 lane took 1 s"])

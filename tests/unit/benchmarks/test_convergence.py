@@ -118,6 +118,20 @@ def test_bad_data_is_told_by_gates_and_kind(bench: Bench, monkeypatch: pytest.Mo
     assert (bench.args.output / "bad-gates.csv").read_text().count("\n") == 4
 
 
+def test_the_worst_kind_is_of_the_same_claim_whichever_it_is() -> None:
+    """The table would have kept a kind that was the worst once, and did not hold, beside the one that is it now."""
+    numbers = {"bad": 10, "bad_gated": 10, "healthy": 10, "healthy_gated": 0}
+    names = []
+    for dearest in ("nan", "sign"):
+        bench = Bench("convergence", True, argparse.Namespace(), Console(quiet=True))
+        costs = {"nan": 1.0, "sign": 1.0, dearest: 1.02}
+        lines = [convergence_bad.BadLine("two of nine", kind, "dips", numbers, 1.5, costs[kind], 1.0) for kind in costs]
+        convergence_bad._hold_list(bench, "dips, two of nine", lines)
+        assert [row.holds for row in bench.rows] == [True, True, False]
+        names.append([row.name for row in bench.rows])
+    assert names[0] == names[1]
+
+
 def test_bad_ones_are_away_as_long_as_they_would_be_bad() -> None:
     """Of a run without them for a third of its time, as many tokens are accepted meanwhile."""
     fleets = convergence_bad.bad_fleets()
