@@ -127,6 +127,8 @@ def _run_rows(
     result = run_study(study, store, bench.args.workers or available_cores(), bench.say)
     for row, error in result.failed.items():
         bench.note(f"{row}: failed: {error}")
+    ended, of = len(rows) - len(result.failed), float(len(rows))
+    bench.row(f"{name}: rows of which no run failed", ended, "", against="all", of=of, least=1.0)
     bench.args.output.mkdir(parents=True, exist_ok=True)
     write_csv(result, bench.args.output / f"{name}.csv")
     return result

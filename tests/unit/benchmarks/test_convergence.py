@@ -46,8 +46,17 @@ def test_claims_are_printed_first_and_then_held(bench: Bench, monkeypatch: pytes
     assert next(i for i, text in enumerate(said) if text.startswith("claims: ")) > len(convergence_claims.CLAIMS)
     assert set(CLAIMED) <= {row.name for row in bench.rows}
     held = {row.name.partition(":")[0] for row in bench.rows if row.least is not None}
-    assert held == {"aligned", "steps"}
+    assert held == {"claims", "aligned", "steps"}
     assert (bench.args.output / "claims.csv").exists()
+
+
+def test_a_row_that_failed_does_not_hold(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its claims are not held against anything: they would have been kept by a crash."""
+    failed = {"steps": "seed 1: MemoryError"}
+    monkeypatch.setattr(convergence, "run_study", lambda study, *_: StudyResult(study, failed=failed))
+    rows: convergence_rows.Rows = {"aligned": {}, "steps": {"pace": "steps"}}
+    convergence._run_rows(bench, "claims", rows, {**SHORT, "steps": 96}, convergence_rows.FLEETS)
+    assert [(row.value, row.of, row.holds) for row in bench.rows] == [(1, 2.0, False)]
 
 
 def test_every_claim_is_of_rows_that_are_run() -> None:
