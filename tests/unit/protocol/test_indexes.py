@@ -9,7 +9,7 @@ from math import inf
 from statistics import median
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dips.protocol.admission import MOST_LEAD, SlotAsk, SlotQueue
@@ -25,6 +25,7 @@ TIMES = st.one_of(st.floats(0.0, 9.0), st.just(-inf))
 
 
 @given(st.lists(st.tuples(st.sampled_from("sdtm"), NAMES, TIMES), max_size=60))
+@example([("s", "a", 1.0), ("s", "a", 2.0)])
 def test_the_first_of_many_times(script: list[tuple[str, str, float]]) -> None:
     """Set, dropped, taken or moved: the earliest is that of a plain dict, and the heap does not grow without bound."""
     timers, plain = Timers(), dict[str, float]()
