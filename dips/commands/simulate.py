@@ -68,7 +68,9 @@ def simulate(
 
     if plots is not None:
         find_matplotlib()
-    report = simulate_sizes(read_scenario(find_scenario(scenario)))
+    read = read_scenario(find_scenario(scenario))
+    _require_writable(timeline, plots)
+    report = simulate_sizes(read)
     if as_json:
         print(json.dumps(asdict(report)))
     else:
@@ -159,6 +161,16 @@ def describe_slaves(report: SizedReport) -> str:
     if two:
         lines.append(f"rates of pushes and of pulls are not the same, and both are given: {', '.join(two)}")
     return "\n".join(lines)
+
+
+def _require_writable(timeline: Path | None, plots: Path | None) -> None:
+    """Raise ConfigError if a file or directory cannot be written: better before a simulation than after it."""
+    with explain_unwritable(timeline):
+        if timeline is not None:
+            timeline.open("a").close()
+    with explain_unwritable(plots):
+        if plots is not None:
+            plots.mkdir(parents=True, exist_ok=True)
 
 
 # ---- timeline -------------------------------------------------------------------------------------------------------

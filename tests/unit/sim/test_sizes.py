@@ -282,6 +282,20 @@ def test_without_matplotlib_nothing_is_simulated_for_plots(monkeypatch: pytest.M
     assert isinstance(refused.exception, ConfigError) and "--plots needs matplotlib" in str(refused.exception)
 
 
+@pytest.mark.parametrize("output", ["--timeline=none/run.json", "--plots=mine.yaml"])
+def test_an_output_that_cannot_be_written_is_told_before_the_run(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a month's simulation, of some minutes, ended with that sentence and without its file."""
+    import yaml
+
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(yaml.safe_dump(SMALL.model_dump(mode="json", exclude_none=True)))
+    monkeypatch.setattr("dips.study.sized_run.simulate_sizes", lambda read: pytest.fail("it was simulated"))
+    refused = CliRunner().invoke(cli, ["simulate", "mine.yaml", output])
+    assert isinstance(refused.exception, ConfigError) and "cannot be written" in str(refused.exception)
+
+
 def test_hours_count_what_a_cluster_was_there_for() -> None:
     """It comes at half an hour, is down over the end of the second hour, and steps once a minute otherwise."""
     steps = {0: 30, 1: 45, 2: 30}
