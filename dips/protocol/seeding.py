@@ -259,6 +259,10 @@ def drop_seed(run: RunState, reason: str) -> None:
     run.forget_orders(SEED_ORDERS, seed.push)
     present = [n for n, sinc in seed.slaves.items() if run.slaves[n].sinc == sinc and run.slaves[n].state not in AWAY]
     _free_slots(run, seed, present, reason)
+    if seed.recovery is not None:  # each try has another name: what is written of this one would fill their disks
+        told = [s.name for s in run.slaves.values() if s.name not in seed.unstaged and s.state not in AWAY]
+        order = effects.Retire((seed.recovery.version,))
+        run.fan_out(FanoutKind.STANDALONE, seed.push, dict.fromkeys(told, order), run.options.timing.compute_s)
     run.emit_note("seed_dropped", push=seed.push, reason=reason)
 
 

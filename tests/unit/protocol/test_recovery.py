@@ -27,6 +27,7 @@ from dips.protocol.effects import (
     Refused,
     Registered,
     Reply,
+    Retire,
     SeedGranted,
 )
 from dips.protocol.enums import SlaveCause
@@ -186,6 +187,24 @@ def test_a_second_try_has_another_name() -> None:
     for order in keeps:
         run.answer(order, ev.ModelKept("m", None))
     assert [r.version for r in run.records(VersionCommitted)] == [VersionId(MADE.version, MADE.round + 1)]
+
+
+def test_what_a_try_has_written_is_deleted_when_it_is_dropped() -> None:
+    """Each try has another name: a slave without the head is never told to hold it, and tries that broke filled the
+    disks of the others, so that no later one could succeed.
+    """
+    run = Lost()
+    push = run.open()
+    (keep,) = run.stage(push, "s")
+    run.answer(keep, ev.ModelKept("manifest of s", HEAD))
+    assert not run.orders(Retire)
+    run.register("t", nonce="another process")
+    assert [(o.slave, o.body) for o in run.orders(Retire)] == [("s", Retire((MADE,)))], "t was told to write nothing"
+    assert isinstance(run.recover(), Dropped)
+    push = run.open()
+    run.stage(push, "s", "t")
+    run.step(ev.PushRefused("t", run.orders(OpenPush)[-1].sinc, push, "stalled"))
+    assert [o.slave for o in run.orders(Retire)[1:]] == ["s", "t"], "also where it is being written"
 
 
 def test_a_disk_that_comes_back_ends_it() -> None:
