@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -422,12 +423,16 @@ class Snapshots:
         """Make a version durable, with m of the newest snapshot of these layers, 0 without one, and read it back;
         return the digest of its manifest, and that snapshot's version.
 
+        Versions that a rollback has undone are newer than the head, and stay on the disk for a while: m comes from one
+        that is below this version if there is any.
+
         Raise CorruptSnapshot, and keep nothing, if θ does not have its digests: its slot was freed meanwhile, or the
         disk is faulty.
         """
         self._require_directory()
         model, aside = self._require_model(f"{version}"), self._aside_path(version)
-        momentum_of = self.newest_of({index: model.layers[index] for index in self._genesis})
+        layers = {index: model.layers[index] for index in self._genesis}
+        momentum_of = self.newest_of(layers, below=version.version) or self.newest_of(layers)
         flat = self.merge_momentum(((index, theta[index]) for index in self._genesis), momentum_of)
         try:
             aside.mkdir(exist_ok=True)
@@ -445,12 +450,12 @@ class Snapshots:
         self._whole.add(version)
         return digest, momentum_of
 
-    def newest_of(self, layers: Mapping[int, Layer]) -> VersionId | None:
-        """Return the newest whole snapshot of just these layers, verified; None if there is none. Another ledger may
-        have placed other layers on this slave.
+    def newest_of(self, layers: Mapping[int, Layer], below: float = inf) -> VersionId | None:
+        """Return the newest whole snapshot of just these layers, of a version with a number below this, verified; None
+        if there is none. Another ledger may have placed other layers on this slave.
         """
         for version in sorted(self._list_versions(), key=lambda v: -v.round):
-            if not self._verify_once(version):
+            if version.version >= below or not self._verify_once(version):
                 continue
             records = read_manifest(self._path_of(version)).layers
             if {record.index: record.layer for record in records} == layers:

@@ -939,6 +939,23 @@ def test_a_recovered_version_has_the_momentum_of_the_newest_whole_one(tmp_path: 
     with_nothing.close()
 
 
+def test_a_recovered_version_has_no_momentum_of_what_a_rollback_has_undone(tmp_path: Path) -> None:
+    """Undone versions lie on the disk until a later one is durable: m of a model that had diverged went on with a θ of
+    before. Where nothing else is left it is better than none.
+    """
+    layers, undone, theta = (0, 1), VersionId(3, 6), arrays((0, 1), 7)
+    digests = tuple(digest_of(flat) for flat in theta.values())
+    snapshots = opened(tmp_path / "s", layers=layers)
+    for version in (V2, undone):
+        snapshots.write_snapshot(version, arrays(layers, 1), arrays(layers, version.version))
+    made = VersionId(3, 7)  # the successor of V2, the head since that rollback
+    assert snapshots.keep_model(made, theta, digests)[1] == V2
+    assert same(read(snapshots, made, layers)[1], arrays(layers, V2.version))
+    snapshots.delete_snapshots((V2, made))
+    assert snapshots.keep_model(made, theta, digests)[1] == undone
+    snapshots.close()
+
+
 @pytest.mark.parametrize("version", [GENESIS, V1])
 def test_what_is_brought_is_read_back_before_it_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: VersionId
