@@ -144,7 +144,7 @@ def make_plan(
     offered = {s.name: {*_snapshot_versions(s.directory), *mirrored.get(s.name, ())} for s in here}
     ours, on_disk = [v.version for v in state.versions], set[VersionId]().union(*offered.values(), *mirrored.values())
     common = [v for v in sorted(on_disk) if all(v in versions for versions in offered.values())]
-    newer = [v for v in common if v.round >= state.next_round and v.version > ours[-1].version]
+    newer = [v for v in common if _is_newer(v, state)]
     if adopt is not None:
         _check_adoptable(adopt, state, {name: adopt in versions for name, versions in offered.items()})
     begins = not any(v.retired for v in state.versions)  # v0@r0 is offered until the first snapshots are retired
@@ -169,8 +169,17 @@ def make_plan(
     )
 
 
+def _is_newer(version: VersionId, state: LedgerState) -> bool:
+    """Return whether a version may have been made after this ledger's end; or after that of the copy from which it was
+    restored, if none has been made since.
+    """
+    head, number = state.versions[-1].version, version.round
+    unknown = number >= state.next_round or any(low <= number < high for low, high in state.unknown_rounds)
+    return unknown and number > head.round and version.version > head.version
+
+
 def _check_adoptable(version: VersionId, state: LedgerState, held: dict[str, bool]) -> None:
-    if version.round < state.next_round or version.version <= state.versions[-1].version.version:
+    if not _is_newer(version, state):
         raise ConfigError(
             f"--adopt: {version} is not newer than this ledger, whose head is {state.versions[-1].version} and whose "
             f"next round is {state.next_round}: what it does not name of its own time never was a version"

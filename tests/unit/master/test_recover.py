@@ -20,7 +20,8 @@ from dips.master import genesis, recover, restore
 from dips.master.app import cli
 from dips.master.ledger import Ledger
 from dips.master.restore import SPARE
-from dips.protocol.records import IncarnationGiven, RangesLeased, RoundReserved, VersionsRetired
+from dips.outer_step import NO_STEP
+from dips.protocol.records import IncarnationGiven, RangesLeased, RoundReserved, VersionCommitted, VersionsRetired
 from tests.run_files import write_run_file
 
 
@@ -139,6 +140,33 @@ def test_the_first_round_that_the_ledger_does_not_know_is_adopted(config: RunFil
             (here / name / version / "manifest.json").touch()
     assert plan(config).newer == VersionId(1, 6)
     assert plan(config, adopt=VersionId(1, 6)).abandoned == (VersionId(9, 5),)
+
+
+def test_what_was_made_after_a_mirror_had_lagged_is_adopted(config: RunFile) -> None:
+    """A restored ledger has reserved the rounds above its copy: a version of those was refused as one of its own time,
+    and slaves have no older one to go on from. Once it has made one itself, they are no successors any more.
+    """
+
+    def put(version: VersionId) -> None:
+        for name in ("s0", "s1"):
+            (config.master.directory.parent / name / str(version)).mkdir(parents=True)
+            (config.master.directory.parent / name / str(version) / "manifest.json").write_text(name)
+
+    made = VersionId(3, 8)
+    put(made)
+    with recover.open_ledger(config) as ledger:
+        restore.rebuild(ledger, 2, ())
+    assert plan(config).newer == made
+    carry_out(config, adopt=made)
+    with recover.open_ledger(config) as ledger:
+        assert ledger.read_state().versions[-1].version == made
+        unknown, _ = restore.rebuild(ledger, 2, ())
+        own, state = VersionId(4, ledger.read_state().next_round), ledger.read_state()
+        row = VersionCommitted(own, made, True, (), (), NO_STEP, 0.0, False, (), (), state.history, 0.0)
+        put(VersionId(5, unknown.next_round))
+        assert recover.make_plan(config, ledger).newer == VersionId(5, unknown.next_round)
+        ledger.write_records([RoundReserved(own.round, 0.0), row])
+    assert plan(config).newer is None
 
 
 def test_what_stands_only_in_a_mirror_counts(config: RunFile, tmp_path: Path) -> None:
