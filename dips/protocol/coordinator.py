@@ -248,9 +248,10 @@ class Coordinator:
 
     def live_transfers(self) -> LiveTransfers:
         """Return all live transfers; the same object until they change."""
-        book, live = self._run.transfers, self._live
+        book, seed, live = self._run.transfers, self._run.seed, self._live
         if live is None or live.number != book.number:
-            live = LiveTransfers(book.number, tuple(book.pushes), tuple(p.id for p in book.pulls.values()))
+            pushes = (*book.pushes, *(() if seed is None else (seed.push,)))
+            live = LiveTransfers(book.number, pushes, tuple(p.id for p in book.pulls.values()))
             self._live = live
         return live
 

@@ -121,15 +121,22 @@ def _answer_seeder(run: RunState, seed: Seed, event: SeedAsked | RecoverAsked) -
 def _open_seed(run: RunState, event: SeedAsked | RecoverAsked, takers: dict[str, int]) -> None:
     run.seeds += 1
     push, timing = PushId(SEEDER, run.term, run.seeds), run.options.timing
-    run.seed = Seed(push, event.seeder, run.now + timing.lease_s, takers, unstaged=dict.fromkeys(takers))
+    seed = Seed(push, event.seeder, run.now + timing.lease_s, takers, unstaged=dict.fromkeys(takers))
+    _set_seed(run, seed)
     if isinstance(event, RecoverAsked):
         version = VersionId(run.head.version + 1, run.next_round)
         run.next_round += 1
         run.emit_record(RoundReserved(version.round, run.now))
-        run.seed.recovery = Recovery(version, run.head, event.source, event.digests)
+        seed.recovery = Recovery(version, run.head, event.source, event.digests)
     order = effects.OpenPush(push, SEED_RANKS, timing.lease_s, keys=event.keys, seed=True)
     run.fan_out(FanoutKind.OPEN_SEED, push, dict.fromkeys(takers, order), timing.order_s)
     run.emit_note("seed_opened", push=push, slaves=",".join(takers))
+
+
+def _set_seed(run: RunState, seed: Seed | None) -> None:
+    """Set the transfer, which is in the list of live ones: a slave that serves meanwhile drops what is not there."""
+    run.seed = seed
+    run.transfers.number += 1
 
 
 def on_seed_opened(run: RunState, fanout: Fanout) -> None:
@@ -191,7 +198,7 @@ def on_seed_kept(run: RunState, fanout: Fanout) -> None:
             if answer.momentum_of is None:
                 seed.recovery.without[name] = None
     if not seed.slaves:
-        run.seed = None
+        _set_seed(run, None)
         if seed.recovery is not None:
             _commit_recovery(run, seed.recovery)
 
@@ -252,9 +259,10 @@ def settle_seed(run: RunState) -> None:
 
 def drop_seed(run: RunState, reason: str) -> None:
     """Drop the transfer on every slave that has not kept the model; the operator asks again."""
-    seed, run.seed = run.seed, None
+    seed = run.seed
     if seed is None:
         return
+    _set_seed(run, None)
     run.failed_seed = (seed.seeder, reason)
     run.forget_orders(SEED_ORDERS, seed.push)
     present = [n for n, sinc in seed.slaves.items() if run.slaves[n].sinc == sinc and run.slaves[n].state not in AWAY]

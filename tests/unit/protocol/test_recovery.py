@@ -242,6 +242,22 @@ def test_a_transfer_goes_on_beside_slaves_that_are_asked_what_they_hold() -> Non
     assert isinstance(run.recover(), SeedGranted)
 
 
+def test_a_transfer_is_among_the_live_ones_of_a_slave_that_serves() -> None:
+    """One with an old disk leaves the rollback to a person, and the others serve on. They dropped the model with their
+    next heartbeat, as no live transfer, so that only a small one was ever recovered.
+    """
+    run = Lost(OLDER, retired=False)
+    assert run.register("s", OLDER, HEAD, memory=HEAD) == Hold()
+    before = run.machine.slave_live("s", 1)[2]
+    push = run.open()
+    must_register, as_of, live = run.machine.slave_live("s", 1)
+    assert not must_register and as_of >= run.orders(OpenPush)[-1].number
+    assert live.pushes == (push,) and live.number > before.number
+    run.step(ev.PushRefused("t", run.orders(OpenPush)[-1].sinc, push, "stalled"))
+    over = run.machine.slave_live("s", 1)[2]
+    assert over.pushes == () and over.number > live.number
+
+
 def test_a_mirror_that_brings_the_head_back_ends_it() -> None:
     """The slave that had lost the head has it again, in the same process: the file's model does not replace it."""
     run = Lost()
