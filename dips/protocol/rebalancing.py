@@ -80,6 +80,8 @@ def answer_asked(run: RunState, event: RebalanceAsked) -> effects.Result:
         held.version, held.staged = run.head, {}
     held.deadline = run.now + run.options.timing.lease_s
     digest = event.digest if event.version == run.head else ""  # else a master has gone on that had forgotten it
+    if not digest:
+        held.staged.pop(event.slave, None)  # its host copies anew, perhaps into another directory
     if busy := _open_work(run):
         return effects.Pending(busy)
     if digest and held.staged.get(event.slave) != digest:

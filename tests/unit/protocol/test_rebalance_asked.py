@@ -97,6 +97,20 @@ def test_a_copy_that_nobody_goes_on_with_costs_a_lease() -> None:
     assert not run.all_of(Rebalanced)
 
 
+def test_a_host_that_copies_anew_is_waited_for() -> None:
+    """Its call was ended and is repeated with another directory, or finds damage in what it had staged: the row was
+    written for what the former call had told, and its slave began without the head.
+    """
+    run = at_version(1)
+    for name in SLAVES:
+        assert isinstance(ask(run, name), RebalancePlanned)
+    assert isinstance(ask(run, "t", "of t"), Pending)
+    assert isinstance(ask(run, "t"), RebalancePlanned)
+    assert ask(run, "s", "of s") == Pending("the hosts of t are still to copy their layers")
+    assert not run.all_of(Rebalanced)
+    assert ask(run, "t", "of t") == Acknowledged() and len(run.all_of(Rebalanced)) == 1
+
+
 def test_what_was_staged_of_a_former_head_does_not_count() -> None:
     """A master that forgot the rebalance in a restart went on to another version: the answer is its plan."""
     run = at_version(1)
