@@ -136,7 +136,10 @@ def read_newest(store: MirrorStore, run: str, base: Path) -> MirroredLedger | No
         if bases == _bases_of(files):
             break
     if found is None and bases:
-        raise Corrupt(f"{store.url}/{FOLDER}: none of its {len(bases)} bases is whole")
+        raise Corrupt(
+            f"{store.url}/{FOLDER}: none of its {len(bases)} bases is whole: put one back, or move this folder away "
+            "and go on without it (docs/guides/operations.md#restore)"
+        )
     if found is not None:
         _check_is_last(store, found.term, number, files)
     return found

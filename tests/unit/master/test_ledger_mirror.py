@@ -408,7 +408,7 @@ def test_what_was_cut_short_is_not_believed(config: RunFile, tmp_path: Path) -> 
     base = next(name for name in store.list_names("ledger") if name.endswith(".base"))
     store.write_file(f"ledger/{base}", b"{}")
     lose(config)
-    with pytest.raises(Corrupt, match="none of its 1 bases is whole"):
+    with pytest.raises(Corrupt, match="none of its 1 bases is whole: put one back, or move this folder away"):
         restored(config)
 
 
