@@ -513,8 +513,5 @@ class AgentState:
         others may arrive late.
         """
         self.heartbeats.overtaken = True
-        before = self.membership.progress
-        if newest or progress.tokens >= before.tokens or progress.finished:
+        if newest or progress.tokens >= self.membership.progress.tokens or progress.finished:
             self.membership.progress = progress
-            if before.finished and not progress.finished:  # it was extended, perhaps by an epoch
-                self.ranges.exhausted = False

@@ -8,6 +8,7 @@ from dips.client.agent.push_pull import AGAIN_S
 from dips.client.agent.ranges import END_S
 from dips.client.agent.state import Channel, list_remarks
 from dips.client.ipc.messages import (
+    Answer,
     AskAgain,
     PullMoved,
     PullNow,
@@ -35,6 +36,13 @@ def last_range_of(play: Play, steps: int) -> None:
     assert play.asked(RangesRequested, Channel.RANGES).seq == 1
     play.reply(Ranges((), True), Channel.RANGES)
     play.step(steps)
+
+
+def ask_again(play: Play, want: RangeWanted = RangeWanted(1, 2)) -> Answer | None:
+    """Its own are settled: it asks once more, and the master has none."""
+    assert isinstance(play.send(want), AskAgain)
+    play.reply(Ranges((), True), Channel.RANGES)
+    return play.send(want)
 
 
 def settle(play: Play, moved: PushMoved, kind: OutcomeKind) -> None:
@@ -65,7 +73,7 @@ def test_the_rest_is_pushed_with_its_range() -> None:
     assert play.send(RangeWanted(1, 2)) == UNSETTLED
     pushed = push(play)
     assert (pushed.tokens, pushed.ranges) == (30, (7,))
-    assert play.send(RangeWanted(1, 2)) == ENDED
+    assert ask_again(play) == ENDED
     assert play.core.leave_run() == ClusterLeft(0, "west", 1, 30) and play.s.account.lost == 0
 
 
@@ -83,21 +91,30 @@ def test_a_run_that_is_extended_by_an_epoch_has_ranges_again() -> None:
     assert play.asked(RangesRequested, Channel.RANGES).seq == 2
 
 
+def test_a_run_that_has_more_ranges_before_its_last_push_is_settled_goes_on() -> None:
+    """It was extended by an epoch, or an undone version's ranges are free again: the trainer ended with exit code 0."""
+    play = Play()
+    last_range_of(play, 3)
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    push(play)
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+    play.reply(Ranges((9,), False), Channel.RANGES)
+    assert play.send(RangeWanted(1, 2)) == RangeGiven(9)
+
+
 def test_a_last_range_of_exactly_h_steps_is_settled() -> None:
     """Its last step pushed all of its tokens before the range was known to be used up: a push of none settles it."""
     play = Play()
     last_range_of(play, 3)
     assert push(play).ranges == ()
-    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    assert ask_again(play) == UNSETTLED
     pushed = push(play)
     assert (pushed.tokens, pushed.ranges) == (0, (7,))
-    assert play.send(RangeWanted(1, 2)) == ENDED
+    assert ask_again(play) == ENDED
     play.do(play.core.on_trainer_gone("it ended", play.now))
     play.send(play.attach(launch=2, pid=8))
     play.pull(V1)
-    assert isinstance(play.send(RangeWanted(2, 1)), AskAgain)
-    play.reply(Ranges((), True), Channel.RANGES)
-    assert play.send(RangeWanted(2, 1)) == ENDED, "after a restart it is not trained again"
+    assert ask_again(play, RangeWanted(2, 1)) == ENDED, "after a restart it is not trained again"
 
 
 def test_a_last_push_that_comes_to_nothing_is_tried_again() -> None:
@@ -111,7 +128,7 @@ def test_a_last_push_that_comes_to_nothing_is_tried_again() -> None:
     play.reply(Refused(5.0, "all 2 slots are in use"))
     assert isinstance(play.send(moved), AskAgain) and play.asks[Channel.SYNC].delay_s == 5.0
     assert push(play).tokens == 30
-    assert play.send(RangeWanted(1, 2)) == ENDED
+    assert ask_again(play) == ENDED
 
 
 def test_a_push_that_is_still_being_settled_is_waited_for() -> None:
@@ -124,7 +141,7 @@ def test_a_push_that_is_still_being_settled_is_waited_for() -> None:
     play.now = 1000.0
     assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
     play.reply(outcome(OutcomeKind.ACCEPTED, pull=False))
-    assert play.send(RangeWanted(1, 2)) == UNSETTLED, "the range was not known to be used up when it was frozen"
+    assert ask_again(play) == UNSETTLED, "the range was not known to be used up when it was frozen"
     assert push(play).ranges == (7,)
 
 
