@@ -218,7 +218,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
     trainer, sync, account = s.trainer, s.sync, s.account
     stands = sync.stands and not sync.verdict
     activity = ACTIVITY.get(sync.phase, Activity.INNER) if stands else Activity.INNER
-    sync.moving_at_heartbeat = moving_transfer(s)
+    sync.moving_at_heartbeat, s.heartbeats.told_steps = moving_transfer(s), s.pace.since_push
     # between a refusal and the next request there is no transfer that the ranks should begin: they do not hang
     question = s.questions.get(Channel.SYNC)
     has_transfer = sync.phase in OPEN_TRANSFER and (question is None or question.asked_at <= s.now)
@@ -286,7 +286,8 @@ def on_answer(s: AgentState, inc: int, answer: ClusterHeartbeatAnswer) -> None:
         return
     member.term, member.unreachable_since = answer.term, None
     s.update_progress(answer.progress, newest=not s.heartbeats.overtaken)
-    s.pace.set_meeting(answer.push_in_s, s.now, answer.lease_s)
+    if s.pace.since_push >= s.heartbeats.told_steps:  # else its push has ended since, and the answer is about that one
+        s.pace.set_meeting(answer.push_in_s, s.now, answer.lease_s)
     if answer.standing is ClusterStanding.LIVE:
         halt_dropped(s, (answer.push, answer.pull))
     if answer.standing is ClusterStanding.FENCED:

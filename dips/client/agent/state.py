@@ -436,6 +436,7 @@ class HeartbeatTimer:
     in_flight: bool = False
     refused_since: float | None = None  # the first refusal (Denied) since the last answer; None: none
     overtaken: bool = False  # a reply has told of the run's progress since the last heartbeat was sent
+    told_steps: int = 0  # inner steps since the last push, as the last heartbeat told
 
     def next_deadline(self) -> float:
         return inf if self.in_flight else self.due_at

@@ -522,3 +522,22 @@ def test_the_rate_falls_while_no_byte_comes(play: Play) -> None:
     play.send(play.attach(launch=2, pid=8))
     play.send(PullWanted(2, next(play.number)))
     assert play.asked(PullRequested).pull.seq == 3 and report(play).bytes_moved == 0
+
+
+def test_a_meeting_that_was_answered_for_the_push_before_is_not_kept(play: Play) -> None:
+    """The master told "now" of a window that was over when its answer came: the next push had one inner step."""
+    play.s.pace, play.demands = Pace(aligned=8), False
+    play.begin()
+    play.step(8)
+    order = play.push_until_accepted()
+    heartbeat = build_heartbeat(play.s)
+    assert heartbeat is not None and heartbeat.since_push == 8
+    moved = PullMoved(play.s.trainer.attempt, next(play.number), order.seq, True, "", 100)
+    assert isinstance(play.send(moved), TrainOn)
+    now = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, NONE_YET, push_in_s=0.0)
+    play.do(play.core.on_heartbeat_reply(1, now, play.now))
+    play.step()
+    assert play.s.pace.look_in(play.now) > 0
+    assert build_heartbeat(play.s) is not None
+    play.do(play.core.on_heartbeat_reply(1, now, play.now))
+    assert play.s.pace.look_in(play.now) == 0, "what is answered to this one is for the next push"
