@@ -262,7 +262,7 @@ class Coordinator:
     def window_timing(self) -> WindowTiming:
         """Return when the last window opened, the number of slots and the size of a push, for `alignment.py`."""
         run = self._run
-        return WindowTiming(run.opened_at, run.roster.slots, run.model_bytes)
+        return WindowTiming(run.opened_at, run.roster.slots, run.push_bytes(run.options.codec))
 
     def explain_unready(self) -> str:
         """Return why no outer step is possible now, whatever clusters do; empty if one is."""

@@ -90,14 +90,14 @@ def _free_in_s(run: RunState) -> list[float]:
     for push in run.transfers.pushes.values():
         if push.due:
             late = push.committed or push.due <= run.now
-            moving_s = run.moving_s(run.clusters[push.id.cluster])
+            moving_s = run.moving_s(run.clusters[push.id.cluster], push.codec)
             found.append(RETRY_SHARE * moving_s if late else push.due - run.now)
     return found
 
 
 def _explain_wait(run: RunState, answer: SlotAnswer, slots: int) -> str:
     text = f"waits for a slot: {_ordinal(answer.ahead + 1)} of {answer.waiting}"
-    times = [s for p in run.transfers.pushes.values() if (s := run.moving_s(run.clusters[p.id.cluster]))]
+    times = [s for p in run.transfers.pushes.values() if (s := run.moving_s(run.clusters[p.id.cluster], p.codec))]
     if not times:
         return text
     frees = sorted([0.0] * (slots - len(run.transfers.pushes)) + _free_in_s(run))
@@ -183,7 +183,7 @@ def _open_push(run: RunState, cluster: Cluster, event: events.PushRequested) -> 
     cluster.ranks, cluster.keys = event.ranks, event.keys
     cluster.outcome = cluster.outcome_version = None
     codec, deadline = _choose_codec(run, event.base), run.now + transfer_s
-    due = _due_at(run, cluster, event.idle_s)
+    due = _due_at(run, cluster, codec, event.idle_s)
     push = Push(event.push, event.base, event.ranks, deadline, transfer_s, due, event.idle_s, codec, opened_at=run.now)
     push.first = lowest_free(((p.first, p.ranks) for p in run.transfers.uncommitted_pushes()), event.ranks)
     push.unstaged = dict.fromkeys(run.slaves)
@@ -213,14 +213,14 @@ def on_push_opened(run: RunState, fanout: Fanout) -> bool:
     if cluster is None:
         return False
     assert cluster.push is not None
-    cluster.push.opened, cluster.push.due = True, _due_at(run, cluster, cluster.push.idle_s)
+    cluster.push.opened, cluster.push.due = True, _due_at(run, cluster, cluster.push.codec, cluster.push.idle_s)
     run.set_cluster_state(cluster, cluster.state, ClusterCause.PUSHES, "pushing")
     run.emit_note("push_granted", push=cluster.push.id, base=cluster.push.base)
     return True
 
 
-def _due_at(run: RunState, cluster: Cluster, idle_s: float) -> float:
-    return run.now + run.moving_s(cluster) + idle_s if cluster.bytes_per_s else 0.0
+def _due_at(run: RunState, cluster: Cluster, codec: Codec, idle_s: float) -> float:
+    return run.now + run.moving_s(cluster, codec) + idle_s if cluster.bytes_per_s else 0.0
 
 
 def _grant_of(run: RunState, push: Push) -> Grant:

@@ -158,7 +158,7 @@ def _comes_in_time(run: RunState, cluster: Cluster, push: Push, r: Round) -> boo
 
 
 def _late_at(run: RunState, cluster: Cluster, push: Push) -> float:
-    return push.due + max(LEAST_WINDOW_S, LATE_SHARE * run.moving_s(cluster), push.idle_s)
+    return push.due + max(LEAST_WINDOW_S, LATE_SHARE * run.moving_s(cluster, push.codec), push.idle_s)
 
 
 # ---- held pushes ----------------------------------------------------------------------------------------------------

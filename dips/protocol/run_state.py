@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from math import inf
+from math import ceil, inf
 
+from dips.codecs import Codec
 from dips.dataclass import replace
 from dips.errors import StaleIncarnation, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
@@ -526,13 +527,19 @@ class RunState:
         """Bytes that a push or pull moves, at most."""
         return self.manifest.numel * BYTES_PER_PARAMETER
 
+    def push_bytes(self, codec: Codec) -> int:
+        """Bytes that a push in this codec moves."""
+        return ceil(self.manifest.numel * codec.element_bytes)
+
     def transfer_s(self, cluster: Cluster) -> float:
         """Return how long a push or pull of this cluster may be silent, by the whole model over the cluster's link."""
         return transfer_deadline_s(self.model_bytes, cluster.bytes_per_s, self.options.timing)
 
-    def moving_s(self, cluster: Cluster) -> float:
-        """Return the estimated time in which a push of this cluster moves; 0 while its bandwidth is unknown."""
-        return self.model_bytes / cluster.bytes_per_s if cluster.bytes_per_s else 0.0
+    def moving_s(self, cluster: Cluster, codec: Codec | None = None) -> float:
+        """Return the estimated time in which a push of this cluster moves, None: in the run's codec, as from the head;
+        0 while its bandwidth is unknown.
+        """
+        return self.push_bytes(codec or self.options.codec) / cluster.bytes_per_s if cluster.bytes_per_s else 0.0
 
     def read_progress(self) -> Progress:
         return Progress(self.tokens_accepted, self.targets.tokens, self.finished)

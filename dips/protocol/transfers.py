@@ -100,4 +100,4 @@ def _share_left(run: RunState, cluster: Cluster, push: Push) -> float:
     """Return the estimated share of a push that is still to come."""
     if not push.due:
         return 1.0
-    return min(1.0, max(LEAST_LEFT, (push.due - run.now) / run.moving_s(cluster)))
+    return min(1.0, max(LEAST_LEFT, (push.due - run.now) / run.moving_s(cluster, push.codec)))

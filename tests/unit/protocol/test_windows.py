@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dips.codecs import Codec
 from dips.errors import ConfigError
+from dips.ids import GENESIS
 from dips.protocol import events as ev
 from dips.protocol.effects import Refused
 from dips.protocol.enums import ClusterState, WindowRule
@@ -16,10 +18,10 @@ from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun, replace
 WINDOW_S = 10.0
 
 
-def windowed(rule: str, due: dict[str, float] | None = None) -> ScriptedRun:
+def windowed(rule: str, due: dict[str, float] | None = None, codec: Codec = Codec.FP32) -> ScriptedRun:
     """a to d train; `due` says when a push of each is due, by its last ones."""
     timing = TimingOptions(window_s=WINDOW_S, window=WindowRule(rule))
-    run = ScriptedRun(replace(OPTIONS, timing=timing))
+    run = ScriptedRun(replace(OPTIONS, timing=timing, codec=codec))
     run.train(*"abcd")
     for name, at in (due or {}).items():
         cluster = run.machine._run.clusters[name]
@@ -89,6 +91,24 @@ def test_who_comes_at_the_very_end_of_a_window_is_in_it(due: float, waits: bool)
     run.open_push("b")
     run.push("a")
     assert (run.committed == []) is waits
+
+
+def test_a_push_is_due_by_the_bytes_of_its_codec() -> None:
+    """In int8 it takes 4 of the 16 s of fp32: by those its window closed before it, and clusters with other links began
+    their pushes too early by unequal times. From an older base it is fp32.
+    """
+    run = windowed("fixed", due={"c": 99.0, "d": 99.0}, codec=Codec.INT8)
+    assert run.machine.window_timing().model_bytes == 1016
+    run.step(ev.BandwidthMeasured("b", 1, 4000 / 16.0))
+    awaited = run.open_push("b")
+    run.push("a")
+    assert run.committed == []
+    run.commit(awaited)
+    assert len(run.committed) == 1
+    run.outcome(awaited)
+    run.open_push("b", base=GENESIS)
+    run.push("a")
+    assert len(run.committed) == 2
 
 
 def test_a_trainer_changes_neither_its_push_nor_whom_a_window_awaits_for_long() -> None:
