@@ -46,7 +46,7 @@ class ClusterHeartbeat:
     base: VersionId | None
     bytes_moved: int  # in the present transfer
     bytes_total: int
-    bytes_per_s: float  # of the present or last transfer
+    bytes_per_s: float  # of the present or last push; of pulls, while there was none
     aligned_steps: int = 0  # H at its own pace, if it pushes together with others; 0: it keeps its own pace
     step_s: float = 0.0  # time of an inner step; 0 while unknown
     since_push: int = 0  # inner steps since its last push

@@ -103,7 +103,7 @@ class ClusterView:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The rate of its present or last transfer, else its usual one."""
+        """The rate of its present or last push, of pulls before it; else its usual one."""
         return (self.heartbeat.bytes_per_s if self.heartbeat else None) or self.bandwidth_bytes_per_s
 
 

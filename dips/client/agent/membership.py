@@ -235,7 +235,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         trainer.base,
         sync.meter.nbytes,
         sync.meter.total,
-        sync.meter.bytes_per_s,
+        sync.meter.push_bytes_per_s or sync.meter.bytes_per_s,
         s.pace.aligned_steps,
         s.pace.step_s or (0.0 if s.pace.aligned_steps else s.pace.first_step_s),
         s.pace.since_push,

@@ -46,7 +46,10 @@ def begin_transfer(s: AgentState) -> None:
 
 def record_moved(s: AgentState, nbytes: int, total: int, idle_s: float = 0.0) -> None:
     """Record the bytes moved over all ranks; `idle_s` is the time before this report in which none moved."""
-    s.sync.meter.record_bytes(nbytes, total, s.now, idle_s, staggered=s.settings.fragments > 1)
+    meter = s.sync.meter
+    meter.record_bytes(nbytes, total, s.now, idle_s, staggered=s.settings.fragments > 1)
+    if s.sync.phase is SyncPhase.PUSHING:
+        meter.push_bytes_per_s = meter.bytes_per_s
 
 
 def on_transfer_progress(s: AgentState, message: TransferProgress) -> Answer:

@@ -351,6 +351,7 @@ class TransferMeter:
     at: float = 0.0  # when they were reported
     moving_s: float = 0.0  # time in which bytes moved
     bytes_per_s: float = 0.0  # mean rate over `moving_s`, of the former transfer until bytes of this one are reported
+    push_bytes_per_s: float = 0.0  # of the present or last push, by which pushes are planned; 0: there was none
 
     def reset_bytes(self) -> None:
         """Forget the bytes of the last transfer."""

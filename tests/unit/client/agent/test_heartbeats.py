@@ -101,6 +101,28 @@ def test_a_heartbeat_reports_the_rate_of_the_present_or_last_transfer(play: Play
     assert heartbeat is not None and (heartbeat.bytes_moved, heartbeat.bytes_per_s) == (400, 100.0)
 
 
+def test_a_heartbeat_tells_by_which_rate_a_push_moves(play: Play) -> None:
+    """A pull at ten times the rate of the push before it: by that each next push was begun and expected too late, and
+    met no other. Before the first push there is no other rate.
+    """
+    play.begin()
+    pulled = build_heartbeat(play.s)
+    assert pulled is not None and pulled.bytes_per_s > 0
+    play.step()
+    verdict = play.push_until_granted()
+    play.now += 10.0
+    moved = PushMoved(play.s.trainer.attempt, next(play.number), verdict.seq, True, "", 400)
+    play.send(moved)
+    play.reply(Committed())
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    order = play.send(moved)
+    assert isinstance(order, PullNow)
+    play.now += 1.0
+    play.send(PullMoved(play.s.trainer.attempt, next(play.number), order.seq, True, "", 400))
+    heartbeat = build_heartbeat(play.s)
+    assert heartbeat is not None and (heartbeat.bytes_moved, heartbeat.bytes_per_s) == (400, 40.0)
+
+
 def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
     """The lease ran out: what was unsettled is lost, a new incarnation begins with a new nonce, the trainer pulls the
     head.
