@@ -208,8 +208,8 @@ def weigh_softmax_of_norms(share: LayerShare, first: LayerShare) -> float:
 
 
 def scale_softmax(shares: Sequence[LayerShare], weights: Sequence[float], acc_norm: float) -> float:
-    """Return 1 / Σ w."""
-    return 1.0 / sum(weights)
+    """Return 1 / Σ w; 1 if no push counts in the layer, whose sum is 0."""
+    return 1.0 / (sum(weights) or 1.0)
 
 
 def _exp_clamped(exponent: float) -> float:

@@ -11,7 +11,17 @@ from dips.dataclass import replace
 from dips.protocol.enums import MergeRule, StepRule, WeightRule
 from dips.protocol.options import OuterOptions
 from dips.protocol.penalty import Penalty
-from dips.protocol.rules import MERGES, WEIGHTS, LayerShare, scale_layer, weigh_last
+from dips.protocol.rules import (
+    MERGES,
+    WEIGHTS,
+    LayerShare,
+    Merge,
+    has_direction,
+    scale_layer,
+    scale_softmax,
+    weigh_last,
+    weigh_mean,
+)
 from dips.protocol.verdicts import PushEvidence, Verdict
 from tests import rules_reference
 from tests.unit.protocol.ruled_run import (
@@ -47,6 +57,13 @@ def test_buffers_are_averaged_by_tokens_whatever_the_rule(merge: MergeRule) -> N
     shares = [n / sum(TOKENS.values()) for n in TOKENS.values()]
     means = sum(w * (START - run.staged[name][BUFFERS]) for w, name in zip(shares, TOKENS, strict=True))
     assert run.theta[BUFFERS] == pytest.approx(means, rel=1e-5)
+
+
+def test_a_rule_as_the_guides_has_a_scale_where_no_push_counts() -> None:
+    """Norms of shared buffers are 0: its first round with some ended each master with a ZeroDivisionError."""
+    rule, share = Merge(weigh_mean, scale_softmax, has_direction), LayerShare(100.0, 0.0, 4)
+    weight = weigh_last(rule, [], share)
+    assert (weight, scale_layer(rule, [share], [weight], 0.0)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("weights", WeightRule)
