@@ -435,8 +435,8 @@ class PushStream(SimStream):
             self._on_break(self.epoch)
             return
         self._last_message_at = self.net.heap.now
+        self.moving.meter.nbytes += len(body)  # the last one may end the push
         lane.take_chunk(self._peer, header, body)
-        self.moving.meter.nbytes += len(body)
 
     def _arrive_again(self, peer: bytes, header: bytes, body: Buffer) -> None:
         """Deliver a copy that the network kept: its sender may be dead, and its receiver another process."""
