@@ -92,7 +92,7 @@ class Timers:
 
 SLACK = 3.0  # docs/rationale.md#19: a link shared by two more transfers than when it was measured
 NEWEST_SHARE = 0.3  # weight of the newest heartbeat in the running mean: one that saw half a transfer must not decide
-REPORTED_CHANGE = 0.25  # a change of bandwidth beyond this share is reported to the Coordinator
+REPORTED_CHANGE = 0.05  # of bandwidth, beyond which it is told again: half of what windows wait for a late push
 BITS = 8
 
 

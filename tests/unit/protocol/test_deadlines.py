@@ -13,6 +13,7 @@ from dips.protocol.events import BandwidthMeasured
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
+from dips.protocol.round import LATE_SHARE
 from dips.protocol.transfer_book import Bandwidth, too_slow, transfer_deadline_s
 
 TIMING = TimingOptions(transfer_s=1000.0, least_transfer_s=10.0, min_push_bps=8e6)
@@ -52,7 +53,7 @@ def test_a_slow_link_is_refused_with_the_numbers() -> None:
 
 
 def test_bandwidth_is_told_when_it_is_news() -> None:
-    """The first measure, then changes of more than a quarter; a heartbeat without a transfer says nothing."""
+    """The first measure, then changes of more than a twentieth; a heartbeat without a transfer says nothing."""
     bandwidth = Bandwidth()
     assert bandwidth.measure_rate(0.0) is None
     assert bandwidth.measure_rate(100.0) == 100.0
@@ -62,6 +63,17 @@ def test_bandwidth_is_told_when_it_is_news() -> None:
     means = [bandwidth.measure_rate(10.0) for _ in range(20)]
     assert [t for t in means if t is not None][-1] == pytest.approx(10.0, rel=0.35)
     assert means[-1] is None
+
+
+@pytest.mark.parametrize("first", [20.0, 61.0, 80.0, 500.0])
+def test_a_steady_link_is_known_better_than_a_window_waits_for_a_late_push(first: float) -> None:
+    """What the first transfer told stayed up to a third beside the true rate for good: each push of the cluster was
+    late by more than windows wait, and missed the others.
+    """
+    bandwidth = Bandwidth()
+    for bytes_per_s in (*[first] * 4, *[50.0] * 40):
+        bandwidth.measure_rate(bytes_per_s)
+    assert bandwidth.reported == pytest.approx(50.0, rel=LATE_SHARE)
 
 
 def test_the_judge_tells_what_heartbeats_say_of_a_incarnation() -> None:

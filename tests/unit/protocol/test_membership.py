@@ -176,11 +176,11 @@ def test_what_a_cluster_comes_to_is_told_at_once_and_then_now_and_then() -> None
     assert judge.on_cluster_heartbeat(open_, 90.0) == []
 
 
-def test_a_bandwidth_is_told_again_when_it_has_changed_by_more_than_a_quarter() -> None:
-    """A quarter alone tells the Coordinator nothing."""
-    assert Bandwidth(mean=1.25e6, reported=1e6).measure_rate(1.25e6) is None
-    assert Bandwidth(mean=1.26e6, reported=1e6).measure_rate(1.26e6) == 1.26e6
-    assert Bandwidth(mean=0.74e6, reported=1e6).measure_rate(0.74e6) == 0.74e6
+def test_a_bandwidth_is_told_again_when_it_has_changed_by_more_than_a_twentieth() -> None:
+    """A twentieth alone tells the Coordinator nothing."""
+    assert Bandwidth(mean=1.05e6, reported=1e6).measure_rate(1.05e6) is None
+    assert Bandwidth(mean=1.06e6, reported=1e6).measure_rate(1.06e6) == 1.06e6
+    assert Bandwidth(mean=0.94e6, reported=1e6).measure_rate(0.94e6) == 0.94e6
 
 
 def test_how_long_nobody_was_heard_of_is_a_lease_at_most() -> None:
