@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from dips.commands.simulate import describe_run, describe_slaves, find_scenario,
 from dips.errors import ConfigError
 from dips.sim.heap import Heap
 from dips.sim.sizes import SAMPLE_S, LinkUse, SharedLinks, SimLinkRate, Sizes, share_fairly
+from dips.sim.streams import Meter, PushStream
 from dips.study.figures import FIGURES, draw_figures, list_available, list_speeds
 from dips.study.sized_run import (
     GBIT_BYTES,
@@ -138,6 +141,18 @@ def test_a_peak_is_a_mean_over_a_sample() -> None:
     assert link.peak == pytest.approx(20.0) and link.nbytes == pytest.approx(10 * SAMPLE_S + 60 * SAMPLE_S)
     link.move(4 * SAMPLE_S, 5 * SAMPLE_S, 30.0)
     assert link.peak == pytest.approx(30.0)
+
+
+def test_the_last_chunk_of_a_push_counts_before_the_push_ends() -> None:
+    """The agent was told the bytes of a push without its last chunk, and planned the next ones by too slow a link."""
+    meter, seen = Meter(0.0, 0, 8), list[int]()
+    lane: Any = SimpleNamespace(take_chunk=lambda peer, header, body: seen.append(meter.nbytes))
+    stream: Any = object.__new__(PushStream)
+    stream.net = SimpleNamespace(lanes=SimpleNamespace(lane_of=lambda name: lane), heap=Heap())
+    stream.address, stream.moving = SimpleNamespace(name="s"), SimpleNamespace(meter=meter)
+    stream._lane, stream._peer = lane, b""
+    stream._on_chunk(b"", bytes(8))
+    assert seen == [8]
 
 
 ROOT = Path(__file__).parents[3]
