@@ -16,7 +16,7 @@ from dips.errors import ConfigError
 
 TWO = {  # servers at the first, accelerators at the second
     "parameters": 1_000_000,
-    "sites": {"one": {"tokens_per_s": 1, "memory_gb": 100}, "two": {"tokens_per_s": 1, "memory_gb": 100}},
+    "sites": {"one": {"tokens_per_s": 1, "memory_gb": 100}, "two": {"tokens_per_s": 1, "memory_gb": 90}},
     "rates": {"one": {"one": 100, "two": 0.1}, "two": {"one": 10, "two": 10}},
 }
 
@@ -64,8 +64,11 @@ def test_rates_are_read_from_iperf(tmp_path: Path) -> None:
     end = {"sum_received": {"bits_per_second": 5e6}, "sum_received_bidir_reverse": {"bits_per_second": 2e6}}
     (tmp_path / "a.json").write_text(json.dumps({"end": end}))
     content = changed("rates", "one", "two", to="a.json")
-    rate: Any = read_inventory(written(tmp_path, content)).rates["one"]["two"]
+    inventory = read_inventory(written(tmp_path, content))
+    rate: Any = inventory.rates["one"]["two"]
     assert (rate.up, rate.down) == (5.0, 2.0)
+    scores = {site.site: site.paper_score for site in plan_sites(inventory).sites}
+    assert scores["one"] == 100 + 2, "the slower way counts"
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"rates\.one\.two: .*a\.json: expected what `iperf3 -J` prints"):
         read_inventory(written(tmp_path, content))
@@ -83,10 +86,11 @@ def test_rates_are_read_from_iperf(tmp_path: Path) -> None:
         (("rates", "one", "three"), 5, r"rates: three is none of `sites`"),
         (("slaves",), 3, ""),
         (("layers",), 1, r"slaves: expected at most 1"),
+        (("layers",), 2, ""),
         (("sites", "one", "tokens"), 3, r"unknown key"),
         (("sites",), {"one": {"memory_gb": 100}}, r"no site has tokens_per_s"),
         (("sites",), {"one": {"tokens_per_s": 1}}, r"no site has memory_gb"),
-        (("parameters",), 10**14, r"expected [\d,.]+ GB of memory at one site"),
+        (("parameters",), 10**14, r"expected [\d,.]+ GB of memory at one site.* got at most 100\.0 GB"),
     ],
 )
 def test_what_cannot_be_planned_is_said(tmp_path: Path, keys: tuple[str, ...], value: Any, message: str) -> None:
@@ -102,6 +106,8 @@ def test_a_site_without_the_memory_is_told_and_not_taken(tmp_path: Path) -> None
     content = changed("sites", "two", "memory_gb", to=0.001)
     plan = plan_sites(read_inventory(written(tmp_path, content)))
     assert [(site.site, site.fits) for site in plan.sites] == [("one", True), ("two", False)]
+    content["sites"]["two"]["memory_gb"] = sum(slave.memory_bytes for slave in plan.slaves) / 1e9
+    assert all(site.fits for site in plan_sites(read_inventory(written(tmp_path, content))).sites), "just enough"
 
 
 def test_the_template_is_an_inventory(tmp_path: Path) -> None:
