@@ -134,6 +134,7 @@ def test_watch_fits_and_says_how_many_more() -> None:
     assert len(text.splitlines()) <= 17
     assert "oslo" in text and "ps2" in text and text.count("more") == 2
     assert drawn(FittedStatus(STATUS)) == SHOT
+    assert drawn(FittedStatus(STATUS), height=SHOT.count("\n") + 1) == SHOT, "each line but the last is used"
 
 
 def test_clusters_that_cannot_meet_are_named() -> None:

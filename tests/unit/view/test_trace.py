@@ -238,7 +238,8 @@ def test_orders_beside_each_other_have_lanes() -> None:
         line(10, "master", "master", "order", slave="a", order="OpenPush", took_s=4, number=3, term=1, push="w/1#2"),
     ]
     trace = check_chrome(json.dumps(to_chrome(make_trace(lines))))
-    assert len({e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"}) == 2
+    lane = {e["args"]["number"]: e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert lane[2] == lane[3] != lane[1], "nor below the one during which they run"
 
 
 def test_a_span_lies_below_what_led_to_it() -> None:
@@ -282,3 +283,5 @@ def test_opentelemetry_reads_it() -> None:
     }  # fmt: skip
     (last,) = [s for s in spans if s["startTimeUnixNano"] == "106000000000"]
     assert {read_attributes(last["attributes"])[key] for key in ("dips.loss", "dips.norm")} == {"nan", "inf"}
+    drawn = json.loads(json.dumps(to_chrome(make_trace(lines)), allow_nan=False))["traceEvents"]
+    assert [(e["args"]["loss"], e["args"]["norm"]) for e in drawn if "loss" in e.get("args", ())] == [("nan", "inf")]
