@@ -124,6 +124,8 @@ def test_a_request_has_its_time_and_a_pause_between_two_has_not(monkeypatch: pyt
             until_timed(False)
         client.sendall(b"G")
         until_timed(True)
+    until_timed(False)  # who has gone is not slow
+    assert made[0]._end_timer.cancelled(), "nothing of it is kept for the rest of its ten minutes"
     server.close()
 
 
