@@ -23,6 +23,7 @@ from dips.errors import ConfigError, DipsError, FailedDisk, UnavailableMaster, t
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.store.files import read_parameters
+from tests.disk_calls import DiskCalls
 from tests.run_files import write_run_file
 from tests.typed import type_dips
 
@@ -363,7 +364,7 @@ def test_what_cannot_be_begun_is_told_and_what_another_has_begun_stays(tmp_path:
         file.make_room("r", VersionId(1, 1), Manifest.from_shapes([("w", (1,))]))
 
 
-def test_what_another_process_writes_is_not_published(tmp_path: Path) -> None:
+def test_what_another_process_writes_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export beside a follower of the same output put the follower's file in its place, half full: zeros, which a
     reader takes for the model.
     """
@@ -376,7 +377,9 @@ def test_what_another_process_writes_is_not_published(tmp_path: Path) -> None:
     first.close()
     assert not output.exists()
     room[:] = 2.0
+    disk = DiskCalls(tmp_path, monkeypatch)
     second.publish()
+    assert disk.calls == ["fsync .unfinished-model", "rename .unfinished-model model", "fsync ."], "before all else"
     assert load_file(output)["w"].tolist() == [2.0, 2.0] and [output] == list(tmp_path.iterdir())
 
 
