@@ -101,7 +101,8 @@ def test_a_tracker_goes_on_where_the_one_before_ended(run_file: Path, monkeypatc
     monkeypatch.setattr(track_process, "_make_sink", lambda *_: sink)
     (config.master.directory / "track").mkdir()
     ended.set()
-    for position, written in (("", 5), (None, 5), ('{"round": 900, "result": 900}', 10)):
+    newest = '{"round": 5, "result": 4}'  # as where no round is open
+    for position, written in (("", 5), (None, 5), (newest, 5), ('{"round": 900, "result": 900}', 10)):
         if position is not None:
             (config.master.directory / "track" / "wandb.json").write_text(position)
         track_process.follow_run(config, "wandb", ended)

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from dips.commands import version_process
 from dips.commands.history import draw_rounds, round_as_data
-from dips.config import RunFile, TrackSection, load_run
+from dips.config import OnVersionSection, RunFile, TrackSection, load_run
 from dips.errors import ConfigError, UnavailableMaster
 from dips.ids import GENESIS, VersionId
 from dips.master import hooks
@@ -313,6 +313,27 @@ async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Pat
     assert processes._child is not None and not processes._child.alive, "it waits for that"
     await eventually(lambda: not any(is_alive(pid) for pid in pids), RESULT_S)
     assert place.ledger.find_unprocessed(2) == second
+
+
+async def test_the_ledger_is_asked_now_and_then(tmp_path: Path) -> None:
+    """And not as often as the loop turns: each question is a read of the master's own ledger."""
+    asked = list[int]()
+
+    async def find_due(every: int) -> VersionId | None:
+        asked.append(every)
+        return None
+
+    section = OnVersionSection(every=2, command=["true"])
+    processes = VersionProcesses(tmp_path / "f", section, tmp_path, find_due, unwritten, structlog.get_logger())
+    processes.start(pytest.fail)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await processes.stop()
+    assert asked == [2]
+
+
+async def unwritten(records: Sequence[Record]) -> None:
+    raise AssertionError(records)
 
 
 async def test_who_has_run_nothing_stops_at_once(make_place: MakePlace) -> None:
