@@ -166,6 +166,8 @@ def test_all_interfaces_are_those_of_each_machine(files: FilesToCheck) -> None:
         assert ("7801 is slaves.s0.listen's, too" in str(verdicts(rows, FAIL))) is twice, host
         said = "s1.directory: " + str(files.directory / "m") + " is master's, too"
         assert said in str(verdicts(rows, FAIL if twice else NOTE)), "in pods all directories have one path"
+    files.run["master"]["listen"] = "0.0.0.0:7800"
+    assert said in str(verdicts(files.check(), FAIL)), "an address of one machine says that this is one"
 
 
 def test_half_a_certificate_is_looked_at_and_a_list_of_revoked_ones_missed(files: FilesToCheck) -> None:
@@ -201,6 +203,10 @@ def test_peers_are_asked_for_a_cluster_file_by_itself(files: FilesToCheck) -> No
     files.check()
     said = type_dips("check", *cluster, code=69)
     assert f"{files.cluster_file}: master: the master at {NOBODY} cannot be reached" in said
+    files.cluster["before_start"] = ["no-such-program"]
+    files.check()
+    said = type_dips("check", *cluster, code=78)
+    assert "no-such-program" in said and "cannot be reached" in said, "what is wrong here is not mended by waiting"
 
 
 def test_the_ledger_is_compared_with_the_run_file(files: FilesToCheck, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,6 +585,7 @@ def test_a_plan_of_a_real_model_and_for_kubernetes() -> None:
     resources = proposed["slave-0"]["resources"]
     assert resources["requests"]["cpu"] == "6" and "cpu" not in resources["limits"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    assert proposed["slave-0"]["storage"] == "1024Mi", "no claim is smaller"
     assert "name the model" in type_dips("plan", "memory", code=2)
     assert "name the model" in type_dips("plan", "memory", "--parameters", "3", "--factory", "a:b", code=2)
 
