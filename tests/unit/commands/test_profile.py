@@ -83,8 +83,11 @@ def test_each_kind_of_pair_is_measured_once_and_disjoint_pairs_together() -> Non
     for made in rounds:
         ranks = [rank for pair in made for rank in pair]
         assert len(ranks) == len(set(ranks))
-    apart = deal_pairs([place("a", "one"), place("a", "one"), place("b", "two"), place("b", "two")])
-    assert [(0, 1), (2, 3)] in apart
+    pairs = [place("a", "one"), place("a", "one"), place("b", "two"), place("b", "two")]
+    assert [(0, 1), (2, 3)] in deal_pairs(pairs)
+    for made in deal_pairs([*pairs, place("c", "three")]):
+        ranks = [rank for pair in made for rank in pair]
+        assert len(ranks) == len(set(ranks)), "with one of several pairs of a round, too"
 
 
 def test_a_line_goes_through_three_micro_batches() -> None:
@@ -120,6 +123,19 @@ def test_a_host_of_two_kinds_is_two_nodes() -> None:
     with pytest.raises(ConfigError, match="a: expected devices of one kind in a node, got fast and slow"):
         list_nodes([place("a"), place("a", "slow")])
     assert [node["devices"] for node in list_nodes([place("a"), place("a-slow", "slow")])] == [1, 1]
+
+
+def test_a_host_of_two_kinds_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model is not even made; it was refused after all layers had been timed."""
+
+    def gather(everyone: list[Any], own: dict[str, Any]) -> None:
+        everyone[:] = [own, {**own, "kind": "other"}]
+
+    monkeypatch.setattr(profile, "ROUNDS", 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    refused = profile_alone("--factory", "no_such_module:build").exception
+    assert isinstance(refused, ConfigError) and "expected devices of one kind in a node" in str(refused)
 
 
 def test_a_layer_may_return_its_tensor_with_other_things() -> None:
@@ -176,6 +192,36 @@ def test_work_that_a_gpu_has_queued_is_waited_for(monkeypatch: pytest.MonkeyPatc
     assert time_work(work, torch.device("cuda")) == 2.0
 
 
+def give_seconds(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """What `time_work` returns, one after the other."""
+    left = list(seconds)
+    monkeypatch.setattr(profile, "time_work", lambda work, device: left.pop(0))
+
+
+def test_a_cpu_is_measured_by_a_small_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a GPU's size takes minutes on a slow host, and CPUs have no fast products of 16 bits."""
+    made = list[Any]()
+    monkeypatch.setattr(profile, "time_work", lambda work, device: made.append(work()) or 1e-3)
+    assert profile.describe_device(CPU)["tflops"] == round(2 * 512**3 / 1e-3 / 1e12, 4)
+    assert (made[0].shape, made[0].dtype) == ((512, 512), torch.float32)
+
+
+def test_a_rate_is_that_of_what_a_message_takes_beyond_its_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small message that was as slow as the large one makes the link at most twice as fast as it was seen."""
+    monkeypatch.setattr(profile, "PAYLOAD_MB", 1)
+    for small, large, seconds in ((2e-3, 10e-3, 4e-3), (10e-3, 12e-3, 3e-3)):
+        give_seconds(monkeypatch, small, large)
+        latency, rate = profile._measure_pair((0, 1), 0, CPU)
+        assert (latency, rate) == (small / 2, pytest.approx((1 << 20) / seconds))
+
+
+def test_weights_take_what_a_backward_takes_beyond_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never less than nothing: noise gave a schedule negative seconds."""
+    for both, weights in ((5.0, 3.0), (1.0, 0.0)):
+        give_seconds(monkeypatch, 1.0, 2.0, both)
+        assert _time_layer(torch.nn.Linear(2, 2), (torch.zeros(1, 2),), {}, CPU) == (1.0, 2.0, weights)
+
+
 class Repeated(torch.nn.Module):
     """A layer that is called twice, one that runs between ids and floats, one without parameters, one never called."""
 
@@ -213,6 +259,10 @@ def test_layers_are_measured_as_the_forward_calls_them(monkeypatch: pytest.Monke
     model.blocks["a"].weight = model.blocks["b"].weight
     model.blocks["b"].bias = None
     assert measure_layers(model, CPU, 16)["blocks.a"]["tied"] == "blocks.b", "the first that the forward calls"
+    model.blocks["a"].bias = None
+    alike: dict[str, dict[str, Any]] = {"blocks.b": {}, "blocks.a": {}}
+    profile._mark_ties(model, alike)
+    assert alike == {"blocks.b": {}, "blocks.a": {"tied": "blocks.b"}}, "all of their parameters are the same"
     with pytest.raises(ConfigError, match=r"expected a model of token ids, i64\[samples, 16\], got RuntimeError"):
         measure_layers(torch.nn.Sequential(torch.nn.Linear(3, 3)), CPU, 16)
     with pytest.raises(ConfigError, match="expected a model with layers"):
@@ -254,8 +304,11 @@ def test_a_model_that_cannot_be_counted_does_not_end_the_profile() -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no storage")
 
-    said = count_memory(NoStorage(), CPU, 16)
+    model = NoStorage()
+    model.unused.weight.grad = torch.ones(8, 8)  # of a backward that came so far
+    said = count_memory(model, CPU, 16)
     assert said == "memory of one sample: not counted, torch's MemTracker failed: RuntimeError: no storage"
+    assert model.unused.weight.grad is None
     assert "parameters" in count_memory(Repeated(), CPU, 16)
 
 
@@ -300,6 +353,7 @@ def test_only_what_the_profile_lacks_is_measured(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(profile, "ROUNDS", 1)
     file = Path("profile.yaml")
+    Path("model.yaml").write_text("name: another")  # of no profile: it is written anew
     done = profile_alone("--changed", "--name", "a")
     assert done.exit_code == 0 and "not there: everything is measured" in done.stdout, repr(done.exception)
     written = file.read_text()
