@@ -321,6 +321,7 @@ async def test_the_ledger_is_asked_now_and_then(tmp_path: Path) -> None:
 
     async def find_due(every: int) -> VersionId | None:
         asked.append(every)
+        await asyncio.sleep(0)  # as one that reads the ledger in a thread
         return None
 
     section = OnVersionSection(every=2, command=["true"])
