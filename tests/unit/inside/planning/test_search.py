@@ -37,15 +37,19 @@ from dips.inside.planning.profile import (
 from dips.inside.planning.schedules import ScheduleName
 from dips.inside.planning.search import (
     USABLE,
+    DoesNotFit,
     PipelineChoice,
     Planner,
     RankedPlan,
+    _Beam,
+    _find_nearest,
     balance_chain,
+    count_events,
     deal_microbatches,
     parameter_costs,
     share_microbatches,
 )
-from dips.inside.planning.simulate import MemoryCategory, bound_step, simulate
+from dips.inside.planning.simulate import MemoryCategory, PassSeconds, bound_step, make_chain, simulate
 
 INVENTORIES = Path(__file__).parents[4] / "configs" / "inventories"
 
@@ -213,6 +217,7 @@ def test_shares_make_the_last_device_as_early_as_can_be(seed: int) -> None:
 def test_a_slow_device_still_gets_one() -> None:
     """A hundred times slower, and as many micro-batches as devices: one each."""
     assert [len(own) for own in deal_microbatches((1.0, 100.0), 2)] == [1, 1]
+    assert deal_microbatches((1.0, 1.0, 1.0), 2) == ((0,), (1,), ()), "fewer than devices: nothing is taken from any"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -250,8 +255,9 @@ def test_the_search_is_near_exhaustive_search(speeds: tuple[float, ...], gbit: f
     """
     planner = Planner(small_cluster(speeds, gbit), small_model(6, batch=4))
     best = exhaust(planner, (ScheduleName.COMPACT_ZB, ScheduleName.BREADTH_FIRST))
-    found = min(plan.step_s for plan in planner.search().ranked if plan.choice is not None)
-    assert found <= 1.03 * best
+    ranked = planner.search().ranked
+    assert min(plan.step_s for plan in ranked if plan.choice is not None) <= 1.03 * best
+    assert ranked == sorted(ranked, key=lambda plan: -plan.rate), "the first one is taken"
 
 
 def test_no_pipeline_beats_its_bound() -> None:
@@ -274,6 +280,63 @@ def test_stages_of_equal_size_alone_run_one_forward_one_backward() -> None:
     for groups, total, may in ((even, 4, True), (even, 3, False), (uneven, 4, False), (uneven[::-1], 4, False)):
         ways = {schedule for schedule, *_ in planner._ways(groups, total)}
         assert (plain <= ways) is may and (plain & ways == set()) is not may
+
+
+def test_layers_are_cut_by_the_speeds_of_groups() -> None:
+    """Three quarters of them for the one that is three times as fast."""
+    planner = Planner(small_cluster((75, 25)), small_model(8))
+    assert planner.cut_layers((("n0.0",), ("n1.0",)), 1, 1) == (0, 6, 8)
+
+
+def test_micro_batches_are_those_that_each_device_can_have() -> None:
+    """Divisors of the batch, of which each device of the largest stage gets one; ministages up to eight of a layer."""
+    planner = Planner(small_cluster((100, 50), devices=2), small_model(20))
+    (grouping,) = (
+        g
+        for g in list_groupings(planner.profile, planner.speed_of)
+        if sorted(map(len, g.groups)) == [1, 1, 2] and ("n1.0", "n1.1") in g.groups
+    )
+    found = list(planner.list_choices([grouping]))
+    assert {choice.samples for choice in found} == {1, 2, 4} and {choice.ministages for choice in found} == {
+        *range(1, 7)
+    }
+    odd = Planner(planner.profile, small_model(20, batch=20))
+    assert {choice.samples for choice in odd.list_choices([grouping])} == {1, 2, 4}
+    assert {ways[1] for ways in planner._ways([("n0.0",)], 8)} == {*range(1, 9)}
+    exact = PipelineChoice(ScheduleName.COMPACT_ZB, (("n0.0", "n0.1"),), (0, 20), 4)
+    assert len(planner.make_pipeline(exact).stages[0].devices) == 2, "two micro-batches of four samples for two devices"
+
+
+def test_a_beam_improves_until_nothing_gets_better() -> None:
+    """A layer at a time, from the worst cut of two equal stages to the best; neighbours are divisors of the batch, and
+    exchanged groups with cuts of their own. A pipeline that stalls is none of the best.
+    """
+    planner = Planner(small_cluster((100, 100, 25)), small_model(8, batch=12))
+    groups = ("n0.0",), ("n1.0",)
+    worst = PipelineChoice(ScheduleName.ONE_F_ONE_B, groups, (0, 1, 8), 4)
+    beam = _Beam(planner, 1)
+    assert beam.worst_s == float("inf") and beam.score(worst, planner.make_pipeline(worst))
+    assert beam.worst_s == simulate(planner.make_pipeline(worst)).seconds
+    assert {near.samples for near in beam._neighbours(worst)} == {4, 2}
+    unequal = replace(worst, groups=(("n0.0",), ("n2.0",)), cuts=(0, 3, 8))
+    exchanged = {near.cuts for near in beam._neighbours(unequal) if near.groups == unequal.groups[::-1]}
+    assert exchanged == {(0, 3, 8), (0, 1, 8)}
+    beam.improve(lambda choice: (choice.groups, choice.samples) == (groups, 4))
+    ((_, best),) = beam.best(9)
+    assert best.cuts == (0, 4, 8)
+    beam._scores = {worst: float("inf")}
+    assert beam.best(9) == []
+
+
+def test_the_nearest_refusal_lacks_the_fewest_bytes() -> None:
+    """Who has too little memory is told of the plan that nearly fits."""
+    far, near, other = DoesNotFit("far", 5.0), DoesNotFit("near", 3.0), ConfigError("other")
+    assert _find_nearest([other, far, near]) is near and _find_nearest([other]) is other
+
+
+def test_events_are_counted_before_they_are_played() -> None:
+    """A search that took each simulation for one event would not end in seconds."""
+    assert count_events(make_chain(ScheduleName.GPIPE, [PassSeconds(1, 1, 1)] * 3, [1, 1], 6)) == 4 * 6 * 3
 
 
 def test_a_slow_border_is_part_of_the_bound() -> None:
@@ -318,6 +381,8 @@ def test_each_device_of_a_node_has_a_sample() -> None:
         assert missing == [f"{few.model.batch} samples for 4 devices"] * 2
     with pytest.raises(ConfigError, match="the model fits nowhere on these devices"):
         planner.search()
+    enough = Planner(planner.profile, small_model(1, batch=4))
+    assert [plan.missing for plan in (enough.shard_in_nodes(nodes), *enough.average_nodes(nodes))] == [""] * 3
 
 
 def test_edit_fits_where_each_nodes_share_does() -> None:
@@ -388,10 +453,53 @@ def test_two_ministages_that_have_room_are_the_two_largest() -> None:
     needed = 1e9 * (each + each / 2) + 9e8 * m.state_bytes / 2 + boundary
     kind = replace(planner.profile.kinds["k0"], memory_gb=1.01 * needed / GB / USABLE)
     assert _fits(_with_kind(planner.profile, "k0", kind), model, choice)
+    kind = replace(kind, memory_gb=0.99 * needed / GB / USABLE)
+    assert not _fits(_with_kind(planner.profile, "k0", kind), model, choice), "the largest optimizer state counts"
     assert max(simulate(Planner(planner.profile, model).make_pipeline(choice)).peak_bytes.values()) <= needed
 
 
-@pytest.mark.parametrize(("schedule", "offload"), [(ScheduleName.BREADTH_FIRST, True), (ScheduleName.ZB_H1, False)])
+def test_two_ministages_keep_the_state_of_both() -> None:
+    """With `offload`, which takes that of idle ones to the host where there are more: a plan that was accepted for one
+    state met a full device.
+    """
+    model, cluster = small_model(4), small_cluster((100,))
+    choice = PipelineChoice(ScheduleName.BREADTH_FIRST, (("n0.0",),), (0, 2, 4), 1, 2, True)
+    needed = 4e7 * (model.parameter_bytes + model.gradient_bytes + model.state_bytes)
+    for share, fits in ((0.9, False), (1.2, True)):
+        kind = replace(cluster.kinds["k0"], memory_gb=share * needed / GB / USABLE)
+        assert _fits(_with_kind(cluster, "k0", kind), model, choice) is fits
+
+
+def test_the_largest_border_of_any_ministage_has_room_four_times() -> None:
+    """With `offload`: two that are fetched, one in use, one on its way; and the largest layer is computed again."""
+    model, cluster = small_model(4, recompute=True), small_cluster((100,))
+    model = replace(model, layers=(replace(model.layers[0], parameters=1.0, activation_bytes=0.0, border_bytes=1e8),))
+    choice = PipelineChoice(ScheduleName.BREADTH_FIRST, (("n0.0",),), (0, 2, 4), 1, 2, True)  # 1 and 2 inputs
+    for needed, fits in ((7e8, False), (9e8, True)):
+        kind = replace(cluster.kinds["k0"], memory_gb=needed / GB / USABLE)
+        assert _fits(_with_kind(cluster, "k0", kind), model, choice) is fits
+    layers = tuple(replace(model.layers[0], repeat=1, activation_bytes=size) for size in (1.0, 9.0, 2.0))
+    assert Planner(cluster, replace(model, layers=layers))._workspace([(0, 1), (1, 3)], 2) == 18.0
+
+
+def test_compact_zb_holds_as_many_as_its_smallest_device_has_room_for() -> None:
+    """At least those of 1F1B, without which it is refused; what takes no memory is not counted."""
+    cluster, model = small_cluster((100, 100, 100)), small_model(6, batch=24)
+    cluster = _with_kind(cluster, "k1", replace(cluster.kinds["k1"], memory_gb=8 / USABLE))
+    heavy = replace(model, layers=(replace(model.layers[0], parameters=1.0, activation_bytes=0.5e9),))
+    pair = PipelineChoice(ScheduleName.COMPACT_ZB, (("n0.0", "n1.0"),), (0, 6), 1)
+    assert Planner(cluster, heavy).make_pipeline(pair).stages[0].most_held == 2, "of 3 GB each in 8 and 14.7 GB"
+    light = replace(model, layers=(replace(model.layers[0], activation_bytes=0.0),))
+    assert Planner(cluster, light).make_pipeline(pair).stages[0].most_held > light.batch
+    chain = PipelineChoice(ScheduleName.COMPACT_ZB, (("n0.0",), ("n2.0",), ("n1.0",)), (0, 2, 4, 6), 1)
+    held = [stage.most_held for stage in Planner(cluster, heavy).make_pipeline(chain).stages]
+    assert held == [14, 14, 7], "24 of each would not fit"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "offload"),
+    [(ScheduleName.BREADTH_FIRST, True), (ScheduleName.ZB_H1, False), (ScheduleName.ONE_F_ONE_B, False)],
+)
 def test_activations_have_room_where_a_plan_is_accepted(schedule: ScheduleName, offload: bool) -> None:
     """A model that is nearly all activations, on the middle one of three stages: offloaded, of which four are on the
     way or in use; and with backwards that are split, whose second halves wait.
@@ -424,6 +532,71 @@ def test_three_layers_of_fsdp_are_whole() -> None:
     assert Planner(cluster, model).shard_fully(("n0.0", "n0.1"), equal=True).missing == "n0.0: 75.0 GB missing"
 
 
+def test_the_largest_layers_of_fsdp_are_whole() -> None:
+    """Of layers that are unlike; with recompute the activations of the largest are made again beside all borders."""
+    cluster = small_cluster((100,), devices=2)
+    cluster = replace(cluster, kinds={"k0": replace(cluster.kinds["k0"], memory_gb=1 / USABLE)})
+    (layer,) = replace(small_model(), parameter_bytes=2.0, gradient_bytes=2.0, state_bytes=12.0).layers
+    layers = tuple(
+        replace(layer, repeat=1, parameters=n * 1e9, activation_bytes=n * 1e9, border_bytes=0.0) for n in (1, 2, 1)
+    )
+    planner = Planner(cluster, replace(small_model(), layers=layers, recompute=True))
+    states, gathered, activations = 4 * 16 / 2, 3 * 2 * 4, 4 * 2
+    missing = planner._missing_sharded(("n0.0", "n0.1"), (4, 4), 2)
+    assert missing == f"n0.0: {states + gathered + activations - 1:.1f} GB missing"
+
+
+def test_collectives_of_fsdp_hide_behind_the_slowest_device() -> None:
+    """A forward hides the gather of the next layer, a backward that of the one before and the reduction behind it."""
+    planner = Planner(small_cluster((100, 50)), small_model(2))
+    planner._kind_seconds = {("k0", 1): [PassSeconds(1, 1, 1)] * 2, ("k1", 1): [PassSeconds(2, 2, 2)] * 2}
+    forward, backward = 1 + max(2, 5) + 2, max(4, 0 + 6) + max(4, 1 + 0) + 2
+    assert planner.overlap_layers(("n0.0", "n1.0"), (1, 1), [1, 5], [2, 6]) == forward + backward
+
+
+def test_a_step_of_hsdp_takes_as_long_as_its_slowest_node() -> None:
+    """Each has half of the batch."""
+    planner = Planner(small_cluster((100, 25)), small_model(8))
+    slow = Planner(planner.profile, small_model(8, batch=4)).shard_in_nodes([("n1.0",)], average=False)
+    assert planner.shard_in_nodes([("n0.0",), ("n1.0",)], average=False).step_s == slow.step_s
+
+
+def test_only_what_there_are_several_of_is_apart() -> None:
+    """One node is no HSDP, nor are nodes of unequal size; one site is no clusters."""
+    for devices in ([2], [1, 2]):
+        raw = {
+            "nodes": [{"name": f"n{i}", "kind": "k", "devices": n} for i, n in enumerate(devices)],
+            "kinds": {"k": {"memory_gb": 16, "tflops": 100}},
+            "links": {"site": {"site": 10}},
+        }
+        found = Planner(parse_profile(raw, "p"), small_model(2)).list_others()
+        assert [plan.name.split()[0] for plan in found] == ["FSDP2"] * 2
+
+
+def test_clusters_wait_for_the_slowest_link_and_train_as_each_can() -> None:
+    """H steps of each site's best way, then a push and a pull over the slowest way between two sites, after these or,
+    with overlap, beside them.
+    """
+    raw = {
+        "nodes": [
+            {"name": name, "kind": f"k{speed}", "site": name[0]} for name, speed in (("e0", 100), ("e1", 25), ("w", 50))
+        ],
+        "kinds": {f"k{speed}": {"memory_gb": 16, "tflops": speed} for speed in (100, 50, 25)},
+        "links": {"e": {"e": 100, "w": 1}, "w": {"e": 0.5, "w": 100}},
+    }
+    planner = Planner(parse_profile(raw, "p"), small_model(8, batch=35))
+    sites = ("e0.0", "e1.0"), ("w.0",)
+    plans = {plan.name.rpartition(" ")[2]: plan.rate for plan in planner.train_apart(sites, 64)}
+    moved_s, shares = 4.0 * planner.model.parameters / (0.5 * GBIT_BYTES), (25, 10)
+    steps = [
+        Planner(planner.profile.only(site), small_model(8, batch=share)).shard_fully(site, equal=False).step_s
+        for site, share in zip(sites, shares, strict=True)
+    ]
+    rows = [(64 * share, 64 * step_s) for step_s, share in zip(steps, shares, strict=True)]
+    assert plans["none"] == pytest.approx(sum(n / (cycle + 2 * moved_s) for n, cycle in rows))
+    assert plans["full"] == pytest.approx(sum(n / max(cycle, 2 * moved_s) for n, cycle in rows))
+
+
 def _with_kind(profile: ClusterProfile, name: str, kind: DeviceKind) -> ClusterProfile:
     return replace(profile, kinds={**profile.kinds, name: kind})
 
@@ -446,6 +619,8 @@ def test_activations_are_what_layers_take() -> None:
     planner = Planner(small_cluster((100, 50)), model)
     kept = [planner.part_bytes(a, b, 1, 2).activations for a, b in ((0, 1), (0, 2), (1, 3), (2, 4))]
     assert kept == [0.0, 2e6, 6e6, 10e6]
+    alone = planner.part_bytes(0, 4, 1, 2)
+    assert alone.parameters == alone.gradient_share == 0.0, "no share beside what a device alone has whole"
 
 
 def test_a_model_that_takes_no_time_is_refused() -> None:
@@ -459,7 +634,7 @@ def test_fewer_layers_than_stages_and_fewer_microbatches_than_devices() -> None:
     """No cut for the former, a sentence for the latter."""
     planner = Planner(small_cluster((100, 50, 25), devices=4), small_model(2, batch=2))
     groups = tuple(tuple(f"n{i}.{k}" for k in range(4)) for i in range(3))
-    assert planner.cut_layers(groups, 1, 1) is None
+    assert planner.cut_layers(groups, 1, 1) is None and planner.cut_layers(groups[:2], 1, 1) == (0, 1, 2)
     with pytest.raises(ConfigError, match="stage 0: expected a micro-batch for each of 4 devices, got 2"):
         planner.make_pipeline(PipelineChoice(ScheduleName.COMPACT_ZB, groups[:2], (0, 1, 2), 1))
 
