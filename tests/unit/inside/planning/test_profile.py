@@ -80,8 +80,16 @@ def test_a_ring_runs_at_its_slowest_hop() -> None:
     """Over both nodes of the east a collective has the card's rate; n − 1 turns of an n-th of the bytes."""
     ring = read(machines()).ring(["a.0", "a.1", "b.0", "b.1"])
     assert ring.byte_s == pytest.approx(1 / 1.25e10)
+    assert ring.latency_s == pytest.approx(50e-6), "of the network, not of the node"
     assert ring_seconds(ring, 4, 4e9) == pytest.approx(3 * (1e9 / 1.25e10 + ring.latency_s))
     assert ring_seconds(ring, 1, 4e9) == 0
+
+
+def test_a_card_is_as_fast_as_is_said_or_as_its_fastest_link_to_another_node() -> None:
+    """The rate inside a site of one node is that of no link."""
+    raw = machines(links={**machines()["links"], "west": {"west": 400, "east": 2}})
+    raw["nodes"][0]["card_gbit"] = 40
+    assert read(raw).cards == {"a": 40 * 1.25e8, "b": 100 * 1.25e8, "c": 2 * 1.25e8}
 
 
 def test_what_is_measured_goes_before_what_is_estimated() -> None:
@@ -135,6 +143,9 @@ def test_a_rate_of_a_node_that_the_file_lacks_is_refused(link: tuple[str, str]) 
         (machines(node=[]), "node: unknown key"),
         (machines(kinds=kinds(tflops="many")), "kinds.fast.tflops: expected float, got 'many'"),
         (machines(kinds=kinds(memory_gb=-1)), "kinds.fast.memory_gb: expected a number above 0"),
+        (machines(kinds=kinds(tflops=0)), "kinds.fast.tflops: expected a number above 0, got 0"),
+        (machines(kinds=kinds(tflops=float("inf"))), "kinds.fast.tflops: expected a number above 0, got inf"),
+        (machines(nodes=[{"name": "a", "kind": "fast", "devices": "two"}]), "nodes.a.devices: expected int, got 'two'"),
         (machines(measured=measured([9e9, 0])), "measured.fast.block.forward: absurd seconds"),
         (machines(measured=measured([1])), "measured.fast.block.forward: expected 2 values, got 1"),
         (machines(links="fast"), "links: expected a mapping of keys, got 'fast'"),
@@ -154,6 +165,11 @@ def test_a_profile_that_cannot_be_planned_with_is_refused(raw: dict[str, Any], s
         (needs(layers=[]), "expected either `layers` or `transformer`, got neither"),
         (needs(batch=0), "expected batch and sequence of at least 1, got 0, 1"),
         (needs(layers=[{**LAYER, "flops": float("nan")}]), "layers.block.flops: expected a number from 0 on"),
+        (needs(layers=[{**LAYER, "flops": -1.0}]), "layers.block.flops: expected a number from 0 on"),
+        (needs(layers=[{**LAYER, "flops": float("inf")}]), "layers.block.flops: expected a number from 0 on"),
+        (needs(transformer=SHAPE), "expected either `layers` or `transformer`, got both"),
+        (needs(sequence=0), "expected batch and sequence of at least 1, got 16, 0"),
+        (needs(state_bytes=float("inf")), "state_bytes: expected a number from 0 on, got inf"),
         (needs(layers=[{**LAYER, "repeat": 0}]), "layers.block.repeat: expected at least 1, got 0"),
         (needs(state_bytes=-12), "state_bytes: expected a number from 0 on, got -12.0"),
         (needs(layers=[], transformer={**SHAPE, "hidden": -8}), "transformer.hidden: expected at least 1, got -8"),
@@ -171,6 +187,13 @@ def test_a_model_that_cannot_be_is_refused(raw: dict[str, Any], said: str) -> No
     with pytest.raises(ConfigError) as refused:
         parse_model(raw, "model.yaml")
     assert said in str(refused.value)
+
+
+def test_the_least_model_is_a_model() -> None:
+    """One sample of one token, no optimizer state, and a head of as many parameters as its embedding."""
+    head = {**LAYER, "name": "head", "repeat": 1, "tied": "block"}
+    model = parse_model(needs(batch=1, state_bytes=0, layers=[{**LAYER, "repeat": 1}, head]), "model.yaml")
+    assert model.parameters == LAYER["parameters"] and model.ties == ((1, 0, LAYER["parameters"]),)
 
 
 def test_parameters_that_layers_share_count_once() -> None:

@@ -10,7 +10,16 @@ import pytest
 
 from dips.errors import ConfigError
 from dips.inside.planning import simulate as simulating
-from dips.inside.planning.schedules import SCHEDULES, SPLITTING, Op, ScheduleMachine, ScheduleName, Seat, parse_order
+from dips.inside.planning.schedules import (
+    SCHEDULES,
+    SPLITTING,
+    Engine,
+    Op,
+    ScheduleMachine,
+    ScheduleName,
+    Seat,
+    parse_order,
+)
 from dips.inside.planning.simulate import (
     MemoryCategory,
     PartBytes,
@@ -107,6 +116,26 @@ def test_zorse_figure_4() -> None:
     }  # fmt: skip
 
 
+def test_only_copies_take_the_time_of_copies() -> None:
+    """A device that copies slowly reshards as fast as any."""
+    chain = zorse_figure_4()
+    slow = [
+        replace(stage, devices=tuple(replace(d, copy_byte_s=100.0) for d in stage.devices)) for stage in chain.stages
+    ]
+    assert simulate(replace(chain, stages=tuple(slow))).seconds == simulate(chain).seconds
+
+
+def test_forwards_go_by_arrival_where_stages_share_unequally() -> None:
+    """Without `offload` a later micro-batch that is here goes before an earlier one that is not."""
+    machine = SCHEDULES[ScheduleName.BREADTH_FIRST](Seat(0, 2, (0, 1)))
+    for m in (0, 1):
+        action = machine.next_action(Engine.COMPUTE)
+        assert action is not None and (action.op, action.microbatch) == (Op.F, m)
+        machine.take_done(action)
+    machine.take_arrival(Op.I, 0, 1)
+    assert str(machine.next_action(Engine.COMPUTE)) == "0B1"
+
+
 def test_ministages_step_while_the_next_one_computes() -> None:
     """The optimizer of a ministage runs as soon as its gradients are reduced (Zorse §4.1.2)."""
     actions = [str(a) for a in simulate(zorse_figure_4()).orders["a0"]]
@@ -176,6 +205,8 @@ def test_tuned_depths_are_never_slower_than_the_papers_letter() -> None:
     tuned, prediction = tune_depths(chain)
     assert prediction.seconds <= simulate(chain).seconds
     assert simulate(with_depths(chain, [s.depth for s in tuned.stages])).seconds == prediction.seconds
+    slow, _ = tune_depths(make_chain(ScheduleName.COMPACT_ZB, [ONE] * 3, [9, 9], 4, most_held=[3, 4, 4]))
+    assert [s.depth for s in slow.stages] == [3, 4, 4], "the letter has no more than there is, or has room"
 
 
 @pytest.mark.parametrize("first", [(0, 4), (0, 4, 6)])
@@ -297,6 +328,9 @@ def test_two_ministages_at_work_are_the_two_largest() -> None:
         keep=False, offload=True,
     )  # fmt: skip
     assert simulate(chain).category_bytes["g0"][MemoryCategory.PARAMETERS] == 10.0
+    device = PipelineDevice("g0", (0,), (ONE,) * 2, (), (PartBytes(optimizer=3.0), PartBytes(optimizer=4.0)))
+    two = replace(chain, stages=(PipelineStage((device,)),), border_bytes=(1.0,), ministages=2)
+    assert simulate(two).category_bytes["g0"][MemoryCategory.OPTIMIZER] == 7.0, "the state of two stays"
 
 
 def test_offloaded_activations_come_back_in_time() -> None:
@@ -312,3 +346,5 @@ def test_offloaded_activations_come_back_in_time() -> None:
         peaks[offload] = played.peak_bytes["g0"]
     assert peaks == {False: 8.0, True: 4.0}
     assert played.bytes_moved["copy"] == 12.0
+    copies = [span.end_s - span.begin_s for span in played.spans if span.engine is Engine.COPY]
+    assert copies == pytest.approx([0.01] * 12)
