@@ -19,10 +19,19 @@ from dips.cli import cli
 from dips.commands.plan_cluster import COLORS, draw_stages, draw_timeline
 from dips.errors import ConfigError
 from dips.inside.pipeline.orders import read_pipeline
-from dips.inside.planning.plan import Framework, explain_plan, hand_over, make_plan, plan_data
+from dips.inside.planning.plan import (
+    Framework,
+    _list_stages,
+    compare_plans,
+    explain_plan,
+    hand_over,
+    make_plan,
+    plan_data,
+    show_others,
+)
 from dips.inside.planning.profile import parse_model, parse_profile
 from dips.inside.planning.schedules import ScheduleName
-from dips.inside.planning.search import PipelineChoice, Planner
+from dips.inside.planning.search import PipelineChoice, Planner, RankedPlan
 from tests.traces import check_chrome
 
 ROOT = Path(__file__).parents[3]
@@ -165,6 +174,32 @@ def test_it_works_where_there_is_no_torch(files: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"] == "tiny"
+
+
+def test_a_stages_figures_are_those_of_the_device_that_is_worst_off() -> None:
+    """Of a fast and a slow device in one stage: the slow one's seconds, the most idle, and the memory that is
+    tightest.
+    """
+    nodes = [{"name": name, "kind": kind} for name, kind in (("fast", "big"), ("slow", "small"))]
+    profile = parse_profile({**MACHINES, "nodes": nodes, "links": {"site": {"site": 10}}}, "p")
+    planner = Planner(profile, parse_model(DECODER, "m"))
+    choice, prediction = planner.finish(PipelineChoice(ScheduleName.BREADTH_FIRST, (("fast.0", "slow.0"),), (0, 8), 1))
+    (row,) = _list_stages(planner, choice, prediction)
+    slow, idle = planner.device_seconds("slow.0", 1, 0, 8).total_s, prediction.idle
+    assert slow > planner.device_seconds("fast.0", 1, 0, 8).total_s and len({*idle.values()}) == 2
+    assert (row.seconds, row.idle, row.memory_gb) == (slow, max(idle.values()), 16)
+
+
+def test_others_are_shown_for_what_they_are() -> None:
+    """Three that learn the same, and what learns otherwise where it is faster: what is slower is of no use."""
+    plan = make_plan(parse_profile(MACHINES, "p"), parse_model(DECODER, "m"))
+    step_s, samples = plan.best.step_s, plan.best.samples
+    same = [RankedPlan(f"same {n}", step_s * n, samples) for n in (1, 2, 3, 4)]
+    fast, slow = (RankedPlan(str(by), step_s * by, samples, exact=False) for by in (0.5, 2))
+    shown = show_others(replace(plan, others=(*same, fast, slow)))
+    assert shown == [*same[:3], fast]
+    said = [compare_plans(plan, other) for other in (same[1], fast, slow)]
+    assert said == ["100% slower", "50% less time, but it learns otherwise", "100% slower"]
 
 
 def test_what_learns_otherwise_is_never_the_plan() -> None:

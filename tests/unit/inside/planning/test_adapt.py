@@ -25,6 +25,7 @@ from dips.inside.planning.adapt import (
     PlanWanted,
     PlanWatch,
     TimedTransfer,
+    compare_transfer,
     judge_plan,
     keep_useful,
     node_of,
@@ -262,6 +263,17 @@ def test_pieces_for_which_a_device_has_no_room_are_no_gear() -> None:
     choice = PipelineChoice(ScheduleName.BREADTH_FIRST, (("a.0", "b.0"), ("a.1", "b.1")), (0, 4, 8), 4)
     choice, prediction = planner.finish(choice)
     assert list(_make_gears(planner, choice, prediction)) == [1]
+    alone = PipelineChoice(ScheduleName.BREADTH_FIRST, (tuple(planner.devices),), (0, 8), 4)
+    for none in (alone, replace(choice, offload=True)):
+        assert _make_gears(planner, none, prediction) == {}, "one stage has no borders; pieces are not offloaded"
+
+
+def test_a_transfer_without_bytes_shows_no_rate() -> None:
+    """As of a layer that gives nothing: it is no window's, and divides by nothing."""
+    gears = make_gears()
+    nothing = TimedTransfer("g0", "g1", 0.0, 1.0, waited=True)
+    assert compare_transfer(nothing, gears[1].route("g0", "g1")) is None
+    assert GearAdapter(gears).take_transfers([nothing] * WINDOW) is None
 
 
 # ---- a new plan ------------------------------------------------------------------------------------------------------
