@@ -95,7 +95,7 @@ def test_a_document_that_a_row_of_the_index_cannot_hold_is_refused() -> None:
     whole = documents((1 << 32) - 1)
     assert deal_documents([whole], 1, 0, cut=0).documents["tokens"].tolist() == [(1 << 32) - 1]
     with pytest.raises(ConfigError, match=r"a document of 4294967296 tokens: .*--cut"):
-        deal_documents([documents(1 << 32)], 1, 0, cut=0)
+        deal_documents([documents(5), documents(1 << 32)], 1, 0, cut=0)
 
 
 def test_rows_of_a_table_are_dealt_by_source() -> None:

@@ -579,7 +579,8 @@ def test_clusters_wait_for_the_slowest_link_and_train_as_each_can() -> None:
     """
     raw = {
         "nodes": [
-            {"name": name, "kind": f"k{speed}", "site": name[0]} for name, speed in (("e0", 100), ("e1", 25), ("w", 50))
+            {"name": name, "kind": f"k{speed}", "site": name[0], "card_gbit": 100}
+            for name, speed in (("e0", 100), ("e1", 25), ("w", 50))
         ],
         "kinds": {f"k{speed}": {"memory_gb": 16, "tflops": speed} for speed in (100, 50, 25)},
         "links": {"e": {"e": 100, "w": 1}, "w": {"e": 0.5, "w": 100}},
