@@ -117,6 +117,7 @@ def test_standing_still_is_not_speed() -> None:
 def test_a_few_fast_steps_are_not_believed_for_long() -> None:
     """Three steps of 0.2 ms, then steps of 10 ms: without a bound the next look would come after 2,500 of them."""
     pace = Pace(steps=64)
+    assert pace.steps_until_ask == 1, "before the first"
     for k in range(4):
         pace.record_step(k * 0.0002)
     assert pace.steps_until_ask == 24
@@ -146,6 +147,7 @@ def test_steps_that_are_told_together_are_timed_apart() -> None:
 def test_how_many_steps_a_round_has() -> None:
     """The own H; of seconds, as many as the median step fits into them, 0 while none was seen."""
     assert (Pace(steps=64).round_steps, Pace(aligned=12).round_steps) == (64, 12)
+    assert (Pace(steps=64).aligned_steps, Pace(aligned=12).aligned_steps) == (0, 12)
     for steps, expected in ((20, 12), (5, 5)):  # the meetings decide: as many as in the last round, and no more than H
         met = Pace(aligned=12)
         met.record_step(0.0, steps)

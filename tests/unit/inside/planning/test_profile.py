@@ -83,6 +83,8 @@ def test_a_ring_runs_at_its_slowest_hop() -> None:
     assert ring.latency_s == pytest.approx(50e-6), "of the network, not of the node"
     assert ring_seconds(ring, 4, 4e9) == pytest.approx(3 * (1e9 / 1.25e10 + ring.latency_s))
     assert ring_seconds(ring, 1, 4e9) == 0
+    two = dict(read(machines()).ring(["a.0", "b.0"]).uses)
+    assert two == dict.fromkeys([("out", "a"), ("in", "b"), ("out", "b"), ("in", "a"), "ring"], 1 / 1.25e10)
 
 
 def test_a_card_is_as_fast_as_is_said_or_as_its_fastest_link_to_another_node() -> None:
@@ -148,6 +150,7 @@ def test_a_rate_of_a_node_that_the_file_lacks_is_refused(link: tuple[str, str]) 
         (machines(nodes=[{"name": "a", "kind": "fast", "devices": "two"}]), "nodes.a.devices: expected int, got 'two'"),
         (machines(measured=measured([9e9, 0])), "measured.fast.block.forward: absurd seconds"),
         (machines(measured=measured([1])), "measured.fast.block.forward: expected 2 values, got 1"),
+        (machines(links=[1, 2]), "links: expected a mapping of keys, got [1, 2]"),
         (machines(links="fast"), "links: expected a mapping of keys, got 'fast'"),
     ],
 )  # fmt: skip
@@ -168,6 +171,7 @@ def test_a_profile_that_cannot_be_planned_with_is_refused(raw: dict[str, Any], s
         (needs(layers=[{**LAYER, "flops": -1.0}]), "layers.block.flops: expected a number from 0 on"),
         (needs(layers=[{**LAYER, "flops": float("inf")}]), "layers.block.flops: expected a number from 0 on"),
         (needs(transformer=SHAPE), "expected either `layers` or `transformer`, got both"),
+        (needs(layers=[], transformer=SHAPE, bf16_borders=True), "bf16_borders: expected `layers` of 32 bits"),
         (needs(sequence=0), "expected batch and sequence of at least 1, got 16, 0"),
         (needs(state_bytes=float("inf")), "state_bytes: expected a number from 0 on, got inf"),
         (needs(layers=[{**LAYER, "repeat": 0}]), "layers.block.repeat: expected at least 1, got 0"),
@@ -192,8 +196,10 @@ def test_a_model_that_cannot_be_is_refused(raw: dict[str, Any], said: str) -> No
 def test_the_least_model_is_a_model() -> None:
     """One sample of one token, no optimizer state, and a head of as many parameters as its embedding."""
     head = {**LAYER, "name": "head", "repeat": 1, "tied": "block"}
-    model = parse_model(needs(batch=1, state_bytes=0, layers=[{**LAYER, "repeat": 1}, head]), "model.yaml")
+    model = parse_model(needs(batch=1, state_bytes=0, layers=[{**LAYER, "repeat": 1, "flops": 0}, head]), "model.yaml")
     assert model.parameters == LAYER["parameters"] and model.ties == ((1, 0, LAYER["parameters"]),)
+    shape = dict.fromkeys(SHAPE, 1)
+    assert len(parse_model(needs(layers=[], transformer=shape), "model.yaml").chain) == 3
 
 
 def test_parameters_that_layers_share_count_once() -> None:
