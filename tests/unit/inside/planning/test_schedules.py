@@ -18,6 +18,7 @@ from dips.inside.planning.schedules import (
     ScheduleMachine,
     ScheduleName,
     Seat,
+    list_share,
     parse_order,
 )
 from dips.inside.planning.simulate import (
@@ -237,6 +238,12 @@ def test_by_arrival_an_action_that_waits_lets_others_go_first() -> None:
     assert simulate(frozen).seconds == 13
     played = simulate(replace(frozen, by_arrival=True))
     assert played.seconds == 12 and order(played, "g0") == "F0 F1 I0 W0 I1 W1"
+
+
+def test_a_share_is_read_from_the_forwards_of_the_last_part() -> None:
+    """In their order: that of the first part may be another."""
+    order = parse_order("0F2 0F0 0F4 2UNSHARD 2F0 2F4 2F2 2B2 2B0 2B4 2REDUCE_GRAD 2STEP 0B2 0B0 0B4")
+    assert list_share(order) == (0, 4, 2) and list_share(()) == ()
 
 
 def test_fewer_microbatches_than_devices_are_refused() -> None:
