@@ -172,6 +172,19 @@ def test_a_bound_holds_where_devices_of_a_stage_are_far_from_each_other() -> Non
     assert bound_step(chain) <= simulate(chain).seconds
 
 
+def test_a_bound_holds_where_devices_of_the_first_stage_are_unlike() -> None:
+    """The first input of the next stage is the fast one's, and so may be the last backward."""
+    slow, fast, last = PassSeconds(9, 9, 9), ONE, PassSeconds(10, 10, 0.1)
+    first = PipelineStage((PipelineDevice("slow", (0,), (slow,)), PipelineDevice("fast", (1,), (fast,))))
+    chain = SimulatedPipeline(
+        ScheduleName.GPIPE,
+        (first, PipelineStage((PipelineDevice("a", (0, 1), (last,)),))),
+        (1.0,),
+        lambda a, b: Route(0.0, ()),
+    )
+    assert bound_step(chain) <= simulate(chain).seconds
+
+
 @pytest.mark.parametrize("m", [1, 6])
 def test_a_bound_counts_what_comes_before_and_after_a_stage(m: int) -> None:
     """Of one micro-batch it is the step itself; of many the last stage computes from its first input on."""
