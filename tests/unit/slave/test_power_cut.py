@@ -6,8 +6,9 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -155,7 +156,15 @@ def test_a_copy_in_the_mirror(
         at_manifest.append(cut.find_lost(tmp_path / "mirror/r/s" / name.rpartition("/")[0] / "00000.safetensors"))
         write_file(name, content)
 
+    manifest = tmp_path / "mirror/r/s" / str(V1) / "manifest.json"
+    create_file = store.create_file
+
+    def alone(name: str, size: int) -> AbstractContextManager[IO[bytes]]:
+        assert not manifest.exists(), "that of the copy before"
+        return create_file(name, size)
+
     monkeypatch.setattr(store, "write_file", seen)
+    monkeypatch.setattr(store, "create_file", alone)
     for _ in range(2):
         copy_out(store, disk, V1, nothing)
         assert cut.find_lost(tmp_path / "mirror/r/s" / str(V1)) == []
@@ -165,7 +174,7 @@ def test_a_copy_in_the_mirror(
     with pytest.raises(CorruptSnapshot):
         copy_out(store, disk, V1, nothing)
     assert snapshot_mirror.list_copies(store, "r", "s", LOG).whole == ()
-    assert not (tmp_path / "mirror/r/s" / str(V1) / "manifest.json").exists()
+    assert not manifest.exists()
 
 
 def test_what_comes_back_from_a_mirror(

@@ -428,7 +428,7 @@ def test_a_list_is_good_for_its_term_only() -> None:
     slave.heartbeat(2.0)
     slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, False, 10, LiveTransfers(5, (), ())), 2.1)
     slave.heartbeats.on_dropped([])
-    slave.standing = Standing(7, 2, GENESIS, (), 0, 0)
+    slave.standing = Standing(7, 2, GENESIS, (), 0, 0, serves=True)
     assert slave.heartbeat(4.0).live == 0
     assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(2, 8.0, False, 3), 4.1) == []
     assert slave.heartbeat(6.0).live == 0
