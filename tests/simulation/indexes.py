@@ -43,8 +43,8 @@ class IndexInvariant(Invariant):
             if before is not None and before.number >= live.number:
                 self.fail(f"the list of what is live is {live.number} after {before.number}")
         if self._steps % EVERY == 0:
-            book = run.transfers
-            if {*live.pushes, *live.pulls} != {*book.pushes, *(p.id for p in book.pulls.values())}:
+            book, seed = run.transfers, () if run.seed is None else (run.seed.push,)
+            if {*live.pushes, *live.pulls} != {*book.pushes, *seed, *(p.id for p in book.pulls.values())}:
                 self.fail(f"list {live.number} is told, and live is something else")
             for wrong in index_differences(run):
                 self.fail(f"after {type(event).__name__}: {wrong}")
