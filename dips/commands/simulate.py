@@ -7,6 +7,7 @@ from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, median
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -166,11 +167,14 @@ def describe_slaves(report: SizedReport) -> str:
 def _require_writable(timeline: Path | None, plots: Path | None) -> None:
     """Raise ConfigError if a file or directory cannot be written: better before a simulation than after it."""
     with explain_unwritable(timeline):
-        if timeline is not None:
+        if timeline is not None and timeline.exists():
             timeline.open("a").close()
+        elif timeline is not None:  # a run that gives nothing leaves no empty file
+            TemporaryFile(dir=timeline.parent).close()
     with explain_unwritable(plots):
         if plots is not None:
             plots.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=plots).close()
 
 
 # ---- timeline -------------------------------------------------------------------------------------------------------

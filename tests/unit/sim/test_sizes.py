@@ -297,11 +297,13 @@ def test_without_matplotlib_nothing_is_simulated_for_plots(monkeypatch: pytest.M
     assert isinstance(refused.exception, ConfigError) and "--plots needs matplotlib" in str(refused.exception)
 
 
-@pytest.mark.parametrize("output", ["--timeline=none/run.json", "--plots=mine.yaml"])
+@pytest.mark.parametrize("output", ["--timeline=none/run.json", "--timeline=.", "--plots=mine.yaml", "--plots=/proc"])
 def test_an_output_that_cannot_be_written_is_told_before_the_run(
     output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a month's simulation, of some minutes, ended with that sentence and without its file."""
+    """Else a month's simulation, of some minutes, ended with that sentence and without its file. /proc is a directory
+    that is there, and into which nobody can write.
+    """
     import yaml
 
     monkeypatch.chdir(tmp_path)
@@ -309,6 +311,17 @@ def test_an_output_that_cannot_be_written_is_told_before_the_run(
     monkeypatch.setattr("dips.study.sized_run.simulate_sizes", lambda read: pytest.fail("it was simulated"))
     refused = CliRunner().invoke(cli, ["simulate", "mine.yaml", output])
     assert isinstance(refused.exception, ConfigError) and "cannot be written" in str(refused.exception)
+
+
+def test_a_run_that_gives_nothing_leaves_no_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was only looked at, whether it can be written, is not there as an empty file."""
+
+    def refuse(read: Any) -> Any:
+        raise ConfigError("too short for a round")
+
+    monkeypatch.setattr("dips.study.sized_run.simulate_sizes", refuse)
+    refused = CliRunner().invoke(cli, ["simulate", "table2", f"--timeline={tmp_path / 'run.json'}"])
+    assert isinstance(refused.exception, ConfigError) and not list(tmp_path.iterdir())
 
 
 def test_hours_count_what_a_cluster_was_there_for() -> None:
