@@ -8,19 +8,19 @@ ARG BASE
 FROM ${BASE}
 ARG WHEELS=deploy/docker/wheels
 USER 0:0
-COPY ${WHEELS} /wheels
-COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /src/
-COPY dips /src/dips
+COPY ${WHEELS} /dips-src/wheels
+COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /dips-src/
+COPY dips /dips-src/dips
 COPY deploy/nodes.sh /usr/local/bin/dips-nodes
-RUN cd /src \
-    && if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
+RUN cd /dips-src \
+    && if ls wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/dips-src/wheels; fi \
     && python3 -c 'import torch; from importlib import metadata as m; there = m.packages_distributions(); \
        print(*(f"{n}=={m.version(n)}" for n in ("torch", "numpy") if n in there), sep="\n")' >/tmp/kept \
     && sed 's/^\(.*\)==.*/^\1==/' /tmp/kept >/tmp/names && grep -v -f /tmp/names constraints.txt >>/tmp/kept \
     && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir -c /tmp/kept . \
     && chmod 755 /usr/local/bin/dips-nodes \
     && install -d -o 10001 -g 10001 /var/lib/dips \
-    && rm -r /src /wheels /tmp/kept /tmp/names
+    && rm -r /dips-src /tmp/kept /tmp/names
 # The agent is the job's first process: it starts torchrun, forwards signals, ends with its exit code.
 # USER: torch.compile names its cache by it, and 10001 has no name (a KeyError in some releases of torch).
 ENV PYTHONUNBUFFERED=1 HOME=/tmp USER=dips

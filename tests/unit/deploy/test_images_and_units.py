@@ -36,6 +36,15 @@ def test_the_training_image_keeps_its_directory() -> None:
     assert "WORKDIR" not in (DEPLOY / "docker" / "client.Dockerfile").read_text()
 
 
+def test_the_training_image_removes_nothing_of_its_base() -> None:
+    """A base may have its script in /src, and its wheels in /wheels: what is copied has a directory of its own."""
+    text = (DEPLOY / "docker" / "client.Dockerfile").read_text()
+    (removed,) = re.findall(r"\brm -r (.+)$", text, re.MULTILINE)
+    assert removed.split() == ["/dips-src", "/tmp/kept", "/tmp/names"]
+    copied = re.findall(r"^COPY .+ (\S+)$", text, re.MULTILINE)
+    assert {path.split("/")[1] for path in copied} == {"dips-src", "usr"}
+
+
 def test_who_trains_has_a_name() -> None:
     """Some releases of torch ask the system for it at torch.compile, and end with a KeyError: nobody knows 10001."""
     variables = re.findall(r"^ENV (.+)$", (DEPLOY / "docker" / "client.Dockerfile").read_text(), re.MULTILINE)
