@@ -238,7 +238,7 @@ class Cells:
         best = run_until_quiet(self._bench, what, lambda: live(cell), lambda seen: seen.late)
         if best.late > MOST_LATE:
             self.late.append(f"{what}: {best.late:.1%}")
-        elif file is not None:
+        elif file is not None and commit() == self._commit:
             file.write_text(json.dumps({name: [asdict(s) for s in each] for name, each in best.stretches.items()}))
         return best
 

@@ -259,7 +259,6 @@ class ReportCells:
 
     def _find(self, cell: ReportCell) -> CellRun:
         file, takes_s = self._cache / f"{self._key(cell)}.json", cell.quick_s if self._quick else cell.full_s
-        made = commit()
         if file.exists():
             return CellRun((to_run(json.loads(file.read_text())),))
         why = "it takes too long for this report"
@@ -267,7 +266,7 @@ class ReportCells:
             self._say(f"{cell.command}, about {takes_s:g} s")
             report, why = self._measure(cell)
             if report is not None:
-                if not made.endswith("+"):  # a tree with changes is another one tomorrow
+                if not report["commit"].endswith("+"):  # a tree with changes is another one tomorrow
                     self._cache.mkdir(parents=True, exist_ok=True)
                     part = file.with_suffix(".part")
                     part.write_text(json.dumps(report))

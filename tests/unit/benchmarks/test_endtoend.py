@@ -30,6 +30,17 @@ def test_a_cell_of_a_tree_with_changes_is_measured_again(tmp_path: Path, monkeyp
         assert len(measured) == count, commit
 
 
+def test_a_cell_during_which_the_tree_has_changed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have been read as one of the commit at which the run began, and is of another state of the code."""
+    monkeypatch.setattr(endtoend, "live", lambda _: SEEN)
+    monkeypatch.setattr(endtoend, "commit", lambda: "c1")
+    cells = Cells(made_bench(), tmp_path)
+    for now, kept in (("c1+", 0), ("c2", 0), ("c1", 1)):
+        monkeypatch.setattr(endtoend, "commit", lambda now=now: now)
+        assert cells.measure("a cell", Cell("full", (1.0,))) == SEEN
+        assert len(list(tmp_path.iterdir())) == kept, now
+
+
 def test_a_cluster_takes_the_same_steps_beside_any_number_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest took five times as many in a second among seven as alone, and weak scaling showed what each costs."""
     cells: list[Cell] = []

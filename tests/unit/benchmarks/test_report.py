@@ -85,9 +85,9 @@ def test_plots_are_of_rows_with_a_ratio(tmp_path: Path) -> None:
 
 
 def test_a_cell_of_this_commit_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it read from a cache where the tree has changes."""
+    """Nor is it read from a cache where the tree has changes, or had them before the cell was over."""
     measured = []
-    made = {"machine": MACHINE, "commit": "c1", "rows": [{"name": "push", "value": 1.0, "unit": "s"}]}
+    made: dict[str, object] = {"machine": MACHINE, "rows": [{"name": "push", "value": 1.0, "unit": "s"}]}
 
     def measure(cells: ReportCells, cell: ReportCell) -> tuple[dict[str, object], str]:
         measured.append(cell.name)
@@ -95,7 +95,10 @@ def test_a_cell_of_this_commit_is_not_run_again(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(ReportCells, "_measure", measure)
     cell = ReportCell("toy", (), 1.0, 1.0)
-    for commit, count in (("c1", 1), ("c1", 1), ("c2", 2), ("c2+", 3), ("c2+", 4)):
+    for commit, made["commit"], count in (
+        ("c1", "c1", 1), ("c1", "c1", 1), ("c2", "c2", 2), ("c2+", "c2+", 3), ("c2+", "c2+", 4),
+        ("c3", "c3+", 5), ("c3", "c3", 6), ("c3", "c3", 6),
+    ):  # fmt: skip
         monkeypatch.setattr(report, "commit", lambda commit=commit: commit)
         found = ReportCells(tmp_path, True, time.monotonic() + 60.0, print, tmp_path).find(cell)
         assert found.runs[0].rows[0].name == "push" and not found.recorded
