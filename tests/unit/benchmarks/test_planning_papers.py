@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from benchmarks import planning
+from benchmarks.harness import Bench
 from benchmarks.planning import read_inventory, zorse_planner
 from benchmarks.planning_metis import PLAN, _read_plan
 from benchmarks.planning_papers import find_crossing, gather_always, predict_table_6, zorse_groups
@@ -62,3 +67,15 @@ def test_a_plan_of_metis_is_read() -> None:
     assert [(len(group), group[0]) for group in plan.groups] == [(16, "a100-0.0"), (4, "h100-0.0")]
     assert plan.cuts == (0, 30, 34)
     assert PLAN.match("rank, cost, node_sequence, device_groups") is None
+
+
+def test_groups_are_of_the_same_claim_whatever_else_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table would have kept the claim of a search among others, which may hold no longer, beside that of now."""
+    monkeypatch.setattr(planning, "zorse_planner", lambda *_: SimpleNamespace(profile=None, speed_of=None))
+    claims = []
+    for candidates in ([], [SimpleNamespace(groups=["a"])]):
+        monkeypatch.setattr(planning, "list_groupings", lambda *_, found=candidates: found)
+        bench = Bench("planning", False, argparse.Namespace(), Console(quiet=True))
+        planning.hold_groups(bench)
+        claims.append([(row.name, row.against) for row in bench.rows])
+    assert claims[0] == claims[1] and claims[0]
