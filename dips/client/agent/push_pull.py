@@ -48,7 +48,7 @@ def record_moved(s: AgentState, nbytes: int, total: int, idle_s: float = 0.0) ->
     """Record the bytes moved over all ranks; `idle_s` is the time before this report in which none moved."""
     meter = s.sync.meter
     meter.record_bytes(nbytes, total, s.now, idle_s, staggered=s.settings.fragments > 1)
-    if s.sync.phase is SyncPhase.PUSHING:
+    if s.sync.phase is SyncPhase.PUSHING and nbytes:  # the first report is of none: the former push's rate holds
         meter.push_bytes_per_s = meter.bytes_per_s
 
 

@@ -123,6 +123,18 @@ def test_a_heartbeat_tells_by_which_rate_a_push_moves(play: Play) -> None:
     assert heartbeat is not None and (heartbeat.bytes_moved, heartbeat.bytes_per_s) == (400, 40.0)
 
 
+def test_a_push_of_which_nothing_moves_leaves_the_rate_of_pushes_alone(play: Play) -> None:
+    """Ranks first report that no byte has moved: where that was all, the next push was planned by the rate of pulls."""
+    play.begin()
+    play.step()
+    play.s.sync.meter.push_bytes_per_s = 40.0
+    play.push_until_granted()
+    play.now += 1.0
+    play.send(TransferProgress(1, 0, 400))
+    heartbeat = build_heartbeat(play.s)
+    assert heartbeat is not None and (heartbeat.bytes_moved, heartbeat.bytes_per_s) == (0, 40.0)
+
+
 def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
     """The lease ran out: what was unsettled is lost, a new incarnation begins with a new nonce, the trainer pulls the
     head.
