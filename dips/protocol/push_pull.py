@@ -66,7 +66,8 @@ def refuse_slot(run: RunState, cluster: Cluster, event: events.PushRequested) ->
         if free > run.slot_queue.count_waiting(run.now):
             return None
         return Refused(longest, f"waits for {missing}" if missing else "quarantined: it pushes while no other waits")
-    ask = SlotAsk(cluster.name, event.tokens, event.step_s, run.moving_s(cluster) + event.idle_s)
+    push_s = run.moving_s(cluster, _choose_codec(run, event.base)) + event.idle_s
+    ask = SlotAsk(cluster.name, event.tokens, event.step_s, push_s)
     answer = run.slot_queue.request_slot(ask, free, longest, run.options.timing.transfer_s, run.now)
     if answer.admitted:
         return None

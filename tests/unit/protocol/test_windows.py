@@ -111,6 +111,22 @@ def test_a_push_is_due_by_the_bytes_of_its_codec() -> None:
     assert len(run.committed) == 2
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_who_borrows_a_slot_is_asked_for_the_bytes_of_its_push(older: bool) -> None:
+    """In int8 it is over, after 4 s, before the next in the queue asks; from an older base it is fp32, and takes 16."""
+    run = ScriptedRun(replace(OPTIONS, codec=Codec.INT8), slots=1)
+    run.train(*"abc")
+    run.step(ev.BandwidthMeasured("c", 1, 4000 / 16.0))
+    run.outcome(run.push("a"))
+    run.wait(WINDOW_S)
+    assert run.head != GENESIS
+    under_way = run.open_push("a")
+    assert isinstance(run.ask(ev.PushRequested(0, run.next_push("b"), run.head, 1, step_s=12.0)), Refused)
+    run.step(ev.PushAborted(0, under_way, "its slot is free, and kept for b"))
+    asked = run.ask(ev.PushRequested(0, run.next_push("c"), GENESIS if older else run.head, 1))
+    assert isinstance(asked, Refused) is older
+
+
 def test_a_trainer_changes_neither_its_push_nor_whom_a_window_awaits_for_long() -> None:
     """A push goes on, whatever its trainer does; one that trains again while its cluster asks for a slot is awaited."""
     run = ScriptedRun(slots=1)
