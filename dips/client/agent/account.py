@@ -142,7 +142,8 @@ class RangeQueue:
     """The data ranges leased to this incarnation of the cluster and not used up, and those given to the trainer."""
 
     waiting: deque[int] = field(default_factory=deque)
-    exhausted: bool = False  # the master has no range left to lease, and none will be returned
+    exhausted: bool = False  # the master had no range left to lease, and none to be returned, when it last answered
+    asks_again: bool = False  # a push was settled since: the master is asked even so
     held_back: int = 0  # the trainer's question (see `asked`) for which the master has none until ours are settled
     served: list[int] = field(default_factory=list)  # given and not used up, in order; several if a step spans ranges
     given: int | None = None  # the answer to the trainer's last question; None: not answered yet
@@ -156,7 +157,7 @@ class RangeQueue:
 
     def add_leased(self, ranges: Collection[int], exhausted: bool, begun: Iterable[BegunRange] = ()) -> None:
         self.waiting.extend(ranges)
-        self.exhausted = exhausted
+        self.exhausted, self.asks_again = exhausted, False
         for number in ranges:
             self.begun.pop(number, None)
         self.begun.update((part.number, part) for part in begun)

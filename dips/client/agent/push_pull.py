@@ -407,7 +407,7 @@ def on_outcome(s: AgentState, result: Outcome) -> None:
     sync.demanded = False
     settled = s.account.settle_outcome(result.kind)
     s.ranges.settle_part(settled.ranges, settled.begun)
-    s.ranges.exhausted = False  # as of before: the run may have more epochs since, or ranges of undone versions
+    s.ranges.asks_again = True  # the run may have more epochs since, or ranges of undone versions
     look_at_outcome(s, result.kind, result.reason)
     s.membership.settled += 1
     sync.accepted_seq = sync.seq if result.kind is OutcomeKind.ACCEPTED else sync.accepted_seq

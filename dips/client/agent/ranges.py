@@ -42,7 +42,8 @@ def give_range(s: AgentState, message: messages.RangeWanted) -> messages.Answer:
         _use_up(s, message)
     finished = s.membership.progress.finished
     given = s.ranges.serve_range() if s.joined and not finished else None  # a former incarnation's ranges are gone
-    if not s.ranges.waiting and not s.ranges.exhausted and not is_asked(s) and s.joined and not _settles_first(s):
+    over = s.ranges.exhausted and not s.ranges.asks_again
+    if not s.ranges.waiting and not over and not is_asked(s) and s.joined and not _settles_first(s):
         ask_ranges(s)
     answer = _make_answer(s, given)
     s.trainer.starved = isinstance(answer, messages.AskAgain)
@@ -74,9 +75,15 @@ def _make_answer(s: AgentState, given: int | None) -> messages.Answer:
         return messages.RangesEnded(f"the run is finished with {finished}", True)
     if not s.joined:  # the next incarnation may get the ranges that this one has lost
         return messages.AskAgain(s.sync.reason)
-    if is_asked(s):
+    if is_asked(s) and not _asks_in_vain(s):
         return messages.AskAgain(s.range_requests.waits or "the master is asked for data ranges")
     return _end_data(s)
+
+
+def _asks_in_vain(s: AgentState) -> bool:
+    """Return whether no range was left when the master last answered, which is away for END_S since."""
+    away_since = s.membership.unreachable_since
+    return s.ranges.exhausted and away_since is not None and s.now - away_since >= END_S
 
 
 def _begun_by(s: AgentState, given: int) -> BegunRange | None:
@@ -152,7 +159,7 @@ def on_ranges_refused(s: AgentState, result: Refused) -> None:
 
 def on_ranges_pending(s: AgentState, result: Pending) -> None:
     """Wait, since other clusters hold all ranges that are left: they come back, or the run ends with them."""
-    s.range_requests.waits = result.reason
+    s.range_requests.waits, s.ranges.exhausted = result.reason, False
     make_remark(s, RemarkSubject.RANGES, f"waits: {result.reason}")
     repeat_question(s, Channel.RANGES)
 

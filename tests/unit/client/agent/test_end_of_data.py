@@ -102,6 +102,45 @@ def test_a_run_that_has_more_ranges_before_its_last_push_is_settled_goes_on() ->
     assert play.send(RangeWanted(1, 2)) == RangeGiven(9)
 
 
+def test_a_master_that_stays_away_at_the_end_of_the_data_is_not_asked_for_ever() -> None:
+    """It told that no range is left, and went after the last outcome: the job held its devices until it was back."""
+    play = Play()
+    last_range_of(play, 3)
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    push(play)
+    play.lose_master(play.now)
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+    play.now += END_S
+    assert play.send(RangeWanted(1, 2)) == ENDED
+
+
+def test_a_rest_is_given_up_where_the_master_went_after_an_earlier_push() -> None:
+    """Of its last range, after which it asks once more: END_S for that, and as long for the rest to be settled."""
+    play = Play()
+    last_range_of(play, 3)
+    push(play)
+    play.step(2)
+    play.lose_master(play.now)
+    for _ in range(2):
+        assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+        play.now += END_S
+    answer = play.send(RangeWanted(1, 2))
+    assert isinstance(answer, RangesEnded) and "20 tokens" in answer.reason
+
+
+def test_who_waits_for_ranges_of_others_does_not_end_without_the_master() -> None:
+    """None was left; a rollback has freed some since, which others hold and may leave."""
+    play = Play()
+    last_range_of(play, 3)
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    push(play)
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+    play.reply(Pending("no data range is free: 2 are leased by east"), Channel.RANGES)
+    play.lose_master(play.now)
+    play.now += 2 * END_S
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+
+
 def test_a_last_range_of_exactly_h_steps_is_settled() -> None:
     """Its last step pushed all of its tokens before the range was known to be used up: a push of none settles it."""
     play = Play()
