@@ -6,7 +6,6 @@ from dips.protocol.effects import ClosePull, Reorder
 from dips.protocol.entities import Cluster, Push, Tombstone
 from dips.protocol.enums import ClusterCause, ClusterState, FanoutKind
 from dips.protocol.events import TransferAwaited
-from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.protocol.order import MOST_PAIRS, Worker, make_lines
 from dips.protocol.run_state import RunState
 from dips.protocol.transfer_book import too_slow
@@ -72,13 +71,13 @@ def reorder_pushes(run: RunState) -> None:
     if len(moving) < 2 or pairs > MOST_PAIRS:
         return  # above MOST_PAIRS each rank keeps the place in the rotation that came with its OpenPush
     slaves = list(run.slaves.values())
-    nbytes = [BYTES_PER_PARAMETER * sum(run.manifest.layers[i].numel for i in slave.layers) for slave in slaves]
+    numels = [sum(run.manifest.layers[i].numel for i in slave.layers) for slave in slaves]
     link = _slave_link(moving, len(slaves))
     workers = list[Worker]()
     for cluster, push in moving:
         rate = min(link, (cluster.bytes_per_s or link * push.ranks) / push.ranks)
-        left = _share_left(run, cluster, push) / push.ranks
-        workers += [Worker(tuple(left * n / rate for n in nbytes), rate / link)] * push.ranks
+        left = push.codec.element_bytes * _share_left(run, cluster, push) / push.ranks
+        workers += [Worker(tuple(left * n / rate for n in numels), rate / link)] * push.ranks
     for slave, line in zip(slaves, make_lines(workers, len(slaves)), strict=True):
         place_of, first = {worker: place for place, worker in enumerate(line)}, 0
         for _, push in moving:

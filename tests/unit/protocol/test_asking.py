@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dips.ids import PullId, PushId
+from dips.codecs import Codec
+from dips.ids import GENESIS, PullId, PushId
 from dips.protocol import events as ev
 from dips.protocol.effects import Grant, Reorder, Reply
 from dips.protocol.order import MOST_PAIRS, slaves_for_worker
 from tests.transcripts.story import Teller
+from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun, replace
 
 
 def make_teller() -> Teller:
@@ -128,3 +130,17 @@ def test_each_rank_of_unknown_speed_is_taken_to_fill_a_slave_s_link() -> None:
         teller.answers("all", {"only": "OpenPush"})
     places = reorders(teller)
     assert {places[slave, PushId("a", 1, 2)] for slave in ("s0", "s1")} == {(0, 2), (2, 0)}
+
+
+def test_what_is_left_of_a_push_is_guessed_from_its_codec() -> None:
+    """A push from an older base is fp32, and has four times the bytes of one in int8: it was lined up behind that."""
+    run = ScriptedRun(replace(OPTIONS, codec=Codec.INT8))
+    run.train(*"ab")
+    for name in "ab":
+        run.step(ev.BandwidthMeasured(name, 1, 250.0))
+    run.outcome(run.push("a"))
+    run.wait(OPTIONS.timing.window_s)
+    short = run.open_push("a")
+    long = run.open_push("b", base=GENESIS)
+    places = {order.push: order.places for order in run.all_of(Reorder)}
+    assert places == {long: (0,), short: (1,)}
