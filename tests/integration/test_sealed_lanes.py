@@ -37,6 +37,8 @@ from dips.wire.frame import (
 )
 from tests.attacks.lane_relay import LaneRelay, Parts
 from tests.attacks.wild_dealer import SealedDealer
+from tests.unit.slave.test_sender import asked
+from tests.unit.slave.test_sender import make as make_sender
 from tests.waiting import until
 
 RUN, SINC, V, NUMEL = "r", 3, VersionId(2, 7), 300_000
@@ -129,6 +131,16 @@ def test_keys_that_are_worn_are_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
             if moved.connections > 1:
                 return
     pytest.fail("twenty pushes, each on one connection")
+
+
+def test_a_chunk_for_who_is_gone_is_not_sealed() -> None:
+    """Its rank died between WANT and the turn of the chunk: its session is gone, and what it read is free."""
+    sender = make_sender()
+    job = asked(sender)
+    with running_flow(seal.new_keys()) as flow:
+        flow._sender = sender
+        flow._send_chunk(job)
+        assert (job.source.in_flight, flow.refused_frames["failed"]) == (0, 0)
 
 
 def test_a_rank_that_is_early_comes_again() -> None:

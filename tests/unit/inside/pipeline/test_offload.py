@@ -81,9 +81,9 @@ def test_an_emulated_device_is_one_that_there_can_be() -> None:
     device = EmulatedDevice(speed=0.5, memory_gb=2, copy_gbit=8)
     assert (device.memory_bytes, device.copy_byte_s) == (2 * GB, 1 / (8 * GBIT_BYTES))
     assert EmulatedDevice().copy_byte_s == 0.0
-    for wrong in (EmulatedDevice(speed=0), EmulatedDevice(speed=2), EmulatedDevice(memory_gb=-1)):
+    for wrong in ({"speed": 0}, {"speed": 2}, {"memory_gb": 0}, {"copy_gbit": 0}):
         with pytest.raises(ConfigError, match="emulate: expected a speed above 0, up to 1"):
-            wrong.check()
+            EmulatedDevice(**wrong).check()
 
 
 def test_a_slower_device_sleeps_the_rest() -> None:
