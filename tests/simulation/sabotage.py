@@ -53,7 +53,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "terms and rounds come from the ledger", (1, 5), 1, master.reuse_round_after_restart
     ),
     "unpin-at-send": Sabotage("a pin ends when its last byte is gone", (1, 11), 0, slave.unpin_at_send),
-    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 14, slave.free_at_move),
+    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 86, slave.free_at_move),
     "keep-local": Sabotage("the master names what is deleted", (3,), 0, slave.keep_local),
     "stats-of-skipped-rounds": Sabotage(
         "statistics move with a committed version", (8,), 0, master.stats_of_skipped_rounds
@@ -110,7 +110,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "close-pulls-once": Sabotage(
         "a slave that ends closes what is opened meanwhile",
         (12,),
-        3,
+        9,
         slave.close_pulls_once,
         mix=lambda seed: crossed("stopped_slave"),
     ),
@@ -124,7 +124,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "drop-what-is-decided": Sabotage(
         "a master that is stopped writes what it has decided",
         (2,),
-        17,
+        49,
         master.drop_what_is_decided,
         mix=lambda seed: crossed("stopped_master"),
     ),
