@@ -33,6 +33,7 @@ from dips.protocol.records import (
     RoundEnded,
     RoundReserved,
     VersionCommitted,
+    lies_in,
 )
 from dips.store.mirror import MirrorStore
 
@@ -174,7 +175,7 @@ def _is_newer(version: VersionId, state: LedgerState) -> bool:
     restored, if none has been made since.
     """
     head, number = state.versions[-1].version, version.round
-    unknown = number >= state.next_round or any(low <= number < high for low, high in state.unknown_rounds)
+    unknown = number >= state.next_round or lies_in(number, state.unknown_rounds)
     return unknown and number > head.round and version.version > head.version
 
 

@@ -5,6 +5,8 @@ The VersionCommitted row is the commit point of an outer step. Everything that i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dips.dataclass import dataclass
 from dips.ids import PushId, VersionId
 from dips.outer_step import Factors, OuterStep
@@ -383,6 +385,11 @@ class ClusterTotals:
     undone: int = 0  # accepted by versions that were rolled back
     tokens_undone: int = 0
     lost: int = added(2, 0)  # committed by incarnations that ended before any round had settled them
+
+
+def lies_in(number: int, spans: Iterable[tuple[int, int]]) -> bool:
+    """Return whether a round lies in one of these spans [from, to), as those of `LedgerState.unknown_rounds`."""
+    return any(low <= number < high for low, high in spans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from dips.protocol.enums import (
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.options import Options
 from dips.protocol.penalty import Penalty
-from dips.protocol.records import LedgerState, Record, VersionRow
+from dips.protocol.records import LedgerState, Record, VersionRow, lies_in
 from dips.protocol.transfer_book import Timers, TransferBook, transfer_deadline_s
 from dips.protocol.tunable import restore_tuned
 
@@ -554,7 +554,7 @@ class RunState:
 
         A version that a restored copy lacked has none, however old it is.
         """
-        if any(low <= version.round < high for low, high in self.unknown_rounds):
+        if lies_in(version.round, self.unknown_rounds):
             return False
         oldest = next(islice(self.versions, 1, None), None)  # after v0@r0, which is always kept
         known = version in self.versions or version in self.undone

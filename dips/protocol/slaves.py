@@ -45,7 +45,7 @@ from dips.protocol.events import (
     SlaveSilent,
 )
 from dips.protocol.rank_keys import KEY_CHARS, is_key
-from dips.protocol.records import IncarnationGiven
+from dips.protocol.records import IncarnationGiven, lies_in
 from dips.protocol.round import ROUND_ORDERS, skip_round, skip_waiting_pushes
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
@@ -130,9 +130,8 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
     if event.memory is not None and not run.has_row(event.memory):
         seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {_advise_on_ledger(run)}")
-    gaps = run.unknown_rounds
     held = sorted(rollback.offered_versions(event).union(event.unread))
-    missed = [v for v in held if any(low <= v.round < high for low, high in gaps)]
+    missed = [v for v in held if lies_in(v.round, run.unknown_rounds)]
     if missed:
         seen = f"slave {event.slave} holds {missed[-1]}, which was made after the mirror of the ledger was last written"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")

@@ -432,7 +432,7 @@ class Snapshots:
         self._require_directory()
         model, aside = self._require_model(f"{version}"), self._aside_path(version)
         layers = {index: model.layers[index] for index in self._genesis}
-        momentum_of = self.newest_of(layers, below=version.version) or self.newest_of(layers)
+        momentum_of = self.newest_of(layers, before=version.version)
         flat = self.merge_momentum(((index, theta[index]) for index in self._genesis), momentum_of)
         try:
             aside.mkdir(exist_ok=True)
@@ -450,12 +450,12 @@ class Snapshots:
         self._whole.add(version)
         return digest, momentum_of
 
-    def newest_of(self, layers: Mapping[int, Layer], below: float = inf) -> VersionId | None:
-        """Return the newest whole snapshot of just these layers, of a version with a number below this, verified; None
-        if there is none. Another ledger may have placed other layers on this slave.
+    def newest_of(self, layers: Mapping[int, Layer], before: float = inf) -> VersionId | None:
+        """Return the newest whole snapshot of just these layers, verified, if there is one of a version with a number
+        below `before`; None if there is none. Another ledger may have placed other layers on this slave.
         """
-        for version in sorted(self._list_versions(), key=lambda v: -v.round):
-            if version.version >= below or not self._verify_once(version):
+        for version in sorted(self._list_versions(), key=lambda v: (v.version >= before, -v.round)):
+            if not self._verify_once(version):
                 continue
             records = read_manifest(self._path_of(version)).layers
             if {record.index: record.layer for record in records} == layers:

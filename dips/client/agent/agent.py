@@ -24,6 +24,7 @@ from dips.client.agent.state import Actions, AskMaster, Channel, RecordMark, Sav
 from dips.client.agent.trainer import CommandLaunch
 from dips.client.ipc import messages
 from dips.client.ipc.address import (
+    AGAIN_S,
     AGENT,
     ANSWER,
     RESOLVE_S,
@@ -166,7 +167,6 @@ class Connection:
 
 
 OWN_ADDRESS = "it must be an address of the host on which the agent runs"
-AGAIN_S = 1.0
 
 
 @asynccontextmanager

@@ -48,6 +48,7 @@ PID_FILE = "agent.pid"  # in the agent's directory, held while it runs
 MOST_PATH = 107  # bytes in a Unix socket's path, a limit of Linux
 LEAST_TOKEN = 16  # characters; `openssl rand -hex 32` makes 64
 RESOLVE_S = 60.0  # the name of a pod is resolvable only some seconds after its start
+AGAIN_S = 1.0  # between two looks for it
 
 
 @dataclass(frozen=True, slots=True)

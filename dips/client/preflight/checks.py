@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dips.client.ipc.address import PID_FILE, RESOLVE_S, TOKEN, over_network, socket_path, token_of
+from dips.client.ipc.address import AGAIN_S, PID_FILE, RESOLVE_S, TOKEN, over_network, socket_path, token_of
 from dips.client.preflight.probe import ProbeResult, measure_lane, measure_round_trip
 from dips.config import ClusterFile
 from dips.differences import differing_options
@@ -20,7 +20,6 @@ from dips.protocol.manifest import Manifest
 from dips.transport.seal import KeyPair
 
 AT_ONCE = 16  # slaves probed at the same time; rates are measured one after another
-AGAIN_S = 1.0  # between two looks for this host's own name
 
 
 def failed_row(what: str, error: DipsError, remedy: str) -> CheckFinding:
