@@ -22,6 +22,7 @@ from dips.files import (
     umask_given,
     write_aside,
 )
+from tests.open_files import nothing_left_open
 
 
 @pytest.fixture(autouse=True)
@@ -74,12 +75,11 @@ def test_of_two_that_write_one_output_none_publishes_the_others_half(tmp_path: P
 
 def test_what_is_made_durable_is_closed(tmp_path: Path) -> None:
     """A daemon syncs for months: a descriptor left by each would end it."""
-    before = os.listdir("/proc/self/fd")
-    sync_path(tmp_path)
-    make_private_file(tmp_path / "token")
-    with write_aside(tmp_path / "out"):
-        pass
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    with nothing_left_open():
+        sync_path(tmp_path)
+        make_private_file(tmp_path / "token")
+        with write_aside(tmp_path / "out"):
+            pass
 
 
 def test_a_directory_is_taken_from_all_others(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from dips.data import DataSet, reader
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.data.deal import shuffle_numbers
+from tests.open_files import list_open_files
 
 SEED, LENGTH = 3, 16
 
@@ -71,13 +71,13 @@ def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         np.save(tmp_path / f"{i}.npy", np.full(20, i, np.uint16))
     build_dataset(BuildPlan((parse_source(f"x={tmp_path}/[0-9].npy"),), tmp_path / "set", 1, SEED, eos=99))
     monkeypatch.setattr(reader, "OPEN_FILES", 3)
-    data, before = DataSet(tmp_path / "set"), len(os.listdir("/proc/self/fd"))
-    most, open_file = 0, data._open_file
+    data = DataSet(tmp_path / "set")
+    before, most, open_file = list_open_files(), 0, data._open_file
 
     def count_open(file: int) -> Any:
         nonlocal most
         found = open_file(file)
-        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+        most = max(most, len(list_open_files() - before))
         return found
 
     monkeypatch.setattr(data, "_open_file", count_open)

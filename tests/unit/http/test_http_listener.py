@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import os
 import socket
 import ssl
 import time
@@ -21,6 +20,7 @@ from dips.identity.tls_files import load_tls
 from dips.telemetry.refusals import refusals_by_reason
 from dips.transport.tls import TlsSource
 from tests.enrolled import Enrolled
+from tests.open_files import nothing_left_open
 from tests.waiting import until
 
 
@@ -161,6 +161,5 @@ def test_a_new_certificate_leaves_no_file_open(tmp_path: Path) -> None:
     """A day's certificate is renewed for years."""
     enrolled = Enrolled(tmp_path)
     loaded = load_tls(enrolled.enroll("s0", PeerRole.SLAVE))
-    before = os.listdir("/proc/self/fd")
-    make_context(loaded)
-    assert os.listdir("/proc/self/fd") == before
+    with nothing_left_open():
+        make_context(loaded)

@@ -10,7 +10,7 @@ import shutil
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
@@ -36,6 +36,7 @@ from dips.store.files import ASIDE, read_layer, write_version
 from dips.store.version import MANIFEST_FILE, MOMENTUM, THETA, LayerRecord, VersionManifest, digest_of
 from tests.damage import flip_bit, load_parameters
 from tests.disk_calls import DiskCalls
+from tests.open_files import list_open_files, nothing_left_open
 
 MANIFEST = Manifest.from_shapes(
     [("a.0.10.w", (2, 3)), ("a.0.2.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())]
@@ -364,10 +365,8 @@ def test_a_file_that_goes_while_sizes_are_read_leaves_no_directory_open(tmp_path
     """A link that leads nowhere has no size either; the error that is raised must not hold the listing."""
     (tmp_path / files.MANIFEST_FILE).write_text("{}")
     (tmp_path / "gone").symlink_to("nowhere")
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(CorruptSnapshot, match="is no whole version"):
+    with nothing_left_open(), pytest.raises(CorruptSnapshot, match="is no whole version"):
         files.read_manifest(tmp_path)
-    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_snapshot_of_one_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -670,7 +669,7 @@ def test_a_directory_that_is_removed_is_made_anew_and_locked(tmp_path: Path, by_
     if by_others:
         path.mkdir()
     snapshots.write_snapshot(V2, arrays((0, 1, 2, 3), 3), arrays((0, 1, 2, 3), 4))
-    assert not [name for name in open_files() if "/gone" in name]
+    assert not [name for _, name in list_open_files() if "/gone" in name]
     shutil.copytree(tmp_path / "gone" / str(V1), path / str(V1))
     flip_bit(path / str(V1), THETA)
     assert snapshots.complete_versions() == (V2,)
@@ -691,15 +690,6 @@ def test_a_slave_whose_directory_was_removed_can_say_what_it_holds(tmp_path: Pat
     with pytest.raises(ConfigError, match="is held by another running slave"):
         opened(path)
     snapshots.close()
-
-
-def open_files() -> list[str]:
-    """The paths of this process's open files."""
-    found = list[str]()
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # of the listing itself
-            found.append(str(entry.readlink()))
-    return found
 
 
 def test_room_is_reserved_for_all_that_is_written(tmp_path: Path) -> None:

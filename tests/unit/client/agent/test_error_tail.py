@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dips.client.agent.trainer import CAUSE_CHARS, LINE_CHARS, TAIL_BYTES, ErrorTail, _pass_on, find_cause
+from tests.open_files import nothing_left_open
 
 TORCHRUN = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -110,16 +111,15 @@ def test_the_last_lines_are_few_short_and_printable() -> None:
 
 def test_output_is_passed_on_and_its_end_kept(capfd: pytest.CaptureFixture[str]) -> None:
     """Byte for byte, however much there is; what is kept is bounded, and the pipe is closed."""
-    before = os.listdir("/proc/self/fd")
-    tail = ErrorTail()
     code = f"import sys; sys.stderr.write('y' * {3 * TAIL_BYTES} + '\\nlast\\n')"
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=tail.writer)
-    tail.close_writer()
-    process.wait()
-    assert tail.finish() == "last"
-    assert capfd.readouterr().err == "y" * 3 * TAIL_BYTES + "\nlast\n"
-    tail._thread.join()
-    assert os.listdir("/proc/self/fd") == before
+    with nothing_left_open():
+        tail = ErrorTail()
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=tail.writer)
+        tail.close_writer()
+        process.wait()
+        assert tail.finish() == "last"
+        assert capfd.readouterr().err == "y" * 3 * TAIL_BYTES + "\nlast\n"
+        tail._thread.join()
 
 
 def test_the_cause_may_come_after_the_end_of_the_process() -> None:

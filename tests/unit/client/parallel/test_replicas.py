@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import msgspec
@@ -12,6 +11,7 @@ from dips.client.parallel import shard_buffer
 from dips.client.parallel.plan import Holding, LocalRect, RankLayout, Redistribution
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.shard_buffer import SharedShards, find_replicas
+from tests.open_files import nothing_left_open
 
 WHOLE, LEFT, RIGHT = Rect.flat_run(0, 8), Rect.flat_run(0, 4), Rect.flat_run(4, 4)
 
@@ -65,11 +65,10 @@ def test_what_is_written_in_one_mapping_is_seen_in_the_other() -> None:
 def test_what_is_not_that_memory_is_not_mapped() -> None:
     """Another token, a descriptor that is something else, a process that is gone, no offer."""
     pages, pid, descriptor, token = shard_buffer._make_pages(64)
-    before = os.listdir("/proc/self/fd")
-    for offer in ((pid, descriptor, bytes(16)), (pid, 0, token), (pid, 9999, token), (1 << 30, descriptor, token)):
-        assert shard_buffer._open_pages(msgspec.msgpack.encode(offer), 64) is None
-    assert shard_buffer._open_pages(b"", 64) is None and len(pages) == 64
-    assert os.listdir("/proc/self/fd") == before
+    with nothing_left_open():
+        for offer in ((pid, descriptor, bytes(16)), (pid, 0, token), (pid, 9999, token), (1 << 30, descriptor, token)):
+            assert shard_buffer._open_pages(msgspec.msgpack.encode(offer), 64) is None
+        assert shard_buffer._open_pages(b"", 64) is None and len(pages) == 64
 
 
 class SharingRanks:
@@ -103,10 +102,9 @@ def test_memory_that_is_mapped_needs_no_descriptor() -> None:
         def all_gather(self, message: bytes) -> list[bytes]:
             return [message, *self._said.pop(0)]
 
-    before = os.listdir("/proc/self/fd")
-    node = shard_buffer.share_memory(
-        First([msgspec.msgpack.encode([])], [b""], [b"\1"]), [(0, 1)] * 2, [], lambda _: 64
-    )  # type: ignore[arg-type]
-    assert node.pages is not None and len(node.pages) == 64
-    node.pages.close()
-    assert os.listdir("/proc/self/fd") == before
+    with nothing_left_open():
+        node = shard_buffer.share_memory(
+            First([msgspec.msgpack.encode([])], [b""], [b"\1"]), [(0, 1)] * 2, [], lambda _: 64
+        )  # type: ignore[arg-type]
+        assert node.pages is not None and len(node.pages) == 64
+        node.pages.close()
