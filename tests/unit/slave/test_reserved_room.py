@@ -18,7 +18,7 @@ from dips.store import tensorfile
 from dips.store.files import make_manifest, reserve_version
 from dips.store.tensorfile import Reader, make_header, map_behind, map_new, reserve_file, write_behind
 from dips.store.version import MANIFEST_FILE, LayerRecord
-from tests.unit.slave.test_snapshots import open_files
+from tests.open_files import list_open_files
 
 SIZE = 1 << 22  # bytes
 
@@ -76,7 +76,7 @@ def test_a_file_that_is_refused_is_closed(tmp_path: Path) -> None:
     with pytest.raises(CorruptSnapshot) as refused:
         Reader(tmp_path / "f")
     assert refused.value.__traceback__ is not None
-    assert str(tmp_path / "f") not in open_files()
+    assert str(tmp_path / "f") not in dict(list_open_files()).values()
 
 
 def test_a_reservation_that_is_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
