@@ -163,16 +163,16 @@ def shown_commands() -> Iterator[str]:
             yield line.partition("#")[0].strip()
 
 
-@pytest.mark.parametrize("line", sorted(set(shown_commands())))
-def test_commands_and_their_options_exist(line: str) -> None:
+def test_commands_and_their_options_exist() -> None:
     """Each subcommand and each long option that is shown is one of the command line's."""
-    words = line.partition(" -- ")[0].split()
-    command = COMMANDS[words.pop(0)]
-    while hasattr(command, "commands") and words and not words[0].startswith("-"):
-        assert words[0] in command.commands, f"{line}: no subcommand {words[0]}"
-        command = command.commands[words.pop(0)]
-    options = {name for parameter in command.params for name in parameter.opts}
-    assert {word for word in words if word.startswith("--")} <= options
+    for line in sorted(set(shown_commands())):
+        words = line.partition(" -- ")[0].split()
+        command = COMMANDS[words.pop(0)]
+        while hasattr(command, "commands") and words and not words[0].startswith("-"):
+            assert words[0] in command.commands, f"{line}: no subcommand {words[0]}"
+            command = command.commands[words.pop(0)]
+        options = {name for parameter in command.params for name in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, line
 
 
 def test_make_targets_exist() -> None:

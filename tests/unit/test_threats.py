@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,14 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT)))
 @pytest.mark.parametrize(("file", "test"), NAMED, ids=lambda word: word)
 def test_a_test_that_is_named_exists(file: str, test: str) -> None:
     """A threat that is said to be stopped has something that shows it."""
-    tree = ast.parse((ROOT / file).read_text())
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    names = {node.name for node in ast.walk(tree) if isinstance(node, functions)}
+    names = _functions_of(file)
     assert test in names if test else any(name.startswith("test_") for name in names)
+
+
+@cache
+def _functions_of(file: str) -> set[str]:
+    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_many_are_named() -> None:
