@@ -68,8 +68,8 @@ deploy-check: $(VENV)/kubectl.stamp ## deploy/: manifests against schemas, publi
 deploy-run: $(VENV)/kubectl.stamp ## deploy/README.md's steps with podman on this machine, and sbatch under a real slurmctld (root; once 1 GB)
 	@$(BIN)/python -m pytest -m slow tests/deploy $(ARGS)
 
-sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself, a table what they met (ARGS=--swarm)
-	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
+sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them after those that once found something; a failing seed prints itself, a table what they met (ARGS=--swarm)
+	@$(BIN)/python -m tests.simulation --found --seeds $(SEEDS) $(ARGS)
 
 chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks, two files at a time; about 8 minutes (STORM_S=600; UPGRADES=50; SECURE=1: all with certificates)
 	@DIPS_STORM_S=$(STORM_S) DIPS_UPGRADES=$(UPGRADES) DIPS_CHAOS_SECURE=$(SECURE) $(BIN)/python -m pytest -m chaos -n 2 --dist loadfile tests/chaos $(ARGS)

@@ -9,12 +9,13 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import Pool
 from statistics import median
 
 from tests.simulation.coverage import POINTS, ROWS, WAYS
+from tests.simulation.found import FOUND
 from tests.simulation.last_range import play_last_range
 from tests.simulation.long import play_long
 from tests.simulation.mix import core, former, swarm
@@ -33,7 +34,7 @@ GAMES = {
 MUST_MEET = 1000  # seeds: in so many no row of the coverage may be empty
 
 
-def play_all(seeds: range, jobs: int, sabotage: str | None = None, game: str = "") -> Iterator[Result]:
+def play_all(seeds: Sequence[int], jobs: int, sabotage: str | None = None, game: str = "") -> Iterator[Result]:
     """Play all seeds on `jobs` processes, in the order of the seeds."""
     tasks, play_one = [(seed, sabotage) for seed in seeds], GAMES[game]
     if jobs == 1 or len(tasks) == 1:
@@ -92,11 +93,25 @@ def coverage(results: list[Result]) -> str:
     return "\n".join([heads[0], *rows, *heads[1:3], *points, *heads[3:], *ways])
 
 
+def play_found(jobs: int) -> bool:
+    """Play the seeds that found something; print those that fail, and return whether all hold."""
+    started, count, failed = time.monotonic(), 0, 0
+    for game, found in FOUND.items():
+        for result in play_all([seed for seeds in found.values() for seed in seeds], jobs, game=game):
+            count += 1
+            if result.failure is not None:
+                failed += 1
+                print(report(result, game=game), flush=True)
+    print(f"{count} seeds that found something: {failed} failed, {time.monotonic() - started:.1f} s", flush=True)
+    return not failed
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=300, metavar="N", help="how many seeds (default 300)")
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="A", help="the first seed (default 0)")
     parser.add_argument("--seed", type=int, metavar="S", help="play this seed alone")
+    parser.add_argument("--found", action="store_true", help="play first what found something before (found.py)")
     parser.add_argument(
         "--sabotage", choices=sorted(SABOTAGES), metavar="NAME", help=f"break a rule: {', '.join(SABOTAGES)}"
     )
@@ -123,6 +138,7 @@ def main() -> int:
         else range(options.first, options.first + options.seeds)
     )
     game = options.game
+    held = play_found(options.jobs) if options.found else True
     started, results = time.monotonic(), list[Result]()
     for result in play_all(seeds, options.jobs, options.sabotage, game):
         results.append(result)
@@ -142,7 +158,7 @@ def main() -> int:
     missed = [row for row, seeds in covered(results).items() if not seeds] if many else []
     if missed and options.sabotage is None:
         print(f"no seed met: {', '.join(missed)}")
-    return 1 if missed or any(r.failure for r in results) else 0
+    return 1 if missed or not held or any(r.failure for r in results) else 0
 
 
 if __name__ == "__main__":

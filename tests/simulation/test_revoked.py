@@ -58,7 +58,7 @@ def played(seed: int, lasts_s: float) -> Revocation:
     timing = TimingOptions(window_s=1.0, heartbeat_s=HEARTBEAT_S, lease_heartbeats=5, hang_s=12.0, order_s=4.0)
     options = Options(penalty=PenaltyOptions(gates=()), data=DataOptions(ranges=20_000), timing=timing)
     shapes = (ClusterShape(2, 0.2), ClusterShape(2, 0.2))
-    scenario = Scenario(shapes, slaves=2, layers=4, slots=2, pinned=1, inner_steps=10, options=options, lasts_s=90.0)
+    scenario = Scenario(shapes, slaves=2, layers=4, slots=2, pinned=1, inner_steps=10, options=options, lasts_s=60.0)
     world = World(seed, scenario)
     revocation = Revocation(world, lasts_s)
     result = Trial(world, patience=8.0).run([revocation])
@@ -69,7 +69,7 @@ def played(seed: int, lasts_s: float) -> Revocation:
     return revocation
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_who_is_revoked_ends_and_the_others_go_on(seed: int) -> None:
     """Two heartbeats at most; whoever starts it again is told at once, until it is enrolled."""
     (first, why), *others = played(seed, 20.0).exits
@@ -77,13 +77,12 @@ def test_who_is_revoked_ends_and_the_others_go_on(seed: int) -> None:
     assert others and not [reason for _, reason in others if "no more" in reason]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_refusal_of_a_moment_ends_nobody(seed: int) -> None:
-    """A renewal that is half done: b rejoins under its agent."""
-    assert not played(seed, HEAL_S - CALL_S).exits
+@pytest.mark.parametrize("seed", range(2))
+def test_a_refusal_of_a_moment_ends_nobody(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renewal that is half done: b rejoins under its agent.
 
-
-def test_a_world_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes look at their certificates, as real ones do apart: a seed would not be the same each time."""
+    The world starts no thread: its processes look at their certificates, as real ones do apart, and a seed would not be
+    the same each time.
+    """
     monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} is started"))
-    assert not played(0, HEAL_S - CALL_S).exits
+    assert not played(seed, HEAL_S - CALL_S).exits

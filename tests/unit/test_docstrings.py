@@ -82,7 +82,7 @@ def words_of(source: str) -> SourceWords:
             words.names.update(re.findall(r"\w+", node.value))
         for name in _naming_fields(type(node)):
             if isinstance(value := getattr(node, name), str):
-                words.names.update(value.split("."))
+                words.names.update(value.split(".") if "." in value else (value,))
     comments = (found for found in COMMENT.finditer(source) if found["comment"])
     words.texts += [(source.count("\n", 0, found.start()) + 1, found["comment"]) for found in comments]
     return words
@@ -94,11 +94,10 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
     while left:
         node = left.pop()
         yield node
-        for name in node._fields:
-            value = getattr(node, name, None)
-            if isinstance(value, list):
+        for name, value in vars(node).items():
+            if type(value) is list:
                 left += [each for each in value if isinstance(each, ast.AST)]
-            elif isinstance(value, ast.AST) and name != "ctx":
+            elif name != "ctx" and isinstance(value, ast.AST):
                 left.append(value)
 
 

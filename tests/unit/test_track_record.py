@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.tables import MUTANTS
+from tests.simulation.found import FOUND
 from tests.simulation.sabotage import SABOTAGES
-from tests.simulation.test_seeds import CROSSED, FOUND, SWARM
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/track-record.md").read_text()
@@ -43,7 +43,7 @@ def is_there(finder: str) -> bool:
     if kind == "sabotage":
         return name in SABOTAGES
     if kind == "seed":
-        return int(name) in sum((*FOUND.values(), *CROSSED.values(), *SWARM.values()), ())
+        return any(int(name) in seeds for found in FOUND.values() for seeds in found.values())
     file, _, test = finder.partition("::")
     path = ROOT / file
     if not file.startswith("tests/") or not path.is_file():

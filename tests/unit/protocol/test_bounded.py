@@ -32,7 +32,7 @@ class BoundedRun:
         row = RunRow("r", "c", manifest.to_json(), (("s", (0,)),), ("0" * 32,), (2.0,))
         state = LedgerState(row, 1, 1, (), (), (), (), (), ScoreHistory((), ()), (), Intervals(), None)
         state = genesis(state)
-        options = Options(penalty=PenaltyOptions(warmup_rounds=1), timing=TimingOptions(window_s=1.0))
+        options = Options(penalty=PenaltyOptions(warmup_rounds=1), timing=TimingOptions(window_s=1.0), lineage_kept=100)
         self.machine, self.now, self.req = Coordinator(state, manifest, options, 0.0), 0.0, 0
         self.seq = dict.fromkeys(CLUSTERS, 0)
         self.ask(lambda r: events.SlaveRegistered(r, "s", "n", "r", "s:1", ("s:2",), 1, GENESIS, None, (), 2, ""))

@@ -181,7 +181,7 @@ def play(world: HostileWorld, deed: str, what) -> None:
             world.take(b"elsewhere", frame)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(deeds, min_size=40, max_size=120))
 def test_what_is_staged_is_what_was_sent(story):
     """After any story the push is finished by honest ranks that connect again, or it is refused; nothing else.

@@ -194,7 +194,7 @@ def test_an_error_ends_alike_in_other_words(
     assert said[1:] == other[1:] and other[0] == f"error: {OTHER}"
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [21, pytest.param(0, marks=pytest.mark.slow)])  # 21 is short
 def test_a_run_goes_on_alike_in_other_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the reasons of peers are in a simulated run with faults, the same happens in it."""
     before = play((seed, None))
