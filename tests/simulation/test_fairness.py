@@ -21,7 +21,7 @@ FAST, SLOW_STEP_S, LASTS_S = 12, 20.0, 1800.0
 SLOW = name_clusters(FAST + 1)[FAST]
 MOST = 2.0  # times the mean
 SEEDS = 20
-CROWDS, QUICK_CROWDS = 5, 2
+CROWDS, QUICK_CROWDS = 5, 1
 
 
 def lived(seed: int) -> tuple[QueueInvariant, Failure | None]:

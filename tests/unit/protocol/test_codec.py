@@ -86,7 +86,7 @@ def kind_of(cls: Any) -> tuple[bool, tuple[str, ...] | None, bool]:
 
 
 def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """state → text → state is equal in every field, of each 32nd state in two simulated runs full of faults.
+    """state → text → state is equal in every field, of each sixteenth state in two simulated runs full of faults.
 
     And it is the same machine: what was read takes the next event as the original does, and leaves the same text.
     """
@@ -98,7 +98,7 @@ def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.Mon
         def step(self, event: Event, now: float) -> list[Effect]:
             nonlocal states
             self.steps += 1
-            if self.steps % 32:
+            if self.steps % 16:
                 return super().step(event, now)
             written = codec.encode_text(self.capture_state())
             read = codec.decode_value(json.loads(written))
@@ -113,9 +113,9 @@ def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.Mon
             return effects
 
     monkeypatch.setattr(sim_master, "Coordinator", Watched)
-    for seed in range(2):
+    for seed in (21, 10):  # short ones
         assert play((seed, None)).failure is None
-    assert states > 75
+    assert states > 100
     assert {"RunState", "Penalty", "RangeBook", "Round", "Push", "Pull", "Fanout", "FanoutKind", "Lease"} <= met_classes
 
 
