@@ -43,9 +43,9 @@ SABOTAGES: dict[str, Sabotage] = {
         "effects wait for the record before them", (2,), 0, master.announce_before_record
     ),
     "record-before-all-persisted": Sabotage(
-        "the row waits for every slave's disk", (3,), 1, master.record_before_all_persisted
+        "the row waits for every slave's disk", (3,), 6, master.record_before_all_persisted
     ),
-    "flip-on-prepared": Sabotage("a slave serves a version after its Commit only", (2,), 0, slave.flip_on_prepared),
+    "flip-on-prepared": Sabotage("a slave serves a version after its Commit only", (2,), 21, slave.flip_on_prepared),
     "refold-on-retry": Sabotage(
         "a repeated order repeats its answer, not its work", (1, 4, 8), 0, slave.refold_on_retry
     ),
@@ -68,10 +68,10 @@ SABOTAGES: dict[str, Sabotage] = {
         # 12: a push of tokens that no heartbeat told of is held back for ever
         "what was settled since a heartbeat is not lost",
         (9, 12),
-        0,
+        11,
         cluster.lose_what_was_settled,
     ),
-    "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), 16, slave.offers_without_ledger),
+    "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), 6, slave.offers_without_ledger),
     "tell-gated-as-accepted": Sabotage(
         "the outcome of a push is what the ledger has", (4,), 0, master.tell_gated_as_accepted
     ),
@@ -79,28 +79,28 @@ SABOTAGES: dict[str, Sabotage] = {
         "a run does not begin anew for an empty slave", (7,), 11, master.believe_fresh_slaves
     ),
     "forget-mirrors": Sabotage(
-        "what a mirror holds as its newest stays on every disk", (3, 12), 1, master.forget_mirrors
+        "what a mirror holds as its newest stays on every disk", (3, 12), 3, master.forget_mirrors
     ),
     "reuse-incarnations-after-restore": Sabotage(
-        "a restored ledger gives no incarnation that may have been given", (5,), 0, master.reuse_incarnations
+        "a restored ledger gives no incarnation that may have been given", (5,), 8, master.reuse_incarnations
     ),
     "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), 0, master.lease_twice),
-    "forget-a-range": Sabotage("a push names every data range that it used up", (10,), 0, cluster.forget_a_range),
+    "forget-a-range": Sabotage("a push names every data range that it used up", (10,), 11, cluster.forget_a_range),
     "drop-queue": Sabotage(
-        "a slot goes to who asked first, not to who asks now", (12,), 0, master.drop_queue, crowd_of
+        "a slot goes to who asked first, not to who asks now", (12,), 7, master.drop_queue, crowd_of
     ),
     "update-from-anywhere": Sabotage(
-        "updates are for ranks that hold where they begin", (1,), 1, slave.update_from_anywhere
+        "updates are for ranks that hold where they begin", (1,), 14, slave.update_from_anywhere
     ),
-    "tell-old-lists": Sabotage("a list of what is live has a number of its own", (12,), 0, master.tell_old_lists),
+    "tell-old-lists": Sabotage("a list of what is live has a number of its own", (12,), 3, master.tell_old_lists),
     "row-of-what-is-tuned": Sabotage(
-        "a version's row has the numbers of its Apply", (1,), 16, master.row_of_what_is_tuned, plain_of
+        "a version's row has the numbers of its Apply", (1,), 6, master.row_of_what_is_tuned, plain_of
     ),
     "forget-quarantine": Sabotage("a new master knows whom an operator keeps out", (2,), 17, master.forget_quarantine),
     "lose-a-cancellation": Sabotage(
         "an agent ends at SIGTERM, whatever arrives with it",
         (12,),
-        4,
+        11,
         cluster.lose_a_cancellation,
         mix=lambda seed: LEAVING,
     ),
@@ -117,7 +117,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "end-at-a-refusal": Sabotage(
         "who is revoked and enrolled again within a moment goes on",
         (2,),
-        0,
+        6,
         cluster.end_at_a_refusal,
         mix=lambda seed: crossed("enrolled_again"),
     ),
@@ -128,7 +128,7 @@ SABOTAGES: dict[str, Sabotage] = {
         master.drop_what_is_decided,
         mix=lambda seed: crossed("stopped_master"),
     ),
-    "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
+    "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 3, slave.leak_slot),
 }
 
 
