@@ -284,16 +284,15 @@ def test_a_schedule_that_waits_for_itself_is_refused() -> None:
         SCHEDULES[ScheduleName.GPIPE] = before
 
 
-def test_collectives_at_one_card_follow_one_another() -> None:
-    """Of two stages that gather for one second and reduce for two over the same card, and a ring of two devices moves
-    what one of them lacks.
+@pytest.mark.parametrize("cards", [("card",), ("card", "of its own")])
+def test_collectives_at_one_card_follow_one_another(cards: tuple[str, ...]) -> None:
+    """Of two stages that gather for one second and reduce for two over the same card, whatever the second one uses
+    besides, and a ring of two devices moves what one of them lacks.
     """
     sizes = (PartBytes(whole=8.0, gradients=4.0),)
     stages = tuple(
-        PipelineStage(
-            tuple(PipelineDevice(f"{s}{i}", (i,), (ONE,), (), sizes) for i in range(2)), (1.0,), (2.0,), ("card",)
-        )
-        for s in range(2)
+        PipelineStage(tuple(PipelineDevice(f"{s}{i}", (i,), (ONE,), (), sizes) for i in range(2)), (1.0,), (2.0,), used)
+        for s, used in enumerate((("card",), cards))
     )
     played = simulate(
         SimulatedPipeline(ScheduleName.GPIPE, stages, (0.0,), lambda a, b: Route(0.0, (((a, b), 0.0),)), keep=True)
