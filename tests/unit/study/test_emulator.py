@@ -36,7 +36,7 @@ from dips.study.fleet import KINDS, Fault, Fleet, FleetCluster
 from dips.study.learner import LastRounds, LearnedModel, Recipe, make_optimizers, split_matrices
 from tests.unit.study.tiny import TINY, TOKENS, WIDTH, WORDS, build, fleet
 
-STEPS = 96
+STEPS, LONGER = 48, 96
 TWO = fleet(1.0, 1.5)
 TASK = build()
 
@@ -141,8 +141,8 @@ def test_every_method_is_validated_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_aligned_clusters_that_train_on_meet(fragments: int) -> None:
     """Inner steps longer than anybody waits, at whose ends alone the ranks look at push and pull."""
     members = replace(fleet(4.0, 4.7, 6.0, pace="aligned", inner_steps=32), overlap=True, fragments=fragments)
-    made = emulated(members, steps=12 * 3 * 32)[0]
-    assert made.finished and made.versions <= 18
+    made = emulated(members, steps=4 * 3 * 32)[0]
+    assert made.finished and made.versions <= 8
     assert made.mean_staleness < 0.5, "1.1 and 1.9 as long as windows did not wait for them"
 
 
@@ -226,7 +226,7 @@ def test_a_model_is_validated_with_the_buffers_of_a_healthy_cluster() -> None:
 
 def test_clusters_join_leave_and_fail_by_the_run_s_tokens() -> None:
     members = (FleetCluster(), FleetCluster(joins=0.3), FleetCluster(leaves=0.4), FleetCluster(fails=0.5, down_s=5.0))
-    made = emulated(Fleet(members, 4), steps=240)[0]
+    made = emulated(Fleet(members, 4), steps=120)[0]
     assert made.finished and set(made.shares) == {"a", "b", "c", "d"}
     assert made.shares["a"] > max(made.shares["b"], made.shares["c"]) > 0
 
@@ -246,8 +246,8 @@ def test_who_has_left_is_not_started_again(fails: float) -> None:
     assert cluster.crash.called and cluster.leave_run.called and not cluster.start.called
 
 
-def test_stragglers_take_longer() -> None:
-    assert emulated(fleet(1.0, 1.5, straggles=0.2))[0].lasted_s > 1.5 * emulated(TWO)[0].lasted_s
+def test_stragglers_take_longer(made: Emulated) -> None:
+    assert emulated(fleet(1.0, 1.5, straggles=0.2))[0].lasted_s > 1.5 * made.lasted_s
 
 
 @pytest.mark.slow
@@ -258,14 +258,12 @@ def test_all_gated_ends_in_bounded_time() -> None:
     assert not made.finished and made.tokens == 0 and gates.bad_gated == gates.bad > 0
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in ("nan", "sign") else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", [k if k == "nan" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_bad_data_is_pushed_and_counted(kind: str) -> None:
     """In the middle third of the cluster's own steps, and nowhere else."""
-    made, gates = emulated(fleet(1.0, 1.2, 1.5, fault=None) if not kind else _with_fault(kind), steps=240)
+    made, gates = emulated(_with_fault(kind), steps=144)
     assert made.finished and np.isfinite(made.loss)
-    assert gates.bad >= 3 and gates.healthy > gates.bad
+    assert 3 <= gates.bad <= 5 and gates.healthy > gates.bad
     if kind in ("nan", "inf", "frozen"):  # of the last, θ moved meanwhile: its d is as long as others'
         assert gates.bad_gated == gates.bad
 
@@ -330,19 +328,19 @@ def test_gates_are_counted_after_the_first_bad_push() -> None:
 
 
 def test_the_baselines_learn_from_as_many_tokens() -> None:
-    both = (TASK, TWO, TINY, STEPS, 3)
+    both = (TASK, TWO, TINY, LONGER, 3)
     first = LearnedModel(TASK, TINY, 3)
     begun = first.evaluate(first.genesis)
     parallel, waiting = train_data_parallel(*both), train_synchronous(*both, 0.7, 0.8)
     local, naive = train_synchronous(*both, 1.0, 0.0, parallel=0.25), train_naive(*both, 0.7, 0.8)
-    assert parallel.tokens == waiting.tokens == local.tokens == naive.tokens == STEPS * TOKENS
+    assert parallel.tokens == waiting.tokens == local.tokens == naive.tokens == LONGER * TOKENS
     assert parallel.first_loss == naive.first_loss == begun
     assert max(parallel.loss, waiting.loss, local.loss) < begun - 0.3
-    assert naive.steps > STEPS / 2 == waiting.steps  # nobody waits for the slower one
+    assert naive.steps > LONGER / 2 == waiting.steps  # nobody waits for the slower one
     assert parallel.effective_clusters == waiting.effective_clusters == 2
-    faster = naive.steps / STEPS
+    faster = naive.steps / LONGER
     assert naive.effective_clusters == pytest.approx(1 / (faster**2 + (1 - faster) ** 2)) and faster > 0.55
-    assert waiting.lasted_s == STEPS / 2 * 1.5 > naive.lasted_s
+    assert waiting.lasted_s == LONGER / 2 * 1.5 > naive.lasted_s
 
 
 def test_each_tensor_is_brought_into_line_with_the_momentum() -> None:
@@ -369,17 +367,17 @@ def test_a_loop_that_brings_pushes_into_line_is_another_one() -> None:
 def test_a_run_may_begin_data_parallel() -> None:
     """Its tokens and seconds count; each cluster goes on with its own batches and the common optimizer state."""
     together = fleet(1.0, 2.0, pace="aligned")
-    made = emulate(TASK, together, TINY, STEPS, 3, options(), parallel=0.5)[0]
-    plain = emulate(TASK, together, TINY, STEPS, 3, options())[0]
-    assert made.tokens >= STEPS * TOKENS and not made.diverged and made.first_loss == plain.first_loss
-    assert made.versions < plain.versions and made.shares["b"] > plain.shares["b"] >= STEPS // 4 * TOKENS * 0.9
+    made = emulate(TASK, together, TINY, LONGER, 3, options(), parallel=0.5)[0]
+    plain = emulate(TASK, together, TINY, LONGER, 3, options())[0]
+    assert made.tokens >= LONGER * TOKENS and not made.diverged and made.first_loss == plain.first_loss
+    assert made.versions < plain.versions and made.shares["b"] > plain.shares["b"] >= LONGER // 4 * TOKENS * 0.9
     assert made.lasted_s > plain.lasted_s  # data parallel waits for the slower one
     workers, _ = begin_workers(TASK, together, TINY, 3)
-    assert train_together(workers, STEPS, 0.5) == STEPS // 4
+    assert train_together(workers, LONGER, 0.5) == LONGER // 4
     first, second = workers
     assert all(torch.equal(a, b) for a, b in zip(first.parameters.values(), second.parameters.values(), strict=True))
     states = [worker.optimizers[0].state_dict()["state"][0] for worker in workers]
-    assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"]) and states[1]["step"] == STEPS // 4
+    assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"]) and states[1]["step"] == LONGER // 4
     inputs = [worker.draw_batch()[0] for worker in (*workers, *begin_workers(TASK, together, TINY, 3)[0])]
     assert not torch.equal(inputs[0], inputs[1]) and not torch.equal(inputs[0], inputs[2])
 
