@@ -19,6 +19,9 @@ from dips.inside.pipeline import pipeline, replan
 from dips.inside.pipeline.orders import read_gears, read_pipeline
 from dips.inside.pipeline.replan import PlanReplacement, Replanner, digest_plan
 from dips.inside.planning.adapt import WINDOW, Adapting, PlanChange, PlanVerdict, TimedTransfer
+from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands
+
+__all__ = ["end_of_servers", "forked_commands", "real_commands"]  # a search costs a fork; the real one, with nice, once
 
 LAYER = {"name": "l", "parameters": 1e6, "flops": 1e10, "activation_bytes": 4e6, "border_bytes": 1e6, "repeat": 6}
 MODEL = {"name": "m", "batch": 16, "recompute": False, "layers": [LAYER]}
@@ -41,6 +44,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["plan", "cluster", f"{made}/profile.yaml", f"{made}/model.yaml", "--for", "pipeline"]
     assert CliRunner().invoke(cli, [*words, "-o", f"{made}/plan.yaml"]).exit_code == 0
     return made
+
+
+@pytest.fixture(autouse=True)
+def plain_command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search is a plain Python command, without `nice` before it, which is what the fork server knows."""
+    if request.node.get_closest_marker("real_commands") is None:
+        monkeypatch.setattr(replan.shutil, "which", lambda _: None)
 
 
 @pytest.fixture
@@ -115,6 +125,7 @@ def test_a_better_plan_lies_beside_the_present_one_or_takes_its_place(plan: Path
     replanner.close()
 
 
+@pytest.mark.real_commands
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [

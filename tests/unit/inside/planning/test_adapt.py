@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dips.errors import ConfigError
@@ -345,16 +345,18 @@ def test_a_search_that_failed_is_followed_by_another() -> None:
     assert found == [2, 8]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(1, 40), st.floats(1.5, 20), st.integers(0, 4))
+@example(3, 4.0, 0)
+@example(3, 4.0, 4)
 def test_a_link_that_flaps_has_few_new_plans(half: int, slow: float, replans: int) -> None:
-    """In 600 windows: as many as n doubles, whatever the period; a plan that came of others begins with more."""
+    """In 250 windows: as many as n doubles, whatever the period; a plan that came of others begins with more."""
     gears = make_gears()
     watch, found = PlanWatch(gears, replans), 0
     assert watch.needed == 3 << replans
-    for number in range(600):
+    for number in range(250):
         found += len(after(watch, gears, slow if number // half % 2 else 1.0, 1))
-    assert found <= 8 - replans
+    assert found <= 7 - replans
     assert PlanWatch(gears, 1000).needed == 3072, "bounded, whatever a file says"
 
 
