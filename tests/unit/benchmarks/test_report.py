@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,11 +114,21 @@ def test_what_no_time_is_left_for_comes_from_the_record(tmp_path: Path) -> None:
     assert found.recorded and found.runs[0].commit == "c1"
 
 
-def test_the_command_writes_a_report_of_the_record(tmp_path: Path) -> None:
-    """Nothing is measured with --minutes 0."""
+@pytest.mark.parametrize("most", [3, pytest.param(len(FIGURES), marks=pytest.mark.slow)])
+def test_the_command_writes_a_report_of_the_record(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured with --minutes 0. The rows that are recorded can be drawn: those of three figures here."""
+    drawn: list[Path] = []
+
+    def draw_some(figures: Iterable[PaperFigure], *rest: Any) -> list[Path]:
+        for figure in figures:
+            drawn.extend(draw_figures([figure], *rest) if len(drawn) < most else [])
+        return drawn
+
+    monkeypatch.setattr(report, "draw_figures", draw_some)
     assert report.main(["--minutes", "0", "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]) == 0
     text = (tmp_path / "out" / report.REPORT).read_text()
     assert len(re.findall("^### ", text, re.M)) == len(FIGURES)
+    assert 3 <= len(drawn) <= most and set(drawn) == set((tmp_path / "out").glob("*.png"))
 
 
 CTRL_C = """

@@ -19,7 +19,7 @@ from dips.protocol.effects import Apply, Fold, Measure
 from dips.protocol.options import Clip, OuterOptions
 from tests.unit.protocol.ruled_run import NAMES, RuledRun
 
-ROUNDS = 200
+ROUNDS = 60
 CLIP = {"norm": 2.0, "per_layer": True}
 EDIT = {"merge": "edit-paper", "step": "nesterov", "lr": 0.8, "momentum": 0.85, "clip": CLIP}
 
@@ -58,7 +58,7 @@ class WatchedRun(RuledRun):
     st.integers(0, 2**32 - 1),
 )
 def test_shares_are_the_servers(merge: str, pushes: list[tuple[int, int, float]], clipped: bool, seed: int) -> None:
-    """200 random rounds: weight times scale of each replica in each layer, and the step's numbers, to 1e-12."""
+    """60 random rounds: weight times scale of each replica in each layer, and the step's numbers, to 1e-12."""
     clip = Clip(2.0, per_layer=True) if clipped else Clip()
     run = WatchedRun(OuterOptions(0.8, 0.85, clip, merge, "nesterov"))
     rng, names = np.random.default_rng(seed), [f"c{i}" for i in range(len(pushes))]

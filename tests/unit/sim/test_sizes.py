@@ -20,6 +20,7 @@ from dips.errors import ConfigError
 from dips.sim.heap import Heap
 from dips.sim.sizes import SAMPLE_S, LinkUse, SharedLinks, SimLinkRate, Sizes, share_fairly
 from dips.sim.streams import Meter, PushStream
+from dips.study import figures
 from dips.study.figures import FIGURES, draw_figures, list_available, list_speeds
 from dips.study.sized_run import (
     GBIT_BYTES,
@@ -28,6 +29,7 @@ from dips.study.sized_run import (
     ClusterTimeline,
     RunTimeline,
     SimulatedRun,
+    SizedReport,
     make_world,
     pull_at_once,
     read_scenario,
@@ -171,9 +173,13 @@ SMALL = SimulatedRun.model_validate(
 )  # fmt: skip
 
 
-def test_transfers_take_what_the_links_give() -> None:
+@pytest.fixture(name="report", scope="module")
+def simulated_once() -> SizedReport:
+    return simulate_sizes(SMALL)
+
+
+def test_transfers_take_what_the_links_give(report: SizedReport) -> None:
     """East: 32 Gbit at 0.5 Gbit/s, both ways; west as fitted. Of each slave's links both use less than half."""
-    report = simulate_sizes(SMALL)
     east, west = report.clusters
     assert east.push_s == pytest.approx(64, rel=0.02) and east.pull_s == pytest.approx(64, rel=0.02)
     assert west.push_s == pytest.approx(40, rel=0.02) and west.pull_s == pytest.approx(20, rel=0.02)
@@ -245,7 +251,9 @@ def test_a_scenario_that_is_not_usable_is_refused_by_its_key(
         simulate_sizes(read_scenario(file))
 
 
-def test_the_command_plays_a_file_prints_a_template_and_names_what_it_does_not_know(tmp_path: Path) -> None:
+def test_the_command_plays_a_file_prints_a_template_and_names_what_it_does_not_know(
+    report: SizedReport, tmp_path: Path
+) -> None:
     """The template is table2 itself, and can be read."""
     runner = CliRunner()
     printed = runner.invoke(cli, ["simulate", "--template"])
@@ -259,20 +267,19 @@ def test_the_command_plays_a_file_prints_a_template_and_names_what_it_does_not_k
     as_json = runner.invoke(cli, ["simulate", str(file), "--json"])
     import json
 
-    again = json.loads(json.dumps(asdict(simulate_sizes(SMALL))))
+    again = json.loads(json.dumps(asdict(report)))
     assert json.loads(as_json.stdout) == again | {"master_s": json.loads(as_json.stdout)["master_s"]}
     assert runner.invoke(cli, ["simulate"]).exit_code == 2
     with pytest.raises(ConfigError, match=r"expected a file, as in table3\.yaml, or one of table2, month"):
         find_scenario("table3")
 
 
-def test_a_timeline_has_the_rounds_and_figures_what_there_is_to_see(tmp_path: Path) -> None:
+def test_a_timeline_has_the_rounds_and_figures_what_there_is_to_see(report: SizedReport, tmp_path: Path) -> None:
     """Every push has its seconds, every step its hour; without failures there is no downtime to draw. What cannot be
     written is said.
     """
     import json
 
-    report = simulate_sizes(SMALL)
     write_timeline(report, tmp_path / "run.json")
     told = json.loads((tmp_path / "run.json").read_text())
     east = [s["end_s"] - s["begin_s"] for s in told["spans"] if s["cluster"] == "a" and s["phase"] == "push"]
@@ -336,14 +343,16 @@ def test_hours_count_what_a_cluster_was_there_for() -> None:
     assert speeds == [1.0, 0.75, 1.0] and last != last
 
 
-def test_whoever_fails_is_down_until_its_next_step_and_others_go_on(tmp_path: Path) -> None:
+def test_whoever_fails_is_down_until_its_next_step_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """East fails three times, west never; a slave and the master fail once. West joins late and leaves early. In each
     downtime is the pull with which east goes on.
     """
-    east, west = SMALL.clusters
+    (east, west), hours = SMALL.clusters, 4.0
     failing = SMALL.model_copy(
         update={
-            "hours": 4.0, "slave_failures": 1, "master_failures": 1, "restart_s": 60.0, "clusters": (
+            "hours": hours, "slave_failures": 1, "master_failures": 1, "restart_s": 60.0, "clusters": (
                 east.model_copy(update={"failures": 3, "repair_h": 0.2, "devices": 3}),
                 west.model_copy(update={"joins": 0.25, "leaves": 0.75}),
             ),
@@ -353,14 +362,15 @@ def test_whoever_fails_is_down_until_its_next_step_and_others_go_on(tmp_path: Pa
     one, other = report.clusters
     assert sum(report.failures.values()) == 5 and report.failures["a slave"] == report.failures["the master"] == 1
     assert one.down > 0.0 == other.down and one.pushes > other.pushes > 0
-    assert report.devices_up == pytest.approx(1.0 - 3 * one.down * 4 / (3 * 4 + 2))
+    assert report.devices_up == pytest.approx(1.0 - 3 * one.down / (3 + 0.5))
     assert 0.5 < report.servers_up < 1.0 and other.standstill < 0.6
     down = [span for span in report.timeline.spans if span.phase == "down"]
-    assert sum(span.end_s - span.begin_s for span in down) == pytest.approx(one.down * 4 * 3600)
+    assert sum(span.end_s - span.begin_s for span in down) == pytest.approx(one.down * hours * 3600)
     returns = [span for span in report.timeline.spans if span.phase is ClusterPhase.RETURN]
     assert len(down) == len(returns) == 3
     assert all(off.begin_s < back.begin_s < back.end_s <= off.end_s for off, back in zip(down, returns, strict=True))
-    assert tmp_path / "downtime.png" in draw_figures(report, tmp_path)
+    monkeypatch.setattr(figures, "FIGURES", {"downtime.png": FIGURES["downtime.png"]})
+    assert draw_figures(report, tmp_path) == [tmp_path / "downtime.png"]
     assert "devices were up for" in describe_run(report)
 
 
@@ -382,7 +392,7 @@ def test_whoever_stays_down_is_down_until_the_end() -> None:
 def test_more_clusters_than_letters() -> None:
     """Seventeen: letters end with the sixteenth."""
     many = SMALL.model_copy(update={"clusters": (SMALL.clusters[0].model_copy(update={"number": 17}),)})
-    report = simulate_sizes(many.model_copy(update={"slave_gbit": 10.0}))
+    report = simulate_sizes(many.model_copy(update={"slave_gbit": 10.0, "hours": 0.25}))
     assert len(report.clusters) == 17 and min(cluster.pushes for cluster in report.clusters) >= 1
 
 

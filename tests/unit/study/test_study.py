@@ -21,7 +21,7 @@ from benchmarks import convergence_bad, convergence_claims, convergence_rows
 from dips.cli import cli
 from dips.commands.new import read_template
 from dips.errors import ConfigError, DipsError
-from dips.study import runner
+from dips.study import emulator, runner
 from dips.study.report import (
     SHOWN,
     compare_paired,
@@ -69,6 +69,8 @@ def refused(**keys: Any) -> str:
 
 @pytest.fixture(name="in_place")
 def computed_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PoolInPlace]]:
+    """Whatever diverges goes on for a minute, and not for five, beyond what its steps may take."""
+    monkeypatch.setattr(emulator, "LEAST_S", 60.0)
     yield compute_in_place(monkeypatch)
     runner.digest_code.cache_clear()
 
@@ -231,7 +233,8 @@ def test_rows_of_equal_settings_are_computed_once(in_place: type[PoolInPlace], t
 
 def test_each_row_takes_its_own_best_value(in_place: type[PoolInPlace], tmp_path: Path) -> None:
     """All values on a seed of their own, and the best one with all seeds."""
-    result = run(study_of(tune={"inner.lr": [1e-5, 0.02, 50.0]}), tmp_path)
+    short = {**BASE, "steps": BASE_STEPS // 2}
+    result = run(study_of(base=short, tune={"inner.lr": [1e-5, 0.02, 50.0]}), tmp_path)
     assert result.best == dict.fromkeys(("synchronous", "ours"), (("inner.lr", 0.02),)) and in_place.computed == 10
     assert {row: sorted(runs) for row, runs in result.runs.items()} == {row: [1, 2] for row in result.best}
     write_csv(result, tmp_path / "results.csv")
@@ -322,7 +325,7 @@ def test_a_row_of_which_no_value_ended_has_no_result(in_place: type[PoolInPlace]
 def test_a_run_that_diverges_is_a_row(in_place: type[PoolInPlace], tmp_path: Path) -> None:
     """And is compared with nobody."""
     rows = {"synchronous": {"method": "synchronous"}, "wild": {"inner.lr": 1e6}}
-    result = run(study_of(rows=rows, seeds=[1]), tmp_path)
+    result = run(study_of(base={**BASE, "steps": BASE_STEPS // 2}, rows=rows, seeds=[1]), tmp_path)
     assert not result.failed
     line = list_lines(result)[1]
     assert line[0] == "wild" and line[2].startswith("diverged") and line[3] == ""
