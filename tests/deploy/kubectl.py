@@ -75,14 +75,19 @@ def _run(program: str, *words: str) -> str:
 
 def render(directory: Path) -> list[Manifest]:
     """All objects of a kustomization, as `kubectl apply -k` would send them."""
-    return [o for o in yaml.safe_load_all(run_kubectl("kustomize", str(directory))) if o]
+    return _read_objects(run_kubectl("kustomize", str(directory)))
 
 
 def render_chart(*words: str) -> list[Manifest]:
     """All objects of the chart, as `helm install` would send them; `words` are options, as `--set` or `--values`."""
-    text = _run("helm", "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *words)
-    objects = [o for o in yaml.safe_load_all(text) if o]
+    objects = _read_objects(_run("helm", "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *words))
     for manifest in objects:
         if manifest["kind"] not in UNSCOPED:
             manifest["metadata"].setdefault("namespace", NAMESPACE)
     return objects
+
+
+def _read_objects(text: str) -> list[Manifest]:
+    """By libyaml where it is there: in Python alone it takes a second."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [o for o in yaml.load_all(text, loader) if o]

@@ -164,10 +164,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "group"), [(torch.float32, ON_DEVICE), (torch.bfloat16, ON_DEVICE), (torch.bfloat16, ON_HOST)], ids=str
-)
-@pytest.mark.parametrize(("layout_kind", "kind", "merge"), CASES)
+def mark_cases() -> list[Any]:
+    """Each case in bf16 on the device, where most can go wrong; with merges over the host, too, and without in fp32."""
+    made = []
+    for case in CASES:
+        fast = {(torch.bfloat16, ON_DEVICE), (torch.bfloat16, ON_HOST) if case[-1] else (torch.float32, ON_DEVICE)}
+        for at in ((torch.float32, ON_DEVICE), (torch.bfloat16, ON_DEVICE), (torch.bfloat16, ON_HOST)):
+            name = "-".join(map(str, (*case, *at)))
+            made.append(pytest.param(*case, *at, marks=() if at in fast else pytest.mark.slow, id=name))
+    return made
+
+
+@pytest.mark.parametrize(("layout_kind", "kind", "merge", "dtype", "group"), mark_cases())
 def test_what_is_late_is_waited_for(
     layout_kind: str, kind: str, merge: bool, dtype: torch.dtype, group: torch.device
 ) -> None:
