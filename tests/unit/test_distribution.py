@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from dips import files
 from dips.distribution import refuse_other_dips
 from dips.errors import ConfigError
+from tests.forkserver.process import present_umask
 
 ROOT = Path(__file__).parents[2]
 OTHERS = "dips"  # on PyPI, a package for the photometry of stars
@@ -68,15 +71,23 @@ def test_the_other_project_beside_ours_is_found(other_dips: Path) -> None:
     assert str(other_dips) in str(refused.value)
 
 
-@pytest.mark.real_commands
 @pytest.mark.parametrize("module", ["dips.cli", "dips.master.app", "dips.slave.app", "dips.client.app"])
-def test_no_command_starts_beside_the_other_project(module: str, other_dips: Path) -> None:
+def test_no_command_starts_beside_the_other_project(
+    module: str, other_dips: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All four refuse with the exit code of a wrong configuration, before they read anything."""
-    path = os.pathsep.join([str(ROOT), str(other_dips)])
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--help"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 78 and "another project" in done.stderr and not done.stdout
+    main = importlib.import_module(module).main
+    monkeypatch.syspath_prepend(other_dips)
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    monkeypatch.setattr(files, "_given", files._given)
+    umask = present_umask()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        os.umask(umask)
+    said = capsys.readouterr()
+    assert ended.value.code == 78 and "another project" in said.err and not said.out
 
 
 @pytest.mark.real_commands
