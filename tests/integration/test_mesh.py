@@ -115,7 +115,7 @@ REFUSED = {
     "HSDP": "expected the shard dim alone",
     "DDP": "DistributedDataParallel averages gradients",
     "plain": "expected a parameter sharded by FSDP2",
-    "compiled": "compiled graph of a FSDPLayoutBlock",
+    "compiled": "a sync's hooks would break the compiled graph of a FSDPLayoutBlock",
     "clip": "a norm with per_layer: true",
     "gates": "penalty.gates: expected edit or none, got dips",
     "merge": "outer.merge: rda is not made for a mesh",
