@@ -48,7 +48,7 @@ def test_a_nan_heals(tmp_path: Path, overlap: str, steps: int, spoilt: int, frag
     }
     out = tmp_path / "found"
     command = [*harness.TORCHRUN, "2", str(HERE / "train_diverging.py"), str(out), str(spoilt)]
-    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.05}) as run:
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.05}, slaves=1) as run:
         run.start_servers()
         run.wait(run.start_cluster("a", command, steps=steps, overlap=overlap, fragments=fragments), 90)
         rounds = run.history()
@@ -95,20 +95,26 @@ def diverging_run(
     """One cluster of one plain rank that diverges."""
     tensors = {name: p.detach().numpy() for name, p in diverging.build().named_parameters()}
     command = [sys.executable, str(HERE / "train_diverging.py"), str(tmp_path / "found"), spoilt]
-    with harness.Run(tmp_path, tensors, shared={"stop": {"versions": versions}}, timing={"window_s": 0.02}) as run:
+    shared = {"stop": {"versions": versions}}
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}, slaves=1) as run:
         run.start_servers()
         yield run, run.start_cluster("a", command, steps=H, max_restarts=1, on_divergence=on_divergence)
 
 
+def coarse_run(directory: Path, versions: int) -> harness.Run:
+    """A run of the model of train_coarse.py."""
+    tensors = {name: p.detach().numpy() for name, p in coarse.build().named_parameters()}
+    shared = {"stop": {"versions": versions}, "outer": {"lr": 0.5, "clip": {}}, "penalty": {"gates": []}}
+    return harness.Run(directory, tensors, shared=shared, timing={"window_s": 0.02}, slaves=1)
+
+
 def run_alone(
-    tmp_path: Path, mode: str, versions: int, steps: int, lr: float = 0.5, code: int = 0, ranks: int = 0, **options: Any
+    tmp_path: Path, mode: str, versions: int, steps: int, code: int = 0, ranks: int = 0, **options: Any
 ) -> str:
     """One cluster, of one process or of so many ranks, runs a script of train_coarse.py to its end; what it printed."""
-    tensors = {name: p.detach().numpy() for name, p in coarse.build().named_parameters()}
-    shared = {"stop": {"versions": versions}, "outer": {"lr": lr, "clip": {}}, "penalty": {"gates": []}}
     start = [*harness.TORCHRUN, str(ranks)] if ranks else [sys.executable]
     command = [*start, str(HERE / "train_coarse.py"), mode, str(tmp_path / "out")]
-    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
+    with coarse_run(tmp_path, versions) as run:
         run.start_servers()
         cluster = run.start_cluster("a", command, steps=steps, **options)
         run.wait(cluster, 60, code)
@@ -118,7 +124,7 @@ def run_alone(
 
 @pytest.mark.timeout(90)
 def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path) -> None:
-    """θ is no number of bf16, yet each of 20 pushes of a model that is has norm 0: it is θ, bit for bit.
+    """θ is no number of bf16, yet each of 6 pushes of a model that is has norm 0: it is θ, bit for bit.
 
     So no version follows, and what nobody trains is told, as are the 16 bits.
     """
@@ -131,23 +137,36 @@ def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path
     assert "weight: a parameter of 16 bits without fp32 masters" in said and "4 B of host memory per parameter" in said
 
 
+UNDOING = [("hidden", "whole"), ("copies", "whole"), ("buried", "whole"), ("buried", "lazy")]
+
+
+@pytest.fixture(scope="module")
+def undone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+    """What clusters print that undo a pull, each until it ends, side by side in one run without an end."""
+    directory, started = tmp_path_factory.mktemp("undone"), {}
+    with coarse_run(directory, 1_000_000) as run:
+        run.start_servers()
+        for mode, install in UNDOING:
+            command = [sys.executable, str(HERE / "train_coarse.py"), mode, str(directory / "out")]
+            started[mode, install] = run.start_cluster(f"{mode}-{install}", command, steps=5, install=install)
+        for cluster in started.values():
+            run.wait(cluster, 60, code=78)
+    return {way: cluster.log.read_text() for way, cluster in started.items()}
+
+
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    ("mode", "install", "code"),
-    [
-        ("hidden", "whole", 78),
-        ("copies", "whole", 78),
-        ("given", "whole", 0),
-        ("buried", "whole", 78),
-        ("buried", "lazy", 78),
-    ],
-)
-def test_masters_that_undo_a_pull_end_the_job(tmp_path: Path, mode: str, install: str, code: int) -> None:
+@pytest.mark.parametrize(("mode", "install", "code"), [*((*of, 78) for of in UNDOING), ("given", "whole", 0)])
+def test_masters_that_undo_a_pull_end_the_job(
+    request: pytest.FixtureRequest, tmp_path: Path, mode: str, install: str, code: int
+) -> None:
     """Not known to the outer loop: found in the optimizer before the first push, with what to write. Given: it trains.
 
     Where even the optimizer does not show them, the first step after a pull does.
     """
-    said = run_alone(tmp_path, mode, versions=6, steps=5, code=code, install=install)
+    if code:
+        said = request.getfixturevalue("undone")[mode, install]
+    else:
+        said = run_alone(tmp_path, mode, versions=4, steps=5, install=install)
     assert ("keeps an fp32 master of it (" in said) is (mode in ("hidden", "copies"))
     assert ("wrote back the values from before it" in said) is (mode == "buried")
     assert ("OuterLoop(model, optimizer=optimizer)" in said) is (mode != "given")

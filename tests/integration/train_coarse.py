@@ -25,7 +25,7 @@ from torch import nn
 
 from dips.client import OuterLoop
 
-IDLE_STEPS = 20
+IDLE_STEPS = 6
 
 
 class MasterSgd(torch.optim.Optimizer):
