@@ -18,7 +18,7 @@ from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
 HERE = Path(__file__).parent
-ROUNDS = 20
+ROUNDS = 10
 LR, MOMENTUM, CLIP = 0.7, 0.8, 1.0
 OUTER = {"lr": LR, "momentum": MOMENTUM, "step": "nesterov", "clip": {"norm": CLIP}}
 
@@ -85,7 +85,7 @@ def push_bytes(timeline: Path) -> list[int]:
 
 
 # bf16: a push is off by at most 2^-8 of a difference below 1.2, the steps are clipped to a tenth of it, and what is
-# owed keeps twenty of them from adding up: 7e-4 was seen.
+# owed keeps them from adding up: 7e-4 was seen after twenty.
 @pytest.mark.torchrun
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def push_bytes(timeline: Path) -> list[int]:
 def test_every_element_is_one_number_and_the_twin_predicts_it(
     tmp_path: Path, codec: str, element_bytes: int, within: float
 ) -> None:
-    """Two FSDP2 ranks and a plain rank, two slaves, 20 outer steps: everywhere and always the reference's number."""
+    """Two FSDP2 ranks and a plain rank, two slaves, 10 outer steps: everywhere and always the reference's number."""
     tensors = script.tensors()
     numel = sum(t.size for t in tensors.values())
     shared = {
