@@ -27,8 +27,8 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
 
     rest  whether inner steps are left after the last push that the pace asked for
     """
-    np.save(tmp_path / "tokens.npy", np.arange(6000, dtype=np.uint16))
-    np.save(tmp_path / "tokens.documents.npy", np.arange(0, 6000, 40))
+    np.save(tmp_path / "tokens.npy", np.arange(2400, dtype=np.uint16))
+    np.save(tmp_path / "tokens.documents.npy", np.arange(0, 2400, 40))
     digest = build_dataset(BuildPlan((parse_source(f"t={tmp_path}/tokens.npy"),), tmp_path / "set", RANGES, 3)).digest
     data = DataSet(tmp_path / "set")
     sequences = sum(data.sequences(n, script.LENGTH) for n in range(RANGES))
@@ -37,7 +37,7 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
     tensors = {name: p.detach().numpy() for name, p in script.build().named_parameters()}
     outer = {"clip": {"norm": 1.0}}  # numbers of tokens, as they are, make it diverge without
     shared = {"data": {"ranges": RANGES, "digest": digest}, "penalty": {"gates": []}, "outer": outer}
-    with harness.Run(tmp_path, tensors, shared=shared) as run:
+    with harness.Run(tmp_path, tensors, shared=shared, slaves=1) as run:
         run.start_servers()
         command = [sys.executable, str(HERE / "train_ranges.py"), str(tmp_path / "set"), str(tmp_path / "seen.json")]
         run.wait(run.start_cluster("west", command, steps=steps), 200)
