@@ -10,7 +10,6 @@ Where there are fewer devices than ranks they are shared, and each rank is a hos
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -38,10 +37,9 @@ SPREAD_ITEMS = 64  # so that what is replicated is spread in a model this small
 def whole_theta(collectives: JobCollectives, layout: ModelLayout, memory: HostMemory) -> dict[str, np.ndarray]:
     """What all ranks together push: full parameters, each element from the one rank that speaks for it."""
     manifest = layout.plan.manifest
-    mine = io.BytesIO()
-    np.savez(mine, *[piece.array for piece in memory.pieces])
+    mine = b"".join(piece.array.tobytes() for piece in memory.pieces)
     ranges = json.dumps([list(piece.range) for piece in memory.pieces]).encode()
-    arrays = [np.load(io.BytesIO(words)) for words in collectives.all_gather(mine.getvalue())]
+    values = [np.frombuffer(words, np.float32) for words in collectives.all_gather(mine)]
     claims = [[Range(*r) for r in json.loads(words)] for words in collectives.all_gather(ranges)]
     assert (
         describe_uncovered(
@@ -50,10 +48,13 @@ def whole_theta(collectives: JobCollectives, layout: ModelLayout, memory: HostMe
         == []
     )
     theta = {p.name: np.full(p.numel, np.nan, np.float32) for layer in manifest.layers for p in layer.parameters}
-    for stored, ranges_of in zip(arrays, claims, strict=True):
-        for index, (layer, param, offset, length) in enumerate(ranges_of):
+    for of_rank, ranges_of in zip(values, claims, strict=True):
+        ends = np.cumsum([claim.length for claim in ranges_of], dtype=int)
+        parts = np.split(of_rank, ends)
+        assert not parts.pop().size, "pieces have other lengths than their ranges"
+        for (layer, param, offset, length), part in zip(ranges_of, parts, strict=True):
             name = manifest.layers[layer].parameters[param].name
-            theta[name][offset : offset + length] = stored[f"arr_{index}"]
+            theta[name][offset : offset + length] = part
     return theta
 
 
