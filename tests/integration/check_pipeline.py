@@ -41,11 +41,10 @@ from benchmarks.pipeline_rank import spell_plan
 from dips.client import OuterLoop
 from dips.client.parallel.adapter import is_dtensor
 from dips.errors import DipsError
-from dips.inside.pipeline import EmulatedDevice, Pipeline, PlanReplaced
+from dips.inside.pipeline import EmulatedDevice, Pipeline, PlanReplaced, replan
 from dips.inside.pipeline.memory import HostCategory
 from dips.inside.pipeline.orders import lower_order, read_pipeline
 from dips.inside.pipeline.parts import _mix_seed
-from dips.inside.pipeline.replan import LOOKS
 from dips.inside.pipeline.torch_runtime import RankStage
 from dips.inside.planning.adapt import PlanChange, PlanVerdict
 from dips.inside.planning.profile import GB
@@ -594,7 +593,7 @@ def replaced(_: int) -> list[dict[str, Any]]:
     case = replace(GEARED[1], dtype=torch.float32)
 
     def play(directory: Path, rank: int) -> dict[str, Any]:
-        os.environ["DIPS_ALONE"] = "1"
+        os.environ["DIPS_ALONE"], replan.LOOKS = "1", 2
         own = directory / str(int(rank == 2)) / "plan.yaml"
         pipe = Pipeline(case.build, own, loss=summed_loss, collective_s=COLLECTIVE_S, adapt="auto")
         outer, had, told = OuterLoop(pipe.parts), [], ""
@@ -610,7 +609,7 @@ def replaced(_: int) -> list[dict[str, Any]]:
                     own.write_text(own.read_text() + "\n# another plan\n")
                     assert pipe._replacement is not None
                     pipe._replacement._found = PlanChange(PlanVerdict.ADOPTED, 2.0, 1.0, 3, ("s0d0", "s1d0"), 4.0, "p")
-                for _ in range(LOOKS + 1):
+                for _ in range(replan.LOOKS + 1):
                     step()
                 dist.barrier()
                 if rank == 2:
@@ -667,7 +666,7 @@ def worst_difference(found: list[Any], wanted: Named) -> float:
 
 
 def clipped(_: int) -> dict[str, Any]:
-    """Three steps of SGD whose gradients are clipped to half their norm."""
+    """Two steps of SGD whose gradients are clipped to half their norm."""
 
     def play(case: PlannedCase, _: int) -> dict[str, Any]:
         def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -679,7 +678,7 @@ def clipped(_: int) -> dict[str, Any]:
         alone.model.zero_grad()
         pipe, optimizer = make_pipeline(case, optimizer=sgd, max_grad_norm=norm / 2), sgd(alone.model)
         norms = []
-        for step in range(STEPS):
+        for step in range(2):
             pipe.step(case.batch(step))
             alone.backward(case.batch(step))
             wanted = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), norm / 2)
