@@ -185,7 +185,7 @@ def in_another_process(directory: Path, seed: str) -> subprocess.CompletedProces
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "2"])
+@pytest.mark.parametrize("hash_seed", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_the_same_under_another_hash_seed(played: Path, hash_seed: str) -> None:
     """`dips-master replay` in processes whose hashes differ from ours gives the same effects."""
     done = in_another_process(played, hash_seed)
@@ -210,14 +210,12 @@ def test_a_walk_over_a_set_is_found(played: Path, tmp_path: Path, monkeypatch: p
     script += "coordinator.HANDLERS[events.PushStaged] = note_set\n"
     script += "from dips.master.journal import replay_journal; from pathlib import Path\n"
     script += "print(replay_journal(Path(sys.argv[1]))[-1].differs)"
-    said = {
-        subprocess.run(
-            [sys.executable, "-c", script, str(directory)], cwd=ROOT, check=True, capture_output=True, text=True,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-        ).stdout.strip()
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert any("PushStaged" in text and "of the same kinds, with other contents" in text for text in said)
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # not ours
+    said = subprocess.run(
+        [sys.executable, "-c", script, str(directory)], cwd=ROOT, check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+    ).stdout  # fmt: skip
+    assert "PushStaged" in said and "of the same kinds, with other contents" in said
 
 
 def test_where_it_differs_is_said(played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
