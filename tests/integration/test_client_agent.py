@@ -21,15 +21,20 @@ from dips.transport.endpoints import master_peer
 from tests.integration import cluster_harness as harness
 from tests.integration.train_constant import tensors
 from tests.traces import check_chrome, check_otlp
+from tests.waiting import until
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
-VERSIONS = 15
+VERSIONS = 8  # who is killed at the second is so well before the last
+
+
+def run_of(directory: Path, versions: int) -> harness.Run:
+    return harness.Run(directory, tensors(), shared={"penalty": {"gates": []}, "stop": {"versions": versions}})
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
-    with harness.Run(tmp_path, tensors(), shared={"penalty": {"gates": []}, "stop": {"versions": VERSIONS}}) as run:
+    with run_of(tmp_path, VERSIONS) as run:
         yield run
 
 
@@ -43,7 +48,7 @@ def test_a_killed_trainer_comes_back_in_the_same_incarnation(run: Any, tmp_path:
     """SIGKILL of the trainer: the agent keeps the lease and starts it anew; it pulls the head, and tokens add up."""
     run.start_servers()
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")], max_restarts=1)
-    run.until(lambda: len(run.versions()) >= 3, 60, "three versions")
+    run.until(lambda: len(run.versions()) >= 2, 60, "two versions")
     os.kill(marks(run, "west", "trainer_start")[0]["pid"], signal.SIGKILL)
     before = len(run.versions())
     run.wait(west, 60)
@@ -57,13 +62,12 @@ def test_a_killed_trainer_comes_back_in_the_same_incarnation(run: Any, tmp_path:
 
 
 @pytest.mark.timeout(120)
-def test_a_trace_shows_a_push_on_all_machines(run: Any, tmp_path: Path) -> None:
+def test_a_trace_shows_a_push_on_all_machines(tmp_path: Path) -> None:
     """`dips trace` of real timelines: both formats keep their rules, and one push passes through every process."""
-    run.start_servers()
-    run.wait(run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")]), 60)
-    for process in run.processes:
-        process.terminate()
-    push = str(run.versions()[2].folds[0].push)
+    with run_of(tmp_path, 3) as run:
+        run.start_servers()
+        run.wait(run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")]), 60)
+    push = str(run.versions()[1].folds[0].push)
     directories = [str(tmp_path / name) for name in ("master", "ps0", "ps1", "west")]
     command = [sys.executable, "-m", "dips.cli", "trace", *directories]
     subprocess.run([*command, "--out", str(tmp_path / "all.json")], check=True, cwd=harness.ROOT)
@@ -94,14 +98,15 @@ def test_a_wrong_model_is_refused_with_its_first_differences(run: Any, tmp_path:
 
 
 @pytest.mark.timeout(120)
-def test_a_master_that_is_late_is_waited_for(run: Any, tmp_path: Path) -> None:
+def test_a_master_that_is_late_is_waited_for(tmp_path: Path) -> None:
     """An unreachable master is asked again and again, visibly; when it is there the cluster joins."""
-    run.start_slaves()
-    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
-    run.until(lambda: "asks the master again" in west.log.read_text(), 60, "the agent says that it waits")
-    run.start_master()
-    run.wait(west, 60)
-    assert len(run.versions()) == VERSIONS
+    with run_of(tmp_path, 2) as run:
+        run.start_slaves()
+        west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+        run.until(lambda: "asks the master again" in west.log.read_text(), 60, "the agent says that it waits")
+        run.start_master()
+        run.wait(west, 60)
+        assert len(run.versions()) == 2
 
 
 @pytest.mark.timeout(120)
@@ -110,7 +115,7 @@ def test_a_restarted_master_finds_its_cluster(run: Any, tmp_path: Path) -> None:
     master = run.start_master()
     run.start_slaves()
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
-    run.until(lambda: len(run.versions()) >= 3, 60, "three versions")
+    run.until(lambda: len(run.versions()) >= 2, 60, "two versions")
     master.kill()
     run.start_master()
     run.wait(west, 90)
@@ -120,8 +125,8 @@ def test_a_restarted_master_finds_its_cluster(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_every_data_range_is_trained_once(tmp_path: Path) -> None:
-    """Two clusters walk 12 ranges: together they get each one exactly once, and the ledger knows those trained."""
-    shared = {"penalty": {"gates": []}, "data": {"ranges": 12}}
+    """Two clusters walk 8 ranges: together they get each one exactly once, and the ledger knows those trained."""
+    shared = {"penalty": {"gates": []}, "data": {"ranges": 8}}
     with harness.Run(tmp_path, tensors(), shared=shared) as run:
         run.start_servers()
         names = ["east", "west"]
@@ -131,9 +136,9 @@ def test_every_data_range_is_trained_once(tmp_path: Path) -> None:
         for cluster in clusters:
             run.wait(cluster, 90)
         given = [line for n in names for line in (tmp_path / f"{n}.out").read_text().splitlines() if "range" in line]
-        assert sorted(given) == sorted(f"range {i}" for i in range(12))
+        assert sorted(given) == sorted(f"range {i}" for i in range(8))
         trained = [r for round_ in run.versions() for fold in round_.folds for r in fold.ranges]
-        assert len(trained) == len(set(trained)) >= 8
+        assert len(trained) == len(set(trained)) >= 4
 
 
 ORPHAN = str(HERE / "train_orphan.py")
@@ -185,7 +190,7 @@ def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Pat
     """Two directories, --take-over: the first agent is fenced, ends its trainer and exits 75; the second goes on."""
     run = long_run
     first = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], max_restarts=5)
-    run.until(lambda: len(run.versions()) >= 2, 60, "two versions")
+    run.until(lambda: run.versions(), 60, "a version")
     trainer = marks(run, "west", "trainer_start")[0]["pid"]
     file = tmp_path / "again.yaml"
     file.write_text((tmp_path / "west.yaml").read_text().replace("directory: west", "directory: again"))
@@ -196,7 +201,7 @@ def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Pat
     assert not psutil.pid_exists(trainer)
     assert "fenced by a newer incarnation" in first.log.read_text()
     at = len(run.versions())
-    run.until(lambda: len(run.versions()) >= at + 3, 60, "versions of the second")
+    run.until(lambda: len(run.versions()) >= at + 2, 60, "versions of the second")  # one may hold the first's push
     assert second.code is None
     incs = [fold.push.inc for r in run.versions() for fold in r.folds]
     assert incs == sorted(incs) and set(incs) == {1, 2}
@@ -227,7 +232,8 @@ def test_a_hung_trainer_and_a_dead_one_are_told_apart(quick_run: Any, tmp_path: 
     run.until(lambda: (tmp_path / "a").exists(), 60, "it trains")
     pid = marks(run, "west", "trainer_start")[0]["pid"]
     os.kill(pid, signal.SIGSTOP)
-    run.until(lambda: seen(run) == ("idle", "its trainer hangs: no inner step seen for 15 s"), 60, "it hangs")
+    hangs = ("idle", "its trainer hangs: no inner step seen for 15 s")
+    until(lambda: seen(run) == hangs, "it hangs", 60, pause_s=0.5)  # each look asks the master
     os.kill(pid, signal.SIGCONT)
     run.until(lambda: seen(run) == ("training", "training"), 30, "it trains again")
     os.kill(pid, signal.SIGKILL)
