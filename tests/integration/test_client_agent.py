@@ -25,7 +25,7 @@ from tests.waiting import until
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
-VERSIONS = 8  # who is killed at the second is so well before the last
+VERSIONS, PACE = 5, 20  # rounds of half a second: who is killed at the second is so well before the last
 
 
 def run_of(directory: Path, versions: int) -> harness.Run:
@@ -47,7 +47,7 @@ def marks(run: Any, cluster: str, kind: str) -> list[dict[str, Any]]:
 def test_a_killed_trainer_comes_back_in_the_same_incarnation(run: Any, tmp_path: Path) -> None:
     """SIGKILL of the trainer: the agent keeps the lease and starts it anew; it pulls the head, and tokens add up."""
     run.start_servers()
-    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")], max_restarts=1)
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")], steps=PACE, max_restarts=1)
     run.until(lambda: len(run.versions()) >= 2, 60, "two versions")
     os.kill(marks(run, "west", "trainer_start")[0]["pid"], signal.SIGKILL)
     before = len(run.versions())
@@ -114,7 +114,7 @@ def test_a_restarted_master_finds_its_cluster(run: Any, tmp_path: Path) -> None:
     """SIGKILL of the master: the cluster goes on in the same incarnation under the next term."""
     master = run.start_master()
     run.start_slaves()
-    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")], steps=PACE)
     run.until(lambda: len(run.versions()) >= 2, 60, "two versions")
     master.kill()
     run.start_master()
@@ -189,7 +189,7 @@ def quick_run(tmp_path: Path) -> Iterator[Any]:
 def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Path) -> None:
     """Two directories, --take-over: the first agent is fenced, ends its trainer and exits 75; the second goes on."""
     run = long_run
-    first = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], max_restarts=5)
+    first = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], steps=PACE, max_restarts=5)
     run.until(lambda: run.versions(), 60, "a version")
     trainer = marks(run, "west", "trainer_start")[0]["pid"]
     file = tmp_path / "again.yaml"
