@@ -26,7 +26,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,8 @@ def serve(connection: socket.socket, door: socket.socket | None = None) -> dict[
             os._exit(0)  # who asked is gone
         request: dict[str, Any] = json.loads(message)
         try:
-            prepare(request["words"])
+            with chdir(request["cwd"]):  # of which a script's path may be
+                prepare(request["words"])
             if (many := process.threads()) != 1:
                 raise RuntimeError(f"{many} threads after the imports of {request['words']}: a fork would be broken")
             pid = fork_twice() if asker is connection else fork_kept(asker, fds)
