@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import train_constant as script
 from tests.integration.cluster_harness import Process, Run, daemon
+from tests.integration.test_client_agent import TINY
+from tests.integration.train_constant import tensors
 
 CLI = [sys.executable, "-c", "from dips.cli import main; main()"]
-TRAINER = Path(script.__file__)
 NO_ROOM = ["/bin/sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh"]  # each line is answered with ENOSPC
 # The wall clock of the master alone: to set the machine's would be felt by everybody on it.
 SHIFTED = """import sys, time; from pathlib import Path
@@ -31,13 +31,13 @@ LOST = ("slave_lost", "cluster_gone", "round_skipped", "the coordinator failed")
 @contextmanager
 def one_cluster(directory: Path, versions: int = 10_000) -> Iterator[Run]:
     """A run whose master starts when the test says so."""
-    with Run(directory, script.tensors(), shared={"stop": {"versions": versions}, "penalty": {"gates": []}}) as run:
+    with Run(directory, tensors(), shared={"stop": {"versions": versions}, "penalty": {"gates": []}}) as run:
         yield run
 
 
 def start_trainer(run: Run) -> Process:
-    command = [sys.executable, str(TRAINER), "fast", "64", "1", str(run.directory / "fast.out")]
-    return run.start_cluster("fast", command)
+    """Of a cluster whose rounds take a third of a second: few versions are made while a command runs."""
+    return run.start_cluster("fast", [sys.executable, TINY, "steps", str(run.directory / "fast.out")], steps=15)
 
 
 def wait_for_versions(run: Run, more: int, what: str) -> None:
@@ -95,7 +95,7 @@ def test_a_wall_clock_that_jumps_loses_nobody(tmp_path: Path) -> None:
         for days in (-1, 1):
             coming.write_text(str(days * DAY_S))
             coming.rename(shift)
-            wait_for_versions(run, 3, f"with a clock that is {days} days off")
+            wait_for_versions(run, 2, f"with a clock that is {days} days off")
             newest = json.loads(subprocess.check_output([*CLI, "status", "--json", "--config", str(run.file)]))[
                 "newest"
             ]
