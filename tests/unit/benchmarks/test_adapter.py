@@ -28,7 +28,7 @@ from dips.inside.planning.search import Planner, RankedPlan
 from dips.inside.planning.simulate import simulate
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 12))])
 def test_stages_that_are_all_in_one_gear_play_that_gear(seed: int) -> None:
     """By arrival a pipeline that was put together of one gear's stages takes as long as that gear, at any rates."""
     gears = draw_gears(random.Random(seed))

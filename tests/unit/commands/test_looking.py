@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +48,6 @@ from tests.enrolled import Enrolled
 from tests.typed import type_dips
 from tests.unit.view.views import make_run as make_view
 
-ROOT = Path(__file__).parents[3]
 RUN = "july"
 
 
@@ -601,11 +599,8 @@ def test_a_shell_completes_names_of_the_run_file(files: FilesToCheck) -> None:
         "COMP_CWORD": "4",
         "_DIPS_COMPLETE": "complete_bash",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", "from dips.cli import cli; cli(prog_name='dips')"],
-        env={**os.environ, **words}, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60,
-    )  # fmt: skip
-    assert done.stdout.split() == ["s0", "s1"], done.stderr
+    done = CliRunner().invoke(cli.cli, prog_name="dips", env=words)
+    assert done.stdout.split() == ["s0", "s1"], done.output
     context = typer.Context(typer.main.get_command(cli.cli))
     context.params["config"] = str(files.run_file)
     assert completing.complete_cluster(context, "w") == ["west"]
