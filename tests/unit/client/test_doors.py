@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -59,6 +60,8 @@ def made_data(tmp_path: Path) -> DataSet:
 
 
 def feed(outer: Outer, data: Any, workers: int) -> Feed:
+    """Workers are forks of a process that has imported torch, if these are the first: each would do so by itself."""
+    multiprocessing.set_forkserver_preload(["torch.utils.data", "dips.client.data", "dips.data"])
     loader: DataLoader[Any] = DataLoader(
         RangeDataset(data),
         batch_size=None,
