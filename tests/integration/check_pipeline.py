@@ -609,7 +609,7 @@ def replaced(_: int) -> list[dict[str, Any]]:
                     own.write_text(own.read_text() + "\n# another plan\n")
                     assert pipe._replacement is not None
                     pipe._replacement._found = PlanChange(PlanVerdict.ADOPTED, 2.0, 1.0, 3, ("s0d0", "s1d0"), 4.0, "p")
-                for _ in range(replan.LOOKS + 1):
+                for _ in range(replan.LOOKS + 2):
                     step()
                 dist.barrier()
                 if rank == 2:

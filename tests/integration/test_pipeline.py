@@ -109,8 +109,8 @@ def test_ranks_end_together_for_a_plan_that_all_have(found: dict[str, Any]) -> N
     after the next accepted push, with one sentence, and can save a checkpoint before.
     """
     ranks = found["replaced"]
-    assert all(of["had"] == [False] * 4 + [True] * 2 for of in ranks), ranks
-    assert [of["saved"] for of in ranks] == [6] * 3
+    assert all(of["had"] == [False] * 5 + [True] * 2 for of in ranks), ranks
+    assert [of["saved"] for of in ranks] == [7] * 3
     assert {of["told"] for of in ranks} == {"a push was accepted, and PLAN is another plan now: start the ranks anew"}
     assert all(of["new"].startswith("new plan taken: s0d0 to s1d0 takes 4.00 ×") for of in ranks)
     assert [len(of["warned"]) for of in ranks] == [1, 0, 0] and "ranks [2] do not have" in ranks[0]["warned"][0]
