@@ -208,9 +208,17 @@ def some_model(rng: np.random.Generator, spread: float, around: Model | None = N
     return noise if around is None else [a + b for a, b in zip(around, noise, strict=True)]
 
 
-@pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("slaves", [1, 3])
-@pytest.mark.parametrize("clusters", range(1, 9))
+@pytest.mark.parametrize(
+    ("clusters", "slaves", "clip"),
+    [
+        pytest.param(clusters, slaves, clip, id=f"{clusters}-{slaves}-{name}", marks=[pytest.mark.slow] * slow)
+        for clusters in range(1, 9)
+        for slaves, clip, name, slow in (
+            (1, None, "unclipped", False), (1, 1.0, "clipped", True),
+            (3, None, "unclipped", True), (3, 1.0, "clipped", False),
+        )
+    ],
+)  # fmt: skip
 def test_failure_6_wrong_mean_wrong_sign(tmp_path: Path, clusters: int, slaves: int, clip: float | None) -> None:
     """θ of every round equals torch's SGD(nesterov=True) on the weighted, clipped mean to 1e-6 relative."""
     rng, order = np.random.default_rng(clusters), random.Random(clusters)
