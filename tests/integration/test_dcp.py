@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.test_overlap import HERE, constant, harness
 
-SAVES = 4
+SAVES = 2
 DELTA = 2.0**-10
 
 
@@ -35,7 +35,7 @@ def test_a_save_and_a_push_tear_nothing_and_wait_for_nothing_of_each_other(
         "penalty": {"gates": []},
     }
     command = [*harness.TORCHRUN, "2", str(HERE / "train_dcp.py"), str(tmp_path / "found"), str(SAVES)]
-    with harness.Run(tmp_path, tensors, shared=shared) as run:
+    with harness.Run(tmp_path, tensors, shared=shared, slaves=1) as run:
         run.start_servers()
         run.wait(run.start_cluster("a", command, steps=10_000, overlap=overlap, install=install), 150)
         rounds = run.versions()

@@ -18,7 +18,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     """Rank 1 of three never reaches the push: the others raise after the deadline, rank 0 says who."""
     tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
     out = tmp_path / "told"
-    with harness.Run(tmp_path, tensors) as run:
+    with harness.Run(tmp_path, tensors, slaves=1) as run:
         run.start_servers()
         command = [*harness.TORCHRUN, "3", str(HERE / "train_unequal.py"), str(out)]
         run.start_cluster("a", command, steps=1, collective_s=DEADLINE_S)
