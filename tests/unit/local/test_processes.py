@@ -14,7 +14,7 @@ from dips.errors import Busy, DipsError, UnavailableMaster
 from dips.local import run
 from dips.local.run import LocalProcesses, ProcessEnded
 from dips.transport.endpoints import Endpoint
-from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands  # noqa: F401  forks of one server
+from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands  # noqa: F401  forks
 from tests.waiting import until
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]

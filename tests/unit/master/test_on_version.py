@@ -47,7 +47,7 @@ from dips.protocol.records import (
 from dips.protocol.view import RunView, VersionProcessView
 from dips.store.files import write_version
 from dips.telemetry import logs
-from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands  # noqa: F401  forks of one server
+from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands  # noqa: F401  forks
 from tests.run_files import write_run_file
 from tests.waiting import eventually, until
 
