@@ -13,8 +13,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 CPU_TORCH := https://download.pytorch.org/whl/cpu
-# A worker that dies ends the run: pytest-xdist starts another one, and then waits for ever.
-TEST = $(BIN)/python -m pytest -n 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+# Three files at a time keep two cores busy, and each worker more imports everything once more. One that dies ends the
+# run: pytest-xdist starts another one, and then waits for ever.
+TEST = $(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 COVERAGE := $(CURDIR)/build/coverage
 # Its handler of SIGTERM, and a measurement of their own:
 SEES_COVERAGE := $(addprefix tests/integration/test_forkserver.py::, test_a_program_sees_the_same \
@@ -30,7 +31,7 @@ help: ## list these words
 demo: $(VENV)/demo.stamp ## two unequal clusters train one model through a master and two slaves, with a crash of each kind
 	@$(BIN)/dips demo $(ARGS)
 
-test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, four files at a time (ARGS="-k word" picks some)
+test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, three files at a time (ARGS="-k word" picks some)
 	@$(TEST) $(ARGS)
 
 test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
