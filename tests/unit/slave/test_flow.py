@@ -141,3 +141,16 @@ def test_a_chunk_that_cannot_be_made_ends_its_stream_and_holds_no_source(story: 
     story.now = 1.0
     story.flow.on_turn(0)
     assert story.events == [Released(pull, "closed")]
+
+
+def test_a_pull_that_moves_or_ends_wakes_the_lane(story: FlowStory) -> None:
+    """A sleeping one would tell of its former source, and release it, only when its next frame arrives."""
+    pull, source, wakes = PullId("x", 1, 1), {0: np.zeros(N, np.float32)}, story.lane.wakes
+    story.flow.open_pull(pull, V1, source)
+    story.flow.move_pull(pull, source)
+    assert story.lane.wakes == wakes + 1
+    story.flow.close_pull(pull)
+    assert story.lane.wakes == wakes + 2
+    story.now = 1.0
+    story.flow.on_turn(0)
+    assert story.events[-1] == Released(pull, "closed")

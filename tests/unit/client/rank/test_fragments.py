@@ -196,6 +196,14 @@ def test_each_fragment_is_frozen_at_its_own_step(slaves):
     assert [set(slaves.pushed[layer]) for layer in range(LAYERS)] == [{0.0}, {2.0}, {4.0}]
 
 
+def test_a_push_that_nobody_trains_beside_has_every_layer(slaves):
+    """It keeps no shard and staggers nothing: the whole model is frozen as it is, whatever its fragments are."""
+    rank = StaggeredRank(slaves)
+    rank.take_step(1.0)
+    assert rank.transfers.begin_push(rank._request(GENESIS, Codec.FP32)).wait(WAIT_S).ok
+    assert [set(slaves.pushed[layer]) for layer in range(LAYERS)] == [{1.0}] * LAYERS
+
+
 def test_paused_training_staggers_nothing(slaves):
     """The last push of the data, or a push that the script demands: all of it is frozen and moved at once."""
     rank = StaggeredRank(slaves)
