@@ -23,7 +23,7 @@ def acts(node: ast.AST) -> bool:
 
 
 def asserts_that_act(text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)) if "assert " in text else ():
+    for node in ast.walk(ast.parse(text)) if "assert" in text else ():
         if isinstance(node, ast.Assert) and any(map(acts, ast.walk(node.test))):
             yield ast.unparse(node)
 

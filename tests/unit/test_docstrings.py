@@ -82,7 +82,7 @@ def words_of(source: str) -> SourceWords:
             words.names.update(re.findall(r"\w+", node.value))
         for name in _naming_fields(type(node)):
             if isinstance(value := getattr(node, name), str):
-                words.names.update(value.split(".") if "." in value else (value,))
+                words.names.update(value.split("."))
     comments = (found for found in COMMENT.finditer(source) if found["comment"])
     words.texts += [(source.count("\n", 0, found.start()) + 1, found["comment"]) for found in comments]
     return words

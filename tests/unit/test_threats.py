@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from dips.transport import lane, limits
+from tests.unit.test_track_record import is_there
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/guides/threats.md").read_text()
@@ -19,14 +18,7 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT)))
 @pytest.mark.parametrize(("file", "test"), NAMED, ids=lambda word: word)
 def test_a_test_that_is_named_exists(file: str, test: str) -> None:
     """A threat that is said to be stopped has something that shows it."""
-    names = _functions_of(file)
-    assert test in names if test else any(name.startswith("test_") for name in names)
-
-
-@cache
-def _functions_of(file: str) -> set[str]:
-    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assert is_there(f"{file}::{test}" if test else file)
 
 
 def test_many_are_named() -> None:

@@ -44,18 +44,18 @@ async def test_a_child_is_ended_and_reaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ends", [True, False])
 async def test_no_descriptor_is_left_of_a_child(ends: bool) -> None:
     """A master that starts one again and again would run out of them; nor of one that goes on unwatched."""
-    with nothing_left_open():
-        process = subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL)
-        child = Child(process.pid, process)
-        try:
+    process = subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL)
+    try:
+        with nothing_left_open():
+            child = Child(process.pid, process)
             if ends:
                 await child.end(10.0)
             else:
                 child.stop_watching()
             assert child.alive is not ends
-        finally:
-            process.kill()
-            process.wait()
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_the_next_one_is_seen_to_end_too(tmp_path: Path) -> None:

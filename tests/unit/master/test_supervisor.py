@@ -254,15 +254,15 @@ async def test_a_full_disk_does_not_close_the_supervisors_eyes(tmp_path: Path, m
 async def test_slaves_end_with_a_master_that_is_stopped_only(tmp_path: Path, stop: bool) -> None:
     """One that ends otherwise leaves them to the next, and what it watched them with is closed."""
     supervisor = Supervisor(tmp_path / "f", [], tmp_path, TIMING, dict, patient, structlog.get_logger(), unheard)
-    with nothing_left_open():
-        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        child = supervisor._children["s"] = Child(process.pid, process)
-        try:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with nothing_left_open():
+            child = supervisor._children["s"] = Child(process.pid, process)
             await supervisor.stop_supervising(stop=stop)
             assert child.alive is not stop
-        finally:
-            process.kill()
-            process.wait()
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_slaves_are_looked_at_once_a_heartbeat(tmp_path: Path) -> None:

@@ -19,9 +19,7 @@ from dips.inside.pipeline import pipeline, replan
 from dips.inside.pipeline.orders import read_gears, read_pipeline
 from dips.inside.pipeline.replan import PlanReplacement, Replanner, digest_plan
 from dips.inside.planning.adapt import WINDOW, Adapting, PlanChange, PlanVerdict, TimedTransfer
-from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands
-
-__all__ = ["end_of_servers", "forked_commands", "real_commands"]  # a search costs a fork; the real one, with nice, once
+from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands  # noqa: F401  forks
 
 LAYER = {"name": "l", "parameters": 1e6, "flops": 1e10, "activation_bytes": 4e6, "border_bytes": 1e6, "repeat": 6}
 MODEL = {"name": "m", "batch": 16, "recompute": False, "layers": [LAYER]}
