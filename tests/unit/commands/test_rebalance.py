@@ -25,7 +25,7 @@ from dips.files import PidLock
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
-from dips.protocol.effects import Acknowledged, Pending, Refused
+from dips.protocol.effects import Acknowledged, Pending, RebalancePlanned, Refused
 from dips.protocol.events import RebalanceAsked
 from dips.slave import staging
 from dips.slave.snapshots import Snapshots
@@ -404,11 +404,15 @@ def test_what_fails_leaves_nothing(
 
 def test_what_stays_where_it_is_is_read(host: Host) -> None:
     """A damaged version is found before the older ones, its only substitutes, are given up."""
-    path = host.root / str(V2)
-    staging.read_kept(path, read_manifest(path))
+    config: Any = SimpleNamespace(shared=SimpleNamespace(run="r"), slaves=())
+    section: Any = SimpleNamespace(name="s", directory=host.root)
+    master, asking = master_peer("127.0.0.1:1", None), asyncio.Semaphore()
+    copied = rebalancing._HostCopy(config, section, master, 1.0, print, asking)
+    path, planned = host.root / str(V2), RebalancePlanned(V2, BEFORE, 9)
+    assert asyncio.run(copied._stage_layers(planned)) == read_manifest(path).digest
     flip_bit(path, "momentum.")
     with pytest.raises(CorruptSnapshot, match=r"s/v2@r3/\d+\.safetensors: momentum\."):
-        staging.read_kept(path, read_manifest(path))
+        asyncio.run(copied._stage_layers(planned))
 
 
 def test_many_layers_are_fetched_some_at_a_time(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

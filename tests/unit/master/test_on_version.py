@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -264,6 +265,32 @@ async def test_one_that_takes_too_long_is_killed(make_place: MakePlace, monkeypa
     result = await place.run_one()
     assert (result.ok, result.numbers, result.reason) == (False, (), "not done after 0.05 s: killed")
     assert place.ledger.find_unprocessed(2) is None
+
+
+async def test_one_that_dies_slowly_has_no_result_before(
+    make_place: MakePlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, it may hang in a read for a while; the next one would begin beside it."""
+    loop, killed = asyncio.get_running_loop(), list[hooks.Child]()
+
+    def kill_later(child: hooks.Child) -> None:
+        killed.append(child)
+        loop.call_later(0.1, child.send_signal, signal.SIGKILL)
+
+    monkeypatch.setattr(hooks, "LONGEST_S", 0.05)
+    monkeypatch.setattr(hooks.Child, "kill_group", kill_later)
+    place = make_place(command=["sleep", "600"])
+    living, write = list[bool](), place.write
+
+    async def note_and_write(records: Sequence[Record]) -> None:
+        living.append(killed[0].alive)
+        await write(records)
+
+    monkeypatch.setattr(place, "write", note_and_write)
+    place.commit()
+    place.commit()
+    assert not (await place.run_one()).ok
+    assert living == [False]
 
 
 async def test_one_that_prints_on_and_on_fills_no_disk(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:

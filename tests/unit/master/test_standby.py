@@ -415,6 +415,30 @@ def test_a_mirror_that_lags_forbids_a_takeover_before_anything_leaves_without_it
     master.end()
 
 
+def test_a_standby_says_that_it_is_there_at_its_pace_and_not_when_it_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
+) -> None:
+    """Each time is a write in the store, and one that claims the term is a standby no more."""
+    monkeypatch.setattr("dips.master.standby.RENEW_S", 5.0)
+    a, b = begun(tmp_path, f"memory://{tmp_path}/mirror", "a", "b")
+    master = persist(lambda: Serving(a))
+    waiting, told = Waiting(b), list[float]()
+    waiting.standby._told = waiting.clock.now
+    tell = waiting.standby._tell
+    monkeypatch.setattr(waiting.standby, "_tell", lambda: (told.append(waiting.clock.now), tell()))
+    begin = waiting.clock.now
+    for _ in range(11):
+        waiting.look(1.0)
+    assert [at - begin for at in told] == [5.0, 10.0]
+    until(lambda: master.lease.view().claimable, "it lets the standby take over")
+    master.die()
+    waiting.until(StandbyState.READY)
+    told.clear()
+    waiting.clock.now += CLAIM_S
+    held(waiting.standby.look(), ended)
+    assert not told
+
+
 def test_a_standby_that_leaves_or_dies_binds_nobody_any_more(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, ended: list[Any]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from dips.errors import ConfigError
 from dips.inside.pipeline.orders import read_gears, read_pipeline
+from dips.inside.planning import adapt
 from dips.inside.planning.adapt import (
     GAIN,
     OFF,
@@ -172,6 +174,12 @@ def test_gears_that_never_help_are_not_kept() -> None:
     """Where each piece takes as long as the whole, small pieces are no gear; a slow link keeps them."""
     assert list(keep_useful(make_gears(fixed=1.0))) == [1]
     assert list(keep_useful(make_gears(fixed=0.02))) == [1, 4]
+
+
+def test_a_gear_that_saves_just_enough_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, kept in ((1 - GAIN, [1, 4]), (math.nextafter(1 - GAIN, 1), [1])):
+        monkeypatch.setattr(adapt, "predict_steps", lambda gears, slow, s=seconds: {1: 1.0, 2: 1.5, 4: s})
+        assert list(keep_useful(make_gears())) == kept
 
 
 PLANNED: dict[str, Any] = {
