@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import asyncio.runners
 import atexit
 import functools
 import gc
@@ -202,6 +204,28 @@ def no_thread_outlives_its_test() -> Iterator[None]:
         thread.join(5)
     left = [t.name for t in started if t.is_alive()]
     assert not left, f"threads left running: {left}"
+
+
+LEFT_TASKS = list[str]()  # of this test
+_cancel_all_tasks = asyncio.runners._cancel_all_tasks
+
+
+def _note_and_cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    """What `asyncio.run` does with tasks at its end; a thread of Di-PS may leave its own to it."""
+    if threading.current_thread() is threading.main_thread():
+        LEFT_TASKS.extend(str(task.get_coro()) for task in asyncio.all_tasks(loop))
+    _cancel_all_tasks(loop)
+
+
+asyncio.runners._cancel_all_tasks = _note_and_cancel_all
+
+
+@pytest.fixture(autouse=True)
+def no_task_outlives_its_test() -> Iterator[None]:
+    """What a test, or a command that it calls, has begun is over, or was cancelled by who began it."""
+    LEFT_TASKS.clear()
+    yield
+    assert not LEFT_TASKS, f"tasks left running: {LEFT_TASKS}"
 
 
 @pytest.fixture(autouse=True)

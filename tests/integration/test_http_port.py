@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -48,6 +49,7 @@ async def serving(
         yield int(told[-1]["address"].rpartition(":")[2])
     finally:
         await close()
+        await eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("http text")])
 
 
 def get(

@@ -14,7 +14,7 @@ from dips.master.runtime import LEAST_BYTES, REST, TIMES, ManifestDesk
 from dips.protocol.effects import Acknowledged
 from dips.protocol.events import ManifestOffered
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 OURS = Manifest.from_shapes([("l.w", (1000,))])
 OTHER = Manifest.from_shapes([("l.w", (999,))])
@@ -109,4 +109,5 @@ async def test_whoever_hangs_up_makes_no_room_for_another(monkeypatch: pytest.Mo
             await desk.compare(offer(OTHER.to_json()))
     finally:
         read.set()
+    await eventually(lambda: len(asyncio.all_tasks()) == 1)
     assert len(reads) == 1
