@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,9 @@ async def serve_authority(
     add_AuthorityServiceServicer_to_server(AuthorityPort(authority, life, guard, log), server)
     address = f"{listen.rpartition(':')[0]}:{control.bind_server(server, listen, '--listen', guard)}"
     await server.start()
-    with daemon.end_signals(stopped.set):
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop, DEADLINE_S)  # who has asked is answered
+        stack.enter_context(daemon.end_signals(stopped.set))
         log.info("serving", address=address, run=authority.run, hours=life / timedelta(hours=1))
         ready(address)
         while not stopped.is_set():

@@ -509,6 +509,27 @@ async def test_a_signal_ends_the_port(enrolled: Enrolled) -> None:
         await said_by(west, address.result())[0].renew()
 
 
+async def test_who_has_asked_when_the_port_ends_is_answered(
+    enrolled: Enrolled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is signed counts among the certificates of its name; whoever had asked got none, and asked for another."""
+    west, signing, signed = enrolled.enroll("west", PeerRole.CLUSTER), threading.Event(), threading.Event()
+    renew = Authority.renew
+
+    def renew_slowly(*arguments: Any) -> Any:
+        signing.set()
+        assert signed.wait(20.0)
+        return renew(*arguments)
+
+    monkeypatch.setattr(Authority, "renew", renew_slowly)
+    async with served(enrolled) as address:
+        asking = asyncio.create_task(said_by(west, address)[0].renew())
+        await eventually(signing.is_set)
+        asyncio.get_running_loop().call_later(0.2, signed.set)
+    await asking
+    assert len(Authority.open(enrolled.directory / "ca").find_live(load_tls(west).identity)) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.real_commands
 def test_the_two_commands(enrolled: Enrolled) -> None:
