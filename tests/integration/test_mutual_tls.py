@@ -478,11 +478,6 @@ class TestWithoutRestart:
             assert dict(guard.refused) == {"/dips.v1.ClusterService/Join": 1}
             await channel.close()
 
-
-def test_anothers_files_are_refused_at_the_start(enrolled: Enrolled) -> None:
-    with pytest.raises(ConfigError, match=r"expected a certificate of slave 's1'.*got one of slave 's0'"):
-        source_of(enrolled.enroll("s0", PeerRole.SLAVE), "s1", PeerRole.SLAVE)
-
     async def test_an_agent_whose_own_certificate_expired_is_told(self, enrolled: Enrolled) -> None:
         """A handshake that is refused looks like a master that is away; until it expires, that is what it is."""
         clock = HandClock()
@@ -500,3 +495,8 @@ def test_anothers_files_are_refused_at_the_start(enrolled: Enrolled) -> None:
                 await link.ask_master(ClusterLeft(0, "west", 1, 0))
         finally:
             await link.close()
+
+
+def test_anothers_files_are_refused_at_the_start(enrolled: Enrolled) -> None:
+    with pytest.raises(ConfigError, match=r"expected a certificate of slave 's1'.*got one of slave 's0'"):
+        source_of(enrolled.enroll("s0", PeerRole.SLAVE), "s1", PeerRole.SLAVE)
