@@ -379,8 +379,9 @@ class TestWithoutRestart:
             before = later.files_of("east.cluster").crl.read_bytes()
         present = files.crl.read_bytes()
         files.crl.write_bytes(before)
-        clock.now += LOOK_S
-        assert ours.read_current().revoked == revoked
+        for _ in range(3):
+            clock.now += LOOK_S
+            assert ours.read_current().revoked == revoked
         assert len(problems) == 1 and "crl.pem lacks what it had revoked" in problems[0] == ours.find_problem()
         files.crl.write_bytes(present + (before if by == "another authority's" else b""))
         clock.now += LOOK_S
@@ -402,6 +403,32 @@ class TestWithoutRestart:
         clock.now += LOOK_S
         assert row.serial in ours.read_current().revoked
         assert len(problems) == 1 and f"{files.cert} " in problems[0] and ends in problems[0]
+
+    def test_whose_certificate_has_ended_is_told_of_a_damaged_list_once(self, enrolled: Enrolled) -> None:
+        """Of both, each once: it lets in whom the list names until somebody has brought a whole one."""
+        clock, problems = HandClock(), []
+        files = enrolled.enroll("west", PeerRole.CLUSTER)
+        ours = source_of(files, "west", PeerRole.CLUSTER, clock, report=problems.append)
+        enrolled.enroll("west", PeerRole.CLUSTER, timedelta())
+        enrolled.enroll("east", PeerRole.CLUSTER)
+        before = files.crl.read_bytes()
+        (row,) = enrolled.authority.revoke("east.cluster")
+        whole = files.crl.read_bytes()
+        files.crl.unlink()
+        files.crl.write_bytes(whole[:-40])
+        for _ in range(3):
+            clock.now += LOOK_S
+            assert ours.read_current().revoked == frozenset()
+        ended, damaged = problems
+        assert f"{files.cert} expired" in ended and ours.find_problem() == ended
+        assert damaged.startswith(f"the new revocation list is not used: tls: {files.crl}")
+        files.crl.write_bytes(whole)
+        clock.now += LOOK_S
+        assert ours.read_current().revoked == {row.serial} and len(problems) == 2
+        files.crl.write_bytes(before)
+        clock.now += LOOK_S
+        assert ours.read_current().revoked == {row.serial} and "lacks what it had revoked" in problems[2]
+        assert ours.find_problem() == ended, "its certificate is what must be mended first"
 
     async def test_one_that_is_revoked_on_an_open_connection(self, enrolled: Enrolled) -> None:
         clock = HandClock()

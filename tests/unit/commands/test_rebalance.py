@@ -292,6 +292,15 @@ def test_layers_come_from_here_and_from_another_host(host: Host) -> None:
     assert host.entries() == [str(V1), str(V2)]
 
 
+def test_what_an_interrupted_try_was_writing_goes_with_the_next(host: Host) -> None:
+    """Of another version, which nobody would name again: its slave leaves it alone as long as a rebalance runs."""
+    left = host.root / f"{STAGING}{V1}"
+    left.mkdir()
+    (left / "00000.safetensors").write_bytes(bytes(100))
+    host.stage()
+    assert host.entries() == [f".rebalanced-{V2}", str(V1), str(V2)]
+
+
 def test_a_slave_that_restarts_takes_nothing_from_its_rebalance(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """It removes what its former process had not finished, and of a rebalance what nobody is writing any more."""
     fetch = host.fetch

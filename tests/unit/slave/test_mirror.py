@@ -453,6 +453,16 @@ def test_what_is_being_written_is_listed_apart(tmp_path: Path) -> None:
     assert store.list_names() == ["begun", "whole"] and store.list_names(unfinished=True) == []
 
 
+def test_of_a_file_that_is_given_up_nothing_is_left(tmp_path: Path) -> None:
+    """Half of a layer filled the mirror's disk until the next copy."""
+    (tmp_path / "mirror").mkdir()
+    store = MirrorStore(str(tmp_path / "mirror"), "r", "s")
+    with pytest.raises(Stale), store.create_file("begun", 3) as file:
+        file.write(b"ab")
+        raise Stale("the version is retired")
+    assert store.list_names() == store.list_names(unfinished=True) == []
+
+
 def test_of_files_of_one_name_the_first_stays(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It appears whole, also as the first in its folder, and durably on a disk; of a refused one nothing is left."""
     store, disk = MirrorStore(url, "r", "s"), DiskCalls(tmp_path, monkeypatch)

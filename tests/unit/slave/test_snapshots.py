@@ -464,6 +464,21 @@ def test_what_a_disk_has_removed_by_half_goes_with_the_next() -> None:
         snapshots.close()
 
 
+def test_what_a_disk_has_removed_by_half_does_not_keep_a_version_from_being_replaced() -> None:
+    """It lies where the version goes that is replaced: no other one could be written until its slave's next start."""
+    with directory_of_a_user() as path:
+        (path / str(V1)).chmod(0o555)
+        snapshots, first, second = opened(path), arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
+        with pytest.raises(OSError, match="Permission denied"):
+            snapshots.delete_snapshots((V1,))
+        (path / f"{ASIDE}old-{V1}").chmod(0o755)
+        for theta in (first, second):
+            snapshots.write_snapshot(V1, theta, theta)
+        assert same(read(snapshots, V1)[0], second)
+        assert sorted(p.name for p in path.iterdir()) == [".lock", str(V1), str(V2)]
+        snapshots.close()
+
+
 def test_what_a_disk_refuses_for_a_moment_is_not_taken_for_damaged() -> None:
     """The run would be rolled back to the version before: a slave says what it holds once the disk has answered, or
     has refused again and again; the same for a load, after which it says that it holds the version still.
@@ -490,6 +505,20 @@ def test_what_a_disk_refuses_for_a_moment_is_not_taken_for_damaged() -> None:
         assert (snapshots.complete_versions(), snapshots.unread_versions()) == ((V1,), ())
         layer.chmod(0o600)
         assert snapshots.complete_versions() == (V1, V2), "somebody has repaired it"
+        snapshots.close()
+
+
+def test_what_a_disk_refused_to_read_is_written_anew() -> None:
+    """Its size and manifest are as they were: that it is durable was told of a snapshot that nobody could read."""
+    with directory_of_a_user() as path:
+        layer = next((path / str(V2)).glob("*.safetensors"))
+        snapshots, theta = opened(path), arrays((0, 1, 2, 3), 1)
+        assert V2 in snapshots.complete_versions()
+        layer.chmod(0)
+        with pytest.raises(OSError, match="Permission denied"):
+            read(snapshots, V2)
+        snapshots.write_snapshot(V2, theta, theta)
+        assert same(read(snapshots, V2)[0], theta)
         snapshots.close()
 
 
