@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import grpc
 from google.protobuf.message import Message
@@ -47,6 +48,7 @@ class RenewingChannel:
         self._channel = open_channel(self._loaded)
         self._found_at = clock()  # the last time at which connecting had not failed
         self._closing: set[asyncio.Task[None]] = set()
+        self._calls = WeakSet[Any]()  # on any connection
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
         """Return a method of a stub; each call uses the connection of its time."""
@@ -64,7 +66,8 @@ class RenewingChannel:
             channel = self._current_channel()
             if made[0] is not channel:
                 made = channel, make(channel)
-            return made[1](*request, **more)
+            self._calls.add(call := made[1](*request, **more))
+            return call
 
         return call_method
 
@@ -84,9 +87,11 @@ class RenewingChannel:
         await self.close()
 
     async def close(self) -> None:
-        for task in self._closing:
-            task.cancel()
+        """Cancel all calls and close all connections, also former ones: a `close` that is cancelled destroys none."""
+        for call in tuple(self._calls):
+            call.cancel()
         await self._channel.close()
+        await asyncio.gather(*self._closing)
 
     def _current_channel(self) -> aio.Channel:
         loaded, now = self._source.read_current(), self._clock()

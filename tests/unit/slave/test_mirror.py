@@ -457,9 +457,14 @@ def test_of_a_file_that_is_given_up_nothing_is_left(tmp_path: Path) -> None:
     """Half of a layer filled the mirror's disk until the next copy."""
     (tmp_path / "mirror").mkdir()
     store = MirrorStore(str(tmp_path / "mirror"), "r", "s")
-    with pytest.raises(Stale), store.create_file("begun", 3) as file:
-        file.write(b"ab")
-        raise Stale("the version is retired")
+
+    def begin_file() -> None:
+        with store.create_file("begun", 3) as file:
+            file.write(b"ab")
+            raise Stale("the version is retired")
+
+    with pytest.raises(Stale):
+        begin_file()
     assert store.list_names() == store.list_names(unfinished=True) == []
 
 

@@ -8,8 +8,9 @@ import weakref
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import pytest
-from grpc import ChannelConnectivity
+from grpc import ChannelConnectivity, aio
 
 from dips.identity.names import PeerRole
 from dips.identity.tls_files import LoadedTls
@@ -17,13 +18,17 @@ from dips.transport import control
 from dips.transport.control import RenewingChannel
 from dips.transport.tls import TlsSource, make_server_credentials
 from tests.enrolled import Enrolled
+from tests.open_files import list_open_files
+from tests.waiting import eventually
 
 LOADED = cast(LoadedTls, object())
 
 
 class Source:
+    loaded = LOADED
+
     def read_current(self) -> LoadedTls:
-        return LOADED
+        return self.loaded
 
 
 class Opened:
@@ -64,6 +69,48 @@ async def test_a_channel_that_finds_nobody_is_made_anew(monkeypatch: pytest.Monk
     second.state = fine
     monkeypatch.setattr(control, "REDIAL_S", 0.01)
     await channel.wait_for_state_change(fine)  # whoever waits looks again
+
+
+def list_sockets() -> set[tuple[int, str]]:
+    return {opened for opened in list_open_files() if opened[1].startswith("socket:")}
+
+
+@pytest.mark.parametrize("withdrawn", [True, False])
+async def test_a_channel_that_is_closed_leaves_no_former_connection(withdrawn: bool) -> None:
+    """A call was open when the certificate was renewed: its connection stayed, and pinged its peer, until the process
+    ended, also if whoever closed had withdrawn the call, and the call until its deadline if not.
+    """
+    begun, source = asyncio.Event(), Source()
+
+    async def answer_never(request: bytes, context: Any) -> bytes:
+        begun.set()
+        await asyncio.Event().wait()
+        return b""
+
+    server, handler = aio.server(), grpc.unary_unary_rpc_method_handler(cast(Any, answer_never))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("it", {"Ask": handler})])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    before, own = list_sockets(), [("grpc.use_local_subchannel_pool", 1)]
+
+    async def close_under_way() -> grpc.StatusCode:
+        channel = RenewingChannel(cast(TlsSource, source), lambda _: aio.insecure_channel(address, options=own))
+        asking = channel.unary_unary("/it/Ask")(b"", timeout=60.0)
+        await begun.wait()
+        source.loaded = cast(LoadedTls, object())
+        channel.get_state()
+        await asyncio.sleep(0)
+        if withdrawn:
+            asking.cancel()
+        await channel.close()
+        assert not channel._closing and channel.get_state() is ChannelConnectivity.SHUTDOWN
+        return cast(grpc.StatusCode, await asking.code())
+
+    async with asyncio.timeout(20.0):
+        assert await close_under_way() is grpc.StatusCode.CANCELLED
+        gc.collect()
+        await eventually(lambda: not list_sockets() - before)
+    await server.stop(None)
 
 
 def test_a_server_that_ends_may_still_be_asked_for_its_certificate(tmp_path: Path) -> None:
