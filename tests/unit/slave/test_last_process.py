@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,14 @@ def test_a_name_too_long_is_nobodys(tmp_path: Path) -> None:
     last_process(tmp_path).keep_nonce("n" * 64)
     assert last_process(tmp_path).read_nonce() == "n" * 64
     last_process(tmp_path).keep_nonce("n" * 65)
+    assert last_process(tmp_path).read_nonce() == ""
+
+
+def test_a_name_that_is_no_text_is_nobodys(tmp_path: Path) -> None:
+    """No message holds it: its slave would end at each start, until somebody removes the file."""
+    last_process(tmp_path).keep_nonce("first")
+    kept = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**kept, "nonce": ["first"]}))
     assert last_process(tmp_path).read_nonce() == ""
 
 
