@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cache
 from typing import NamedTuple
 
@@ -210,9 +211,7 @@ def lacking_in(form: int) -> dict[str, str]:
 @cache
 def columns_of(form: int) -> dict[str, tuple[str, ...]]:
     """Return table → its columns, as SQLite reads them in the tables of a format."""
-    db = sqlite3.connect(":memory:")
-    db.executescript(tables_of(form))
-    tables = db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
-    found = {table: tuple(row[1] for row in db.execute(f"PRAGMA table_info({table})")) for (table,) in tables}
-    db.close()
-    return found
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(tables_of(form))
+        tables = db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
+        return {table: tuple(row[1] for row in db.execute(f"PRAGMA table_info({table})")) for (table,) in tables}
