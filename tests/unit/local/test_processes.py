@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,21 @@ def test_what_a_process_shows_is_logged_too(tmp_path: Path, capfd: pytest.Captur
     with LocalProcesses() as running:
         running.start("a", [sys.executable, "-c", "print('a line')"], tmp_path / "a", show=True).wait(20)
     assert (tmp_path / "a").read_text() == capfd.readouterr().out == "a line\n"
+
+
+def test_last_words_are_shown_before_the_block_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else `dips up` ended before its training's last lines were on a slow terminal."""
+    left, shown = threading.Event(), list[bytes]()
+
+    def show(text: bytes, nl: bool) -> None:
+        assert not left.wait(0.05), "the block was left before"
+        shown.append(text)
+
+    monkeypatch.setattr("dips.local.run.typer.echo", show)
+    with LocalProcesses() as running:
+        running.start("a", [sys.executable, "-c", "print('a line')"], tmp_path / "a", show=True).wait(20)
+    left.set()
+    assert b"".join(shown) == b"a line\n"
 
 
 def test_a_process_has_the_environment_of_who_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
