@@ -158,6 +158,17 @@ def test_what_waits_for_a_full_segment_begins_no_other(tmp_path: Path, state: li
     writer.close()
 
 
+def test_a_step_is_in_one_segment(tmp_path: Path) -> None:
+    """A batch has the end of one and the next one's begin: repeated there, steps would be replayed upon a state that
+    has them, and the replay differ."""
+    writer = _JournalWriter(tmp_path, "r", 1, SEGMENTS, structlog.get_logger(), 4096)
+    first, second = (JournalStep(at, Ticked(), []) for at in (1.0, 2.0))
+    writer.write_batch([_Head([]), first, _Head([]), second])
+    writer.close()
+    steps = [[json.loads(line)[0] for line in path.read_text().splitlines()[1:]] for path in list_segments(tmp_path)]
+    assert steps == [[1.0], [2.0]]
+
+
 def test_a_run_that_begins_anew_keeps_its_own_segments(tmp_path: Path) -> None:
     """`dips init --force` leaves those of the run before, whose terms are later than the first of the new one."""
     for term in range(5, 8):
@@ -417,13 +428,17 @@ def test_a_state_that_cannot_be_spelled_stops_the_journal_and_not_the_master(tmp
     journal.close()
 
 
-def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    """Also the first segment may fail: the master serves."""
-    journal = Journal(tmp_path / "missing", "r", 1, SEGMENTS, structlog.get_logger())
-    journal.begin_segment((1,))
-    until(lambda: journal._writer.failed)
-    journal.record_step(Ticked(), 1.0, [])
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path, asked: bool) -> None:
+    """Also the first segment may fail, before a step or before the question for the next segment: the master serves."""
+    with capture_logs() as logs:
+        journal = Journal(tmp_path / "missing", "r", 1, SEGMENTS, structlog.get_logger())
+        journal.begin_segment((1,))
+        until(lambda: journal._writer.failed)
+        assert not asked or not journal.is_segment_due()
+        journal.record_step(Ticked(), 1.0, [])
     assert journal.read_status().writing is False
+    assert [line["event"] for line in logs] == ["journal stopped; the run goes on without it"]
     journal.close()
 
 
