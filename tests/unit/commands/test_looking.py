@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
+import signal
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +49,9 @@ from dips.transport.endpoints import master_peer
 from dips.wire.chunks import encode_body
 from tests.enrolled import Enrolled
 from tests.typed import type_dips
+from tests.unit.master.test_on_version import is_alive
 from tests.unit.view.views import make_run as make_view
+from tests.waiting import eventually
 
 RUN = "july"
 
@@ -334,6 +339,25 @@ def test_a_command_gets_a_version_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     output = tmp_path / "m.safetensors"
     told = type_dips("follow", "--master", NOBODY, "--output", str(output))
     assert told == f"{first}: {output}\n{second}: {output}\nthe run has ended with {second}\n"
+
+
+async def test_a_second_ctrl_c_ends_a_command_that_is_deaf_to_the_first(tmp_path: Path) -> None:
+    """It went on, with the file of a version that `dips follow` has removed."""
+    deaf = f"trap '' TERM; echo $$ > {tmp_path}/pid; exec sleep 600"
+    running = asyncio.create_task(follow._run_command(["sh", "-c", deaf], {"DIPS_VERSION": "v1@r1"}))
+    await eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(2):
+        assert is_alive(pid)
+        running.cancel()
+        for _ in range(5):  # it hears of each
+            await asyncio.sleep(0)
+    await asyncio.gather(running, return_exceptions=True)
+    try:
+        await eventually(lambda: not is_alive(pid), 5.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # ---- dips seed -------------------------------------------------------------------------------------------------------
