@@ -381,6 +381,9 @@ def test_what_another_process_writes_is_not_published(tmp_path: Path, monkeypatc
     second.publish()
     assert disk.calls == ["fsync .unfinished-model", "rename .unfinished-model model", "fsync ."], "before all else"
     assert load_file(output)["w"].tolist() == [2.0, 2.0] and [output] == list(tmp_path.iterdir())
+    second.make_room("r", VersionId(2, 2), manifest)
+    second.close()
+    assert [output] == list(tmp_path.iterdir()), "a pull that fails leaves no second model on the disk"
 
 
 def test_a_full_disk_is_no_wrong_name(tmp_path: Path) -> None:
