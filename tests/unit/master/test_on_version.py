@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import structlog
 import yaml
 from rich.console import Console
 
-from dips.commands import version_process
+from dips.commands import export_lanes, version_process
 from dips.commands.history import draw_rounds, round_as_data
 from dips.config import OnVersionSection, RunFile, TrackSection, load_run
 from dips.errors import ConfigError, UnavailableMaster
@@ -424,6 +425,23 @@ def test_a_directory_without_the_version_is_not_the_slaves(
     monkeypatch.setattr(version_process, "TRIES", 1)
     with pytest.raises(UnavailableMaster):  # nobody serves this run
         version_process._write_model(config, version, place.directory / "model.safetensors")
+
+
+def test_a_pull_that_no_slave_answers_is_tried_again(make_place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause, in which a slave that restarts comes back; what has come is not pulled again."""
+    place, calls = make_place(command=["true"]), list[Path | float]()
+    version = place.commit(snapshot=False)
+
+    def export(_: object, exported: VersionId, output: Path, name: str) -> None:
+        assert (exported, name) == (version, version_process.PULLED_AS)
+        calls.append(output)
+        if len(calls) == 1:
+            raise UnavailableMaster("nobody answers")
+
+    monkeypatch.setattr(export_lanes, "export_over_lanes", export)
+    monkeypatch.setattr(version_process, "time", SimpleNamespace(sleep=calls.append))
+    version_process._write_model(place.config, version, model := place.directory / "model.safetensors")
+    assert calls == [model, version_process.RETRY_S, model]
 
 
 def test_versions_are_due_in_their_order(make_place: MakePlace) -> None:

@@ -252,9 +252,11 @@ def test_a_scenario_that_is_not_usable_is_refused_by_its_key(
 
 
 def test_the_command_plays_a_file_prints_a_template_and_names_what_it_does_not_know(
-    report: SizedReport, tmp_path: Path
+    report: SizedReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The template is table2 itself, and can be read."""
+    """The template is table2 itself, and can be read. The timeline and the figures are those of the run it played."""
+    drawn = list[tuple[SizedReport, Path]]()
+    monkeypatch.setattr(figures, "draw_figures", lambda *given: drawn.append(given))
     runner = CliRunner()
     printed = runner.invoke(cli, ["simulate", "--template"])
     assert printed.exit_code == 0 and printed.stdout == find_scenario("table2").read_text()
@@ -264,11 +266,14 @@ def test_the_command_plays_a_file_prints_a_template_and_names_what_it_does_not_k
     file.write_text(yaml.safe_dump(SMALL.model_dump(mode="json", exclude_none=True)))
     played = runner.invoke(cli, ["simulate", str(file)])
     assert played.exit_code == 0 and "east" in played.stdout and "slaves are idle for" in played.stdout
-    as_json = runner.invoke(cli, ["simulate", str(file), "--json"])
+    outputs = [f"--timeline={tmp_path / 'run.json'}", f"--plots={tmp_path / 'plots'}"]
+    as_json = runner.invoke(cli, ["simulate", str(file), "--json", *outputs])
     import json
 
     again = json.loads(json.dumps(asdict(report)))
     assert json.loads(as_json.stdout) == again | {"master_s": json.loads(as_json.stdout)["master_s"]}
+    assert len(json.loads((tmp_path / "run.json").read_text())["versions_s"]) == report.versions
+    assert [(one.versions, path) for one, path in drawn] == [(report.versions, tmp_path / "plots")]
     assert runner.invoke(cli, ["simulate"]).exit_code == 2
     with pytest.raises(ConfigError, match=r"expected a file, as in table3\.yaml, or one of table2, month"):
         find_scenario("table3")
