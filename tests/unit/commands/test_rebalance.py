@@ -5,7 +5,7 @@ interrupted. tests/integration/test_rebalance.py has whole runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from tests.guillotine import Guillotine, Killed
 from tests.power_cut import PowerCut
 from tests.typed import type_dips
 from tests.unit.slave.test_snapshots import MANIFEST, arrays, opened, same
+from tests.waiting import eventually
 
 V1, V2, V3 = VersionId(1, 1), VersionId(2, 3), VersionId(3, 4)
 BEFORE, AFTER, LAYERS = (0, 1), (1, 2, 3), (0, 1, 2, 3)  # of the slave: 1 stays, 2 and 3 come from another host
@@ -237,6 +238,8 @@ class Host:
 
     def __init__(self, path: Path) -> None:
         self.root, self.calls, self.damages = path / "s", list[list[int]](), False
+        self.said, self.closed = list[str](), False
+        self.fetching: Callable[[], Awaitable[None]] | None = None
         self.parts = arrays(LAYERS, 21), arrays(LAYERS, 22)
         with closing(opened(self.root, layers=BEFORE)) as snapshots:
             snapshots.write_snapshot(V1, arrays(BEFORE, 11), arrays(BEFORE, 12))
@@ -422,6 +425,93 @@ def test_what_stays_where_it_is_is_read(host: Host) -> None:
     flip_bit(path, "momentum.")
     with pytest.raises(CorruptSnapshot, match=r"s/v2@r3/\d+\.safetensors: momentum\."):
         asyncio.run(copied._stage_layers(planned))
+
+
+@pytest.fixture(name="pulled")
+def pulled_by_host(host: Host, run: Path, monkeypatch: pytest.MonkeyPatch) -> rebalancing._HostCopy:
+    """The copy of slave s, whose layers a puller brings from `host.fetch`; `host.said` is what it says."""
+    config = load_run(run / "three.yaml")
+
+    class HostPuller:
+        run, manifest, shared = "r", MANIFEST, config.shared.agreed
+
+        def __init__(self, master: Endpoint, name: str) -> None:
+            assert name == "rebalance-s.puller"
+
+        async def __aenter__(self) -> HostPuller:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            host.closed = True
+
+        async def pull_layers(self, version: VersionId, layers: Any) -> Any:
+            assert version == V2
+            assert host.fetching is not None
+            await host.fetching()
+            return host.fetch(layers)
+
+    monkeypatch.setattr(rebalancing, "VersionPuller", HostPuller)
+    monkeypatch.setattr(rebalancing, "ASK_S", 0.001)
+    section = config.slave_section("s2").model_copy(update={"name": "s", "directory": host.root})
+    master, asking = master_peer("127.0.0.1:1", None), asyncio.Semaphore()
+    return rebalancing._HostCopy(config, section, master, 1.0, host.said.append, asking)
+
+
+async def test_the_master_is_asked_while_layers_move(
+    host: Host, pulled: rebalancing._HostCopy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the lease of the head would end after ten seconds, the run go on, and terabytes be copied in vain; a
+    question that nobody answers ends nothing. Once the layers are staged, only their digest is told.
+    """
+    asked, copying = list[tuple[VersionId | None, str]](), asyncio.Lock()
+
+    async def ask_master(_: Endpoint, question: RebalanceAsked) -> Any:
+        asked.append((question.version, question.digest))
+        if question.version is None:
+            assert copying.locked() is (len(asked) > 1)
+            if len(asked) == 2:
+                raise UnavailableMaster("nobody answers")
+            return RebalancePlanned(V2, AFTER, 9)
+        await asyncio.sleep(0.01)  # in which a question that is still asked would come
+        return Acknowledged()
+
+    async def fetching() -> None:
+        await eventually(lambda: len(asked) >= 4)
+
+    monkeypatch.setattr(rebalancing, "ask_master", ask_master)
+    host.fetching = fetching
+    await pulled.move_layers(copying)
+    assert asked[-1] == (V2, read_manifest(staged_path(host.root, V2)).digest)
+    assert [version for version, _ in asked[:-1]] == [None] * (len(asked) - 1)
+    assert host.calls == [[2, 3]] and host.closed
+    assert host.said.count("nobody answers") == 1 and host.said[-1] == f"{V2} is staged for s"
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    host.assert_served(AFTER)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("run", "the master serves run 'august'"),
+        ("shared", "put the options back"),
+        ("memory", r"^slaves\.s: .*memory"),
+    ],
+    ids=["another run", "other options", "too little memory"],
+)
+async def test_layers_that_would_be_of_no_use_are_not_pulled(
+    host: Host, pulled: rebalancing._HostCopy, monkeypatch: pytest.MonkeyPatch, what: str, told: str
+) -> None:
+    """Those of another run, of one with other options, or more than this machine holds: its puller leaves the run."""
+    match what:
+        case "run":
+            monkeypatch.setattr(rebalancing.VersionPuller, "run", "august", raising=False)
+        case "shared":
+            monkeypatch.setattr(rebalancing.VersionPuller, "shared", {"codec": "none such"}, raising=False)
+        case "memory":
+            monkeypatch.setattr(rebalancing, "available_bytes", lambda section: 1)
+    with pytest.raises(ConfigError, match=told):
+        await pulled._stage_layers(RebalancePlanned(V2, AFTER, 9))
+    assert host.calls == [] and host.closed
 
 
 def test_many_layers_are_fetched_some_at_a_time(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
