@@ -265,6 +265,23 @@ async def test_slaves_end_with_a_master_that_is_stopped_only(tmp_path: Path, sto
         process.wait()
 
 
+async def test_a_slave_that_has_no_layers_yet_is_left_alone(tmp_path: Path) -> None:
+    """It is new in the run file, and not in the run before `dips rebalance` has ended: its master would have ended."""
+    section = SlaveSection(name="s", master="h:1", directory=tmp_path / "s", initial_model=tmp_path / "m")
+    timing, log = TimingOptions(heartbeat_s=0.001), structlog.get_logger()
+    supervisor = Supervisor(tmp_path / "f", [section], tmp_path, timing, dict, patient, log, unheard)
+    clock = count(1)
+    supervisor._clock = lambda: 1000.0 * next(clock)
+    child = Child.start(["sleep", "600"], tmp_path / "log")
+    watching = asyncio.create_task(supervisor._watch_child(section, child))
+    try:
+        await eventually(lambda: watching.done() or next(clock) > 9)
+        assert child.alive and not watching.done()
+    finally:
+        await child.end(0.0)
+    await watching
+
+
 async def test_slaves_are_looked_at_once_a_heartbeat(tmp_path: Path) -> None:
     """And not as often as the loop turns: it has a master to run."""
     looks = count(1)
