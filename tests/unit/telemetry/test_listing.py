@@ -139,6 +139,8 @@ def test_a_round_is_told_by_its_pushes() -> None:
     tuned = {"kind": "tuned", "key": "outer.lr", "value": 0.5}
     apart = draw_rounds([ROUNDS[-3], tuned, ROUNDS[-2]])._rows
     assert apart[2].cells[5] == "9" and apart[1].notes == ("outer.lr = 0.5",), "what was set ends no round"
+    (open_round,) = draw_rounds([round_(1259, "unfinished", durable=False)])._rows
+    assert not any(open_round.notes), "it has no version that a disk could lack"
 
 
 def test_what_has_no_room_stands_under_its_row() -> None:
@@ -149,6 +151,15 @@ def test_what_has_no_room_stands_under_its_row() -> None:
     assert [line.rstrip() for line in drawn(table, 14).splitlines()] == [
         "things", "who   first", "ps1  123456", "  why it is so", "  second 7"
     ]  # fmt: skip
+
+
+def test_a_table_says_what_a_wider_terminal_has_where_one_would_show_it() -> None:
+    """And no sentence that ends in nothing; of a table without rows it has no more."""
+    columns = (Column("who", left=True), Column("first"), Column("second"))
+    table = Listing("things", columns, [ListingRow(("ps1", "123456", "7"))], strict=True)
+    assert " ".join(drawn(table, 18).split()).endswith("123456 in a wider terminal, or with --json: second")
+    assert drawn(table, 19).splitlines() == ["things", "who   first  second", "ps1  123456       7"]
+    assert drawn(Listing("things", columns, [], strict=True), 14) == "things\n"
 
 
 def test_columns_that_just_fit_stand_beside_each_other() -> None:
