@@ -121,7 +121,12 @@ def test_a_challenge_comes_with_401_only(enrolled: Enrolled, tls: TlsSource) -> 
 
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
-    [(TOKEN, 0o644, "chmod 600"), ("short", 0o600, f"{LEAST_TOKEN} to"), ("two words are no token", 0o600, "one word")],
+    [
+        (TOKEN, 0o644, "chmod 600"),
+        ("short", 0o600, f"{LEAST_TOKEN} to"),
+        ("two words are no token", 0o600, "one word"),
+        (f"{TOKEN}\n{TOKEN}", 0o600, "one word"),
+    ],
 )
 def test_a_token_file_that_does_not_do_is_refused(tmp_path: Path, text: str, mode: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
