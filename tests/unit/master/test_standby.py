@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -529,6 +530,12 @@ def test_a_term_that_another_claimed_is_not_served(tmp_path: Path, url: str, end
         ended.append(keeper)
         keeper.start(5.0)  # a store that is busy may have refused it as yet
         until(lambda k=keeper, o=ours: k._written if o else k.left_s() < 0, f"{name} has it: {ours}")
+    (tmp_path / "bound").mkdir()
+    (tmp_path / "bound" / BOUND).touch()
+    bound, served = LeaseKeeper(mirror(a), "r", 7, "bound", tmp_path / "bound", LOG), SimpleQueue[bool]()
+    ended.append(bound)
+    threading.Thread(target=lambda: served.put(bound.start(0.1)), daemon=True).start()
+    assert served.get(timeout=20.0) is False, "it ends, and waits for no lease that it will never have"
 
 
 def test_a_term_is_claimed_by_the_first_write_that_comes_through(
