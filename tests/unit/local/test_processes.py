@@ -185,6 +185,11 @@ def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None
     with LocalProcesses() as running:
         running.start("good", [sys.executable, "-c", ""], tmp_path / "good", may_end=True).wait(20)
         running.check_alive()
+        failed = [sys.executable, "-c", "raise SystemExit(3)"]
+        running.start("failed", failed, tmp_path / "failed", may_end=True).wait(20)
+        with pytest.raises(ProcessEnded, match="failed ended with exit code 3"):
+            running.check_alive()
+        running.start("failed", [sys.executable, "-c", ""], tmp_path / "failed", may_end=True).wait(20)
         bad = running.start(
             "bad", [sys.executable, "-c", "print('no such thing'); raise SystemExit(78)"], tmp_path / "bad"
         )
