@@ -258,6 +258,9 @@ def test_a_standby_takes_over_without_the_initial_model(tmp_path: Path, monkeypa
     assert genesis.ledger_path(b).exists() and (b.master.directory / genesis.INITIAL_SHARED).exists()
     assert not (b.master.directory / genesis.INITIAL_VERSION).exists()
     assert export._write_from_disks(tmp_path / "b.yaml", GENESIS, tmp_path / "model") == GENESIS
+    with monkeypatch.context() as patch:
+        patch.setattr(genesis, "bring_back", lambda *_: pytest.fail("it was brought again"))
+        genesis.fetch_initial(mirror(b), "r", b.master.directory)  # which has it by now
     monkeypatch.setattr(genesis, "mirror_of", pytest.fail)  # needs a package that this host may not have
     assert export._write_from_disks(tmp_path / "b.yaml", GENESIS, tmp_path / "again") == GENESIS
 
@@ -438,6 +441,16 @@ def test_a_standby_says_that_it_is_there_at_its_pace_and_not_when_it_claims(
     waiting.clock.now += CLAIM_S
     held(waiting.standby.look(), ended)
     assert not told
+
+
+def test_a_standby_writes_nothing_before_a_master_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mirror without a term may not be this run's; it would lie there for ever."""
+    _, b = begun(tmp_path, f"memory://{tmp_path}/mirror", "a", "b")
+    waiting = Waiting(b)
+    monkeypatch.setattr(waiting.standby, "_tell", lambda: pytest.fail("it was said"))
+    for _ in range(2):
+        waiting.look(1000.0)
+    assert waiting.standby.counts.failed == 0
 
 
 def test_a_standby_that_leaves_or_dies_binds_nobody_any_more(
