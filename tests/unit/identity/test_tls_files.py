@@ -332,3 +332,26 @@ class TestAuthority:
         (enrolled.directory / "ca" / "ca.key").write_bytes(certificates.key_to_pem(certificates.new_key()))
         with pytest.raises(ConfigError, match="is not the key of"):
             Authority.open(enrolled.directory / "ca")
+
+
+def test_a_former_list_counts_while_its_own_authority_has_written_no_later_one(tmp_path: Path) -> None:
+    """A later list of another authority replaces none of it: it would let in again whom the first had revoked. One
+    whose authority is not trusted any more is not missed.
+    """
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = Enrolled(tmp_path / "one"), Enrolled(tmp_path / "two")
+    loaded, now = load_tls(one.enroll("west", PeerRole.CLUSTER)), utc_now()
+
+    def listed(by: Enrolled, minutes: int, *serials: int) -> x509.CertificateRevocationList:
+        at = now + timedelta(minutes=minutes)
+        return certificates.make_revocations(dict.fromkeys(serials, at), by.authority.root, by.authority._key, at)
+
+    both = replace(loaded, authorities=(one.authority.root, two.authority.root))
+    former = [listed(one, 0, 7)]
+    assert both.with_lists((listed(two, 5, 8),)).keep_revoked(former).revoked == {7, 8}
+    assert both.with_lists((listed(one, 5, 9),)).keep_revoked(former).revoked == {9}
+    same = both.with_lists((listed(two, 5, 7),))
+    assert same.keep_revoked(former) == same, "the former one has nothing more"
+    two_alone = replace(loaded, authorities=(two.authority.root,)).with_lists((listed(two, 5, 8),))
+    assert two_alone.keep_revoked(former) == two_alone
