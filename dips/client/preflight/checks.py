@@ -39,8 +39,6 @@ def check_host(config: ClusterFile) -> list[CheckFinding]:
     except OSError as error:
         remedy = "name another under the key `directory`"
         rows.append(CheckFinding("directory", FAIL, f"{config.directory}: {error.strerror}", remedy))
-    except DipsError as error:
-        rows.append(failed_row("directory", error, treatment_of(error).advice))
     rows += _check_agent_address(config) + _check_before_start(config)
     try:
         holder = lock_holder(config.directory / PID_FILE)

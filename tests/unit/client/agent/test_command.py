@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import structlog
 
 from dips.client.agent import agent, restarts, trainer
 from dips.client.agent.agent import END_GRACE_S, AgentSignals, CommandRunner, mark_level
+from dips.client.agent.launch import CANNOT_START
 from dips.client.agent.state import Actions, RecordMark
 from dips.client.agent.trainer import TrainerProcess
 from tests.unit.client.agent.play import Play
@@ -107,10 +109,11 @@ def test_what_a_launch_leaves_is_killed_and_reaped(monkeypatch: pytest.MonkeyPat
         child = int(said.readline())
     listed = trainer.list_descendants
     assert listed(parent) == [child]
+    assert not trainer._is_reaped(child), "it lives, and its parent is to reap it"
     alive = lambda pid: Path(f"/proc/{pid}").exists()  # noqa: E731
     monkeypatch.setattr(trainer, "list_descendants", lambda root: [p for p in (parent, *listed(parent)) if alive(p)])
     assert asyncio.run(trainer.kill_leftovers(lambda left: False)) == [parent, child]
-    assert not alive(parent), "reaped"
+    assert not alive(parent) and trainer._is_reaped(parent), "reaped, and that is known later, too"
     until = time.monotonic() + 10
     with suppress(FileNotFoundError):  # init has reaped it
         while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -125,6 +128,16 @@ async def test_what_has_ended_is_reaped_while_the_trainer_runs(monkeypatch: pyte
     assert await launch.wait() == 3
     with pytest.raises(ChildProcessError):
         os.waitpid(orphan, os.WNOHANG)
+
+
+async def test_a_command_that_is_not_there_says_so_and_one_without_its_agent_does_not_begin() -> None:
+    """An operator who mistyped the command would have met a number alone; a trainer of no agent would never end."""
+    launch = await trainer.CommandLaunch.start(["pyhton", "train.py"], {})
+    assert await launch.wait() == CANNOT_START
+    assert await launch.find_cause() == "error: cannot start 'pyhton': No such file or directory"
+    words = [sys.executable, "-m", "dips.client.agent.launch", "1", "--", "echo", "begun"]
+    late = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (late.returncode, late.stdout) == (128 + signal.SIGTERM, "")
 
 
 def test_a_process_whose_name_is_no_text_does_not_end_the_agent(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -192,6 +193,35 @@ def test_connections_are_bounded(target: Target, monkeypatch: pytest.MonkeyPatch
             assert receive(fourth, 1) == b"y"
         second.close()
     finally:
+        made.close()
+
+
+def test_connections_go_on_while_no_descriptor_is_left(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener with a waiting connection is ready at once again: without a pause the relay did nothing else. Who
+    waited is served when there is a descriptor again.
+    """
+    monkeypatch.setattr(relays, "ACCEPT_PAUSE_S", 0.01)
+    made, limits = relay(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    late = socket.socket()
+    late.settimeout(10)
+    try:
+        (address,) = lane(made, target.address)
+        with dial(address) as first, structlog.testing.capture_logs() as lines:
+            host, _, port = address.rpartition(":")
+            first.settimeout(3)
+            for number in range(3):
+                if number == 1:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+                    late.connect((host, int(port)))
+                first.sendall(b"x")
+                assert receive(first, 1) == b"x"
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            late.sendall(b"y")
+            assert receive(late, 1) == b"y"
+        assert {line["event"] for line in lines} == {"relay_cannot_accept"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        late.close()
         made.close()
 
 
