@@ -6,9 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dips.client import OuterLoop
 from dips.client.megatron import OuterPretrain
 from dips.client.torchtitan import LeasedTitanLoader, check_experts, join_trainer
+from dips.client.torchtitan import main as titan_main
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.errors import ConfigError
 
@@ -282,6 +284,48 @@ def test_torchtitans_loop_ends_with_the_run_or_by_itself(monkeypatch: pytest.Mon
     trainer.goes_on = True
     monkeypatch.setattr(OuterLoop, "finished", True)
     assert not trainer.should_continue_training()
+
+
+class TitanProgram(TitanTrainer):
+    """What `main` meets in torchtitan: a trainer that its configuration builds, in the job's process group."""
+
+    def __init__(self, calls: list[str], raises: bool) -> None:
+        super().__init__()
+        self._calls, self._raises = calls, raises
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def train(self) -> None:
+        self._calls.append("train")
+        if self._raises:
+            raise RuntimeError("a layer's")
+
+    def close(self) -> None:
+        self._calls.append("close")
+        assert dist.is_initialized(), "its checkpointer waits for other ranks"
+
+
+@pytest.mark.parametrize("ends", ["", "train", "join"])
+def test_torchtitans_command_line_ends_in_order(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """Without a line of torchtitan's log nobody sees a step; a loop that stays open holds up the run's other clusters,
+    a trainer the checkpoint that it still writes, a process group the other ranks. What raises leaves the loop to the
+    agent, which sees a crash.
+    """
+    calls, close = list[str](), OuterLoop.close
+    monkeypatch.setattr(OuterLoop, "close", lambda self: (calls.append("leave"), close(self)))
+    modules = {name: ModuleType(name) for name in ("torchtitan", "torchtitan.config", "torchtitan.tools.logging")}
+    modules["torchtitan.tools"] = ModuleType("torchtitan.tools")
+    modules["torchtitan.tools.logging"].init_logger = lambda: calls.append("log")  # type: ignore[attr-defined]
+    built = lambda: TitanProgram(calls, ends == "train")  # noqa: E731
+    parsed = SimpleNamespace(parse_args=lambda: SimpleNamespace(build=built))
+    modules["torchtitan.config"].ConfigManager = lambda: parsed  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    if ends == "join":
+        monkeypatch.setenv("DIPS_CLUSTER_FILE", "/nowhere/cluster.yaml")
+    with pytest.raises((RuntimeError, ConfigError), match=r"a layer|/nowhere") if ends else nullcontext():
+        titan_main()
+    began = ["log", *([] if ends == "join" else ["train"])]
+    assert calls == [*began, *([] if ends else ["leave"]), "close"] and not dist.is_initialized()
 
 
 def make_titan_data(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -224,6 +224,7 @@ def test_shards_are_on_the_device_while_they_are_fetched() -> None:
     graphs: list[torch.Tensor] = []
     places = {name: p.data_ptr() for name, p in parts[1].named_parameters()}
     assert account.held[MemoryCategory.PARAMETERS] == 0 and account.held[HostCategory.OFFLOADED] == 3 * 80
+    assert MemoryCategory.WORKSPACE not in account.held, "what nobody counts is not told as 0"
     for step in range(3):
         account.begin_step()
         for number in range(3):
@@ -250,6 +251,8 @@ def test_shards_are_on_the_device_while_they_are_fetched() -> None:
         with torch.no_grad():
             for held in (*parts[1].parameters(), *alone[1].parameters()):
                 held.mul_(0.5)
+            for held in (*parts[2].parameters(), *alone[2].parameters()) if step == 1 else ():
+                held.data = torch.full_like(held, 0.25)  # as a checkpoint that is assigned: another tensor
     assert places == {name: p.data_ptr() for name, p in parts[1].named_parameters()}, "one place between steps"
     for number in parts:
         for got, wanted in zip(parts[number].parameters(), alone[number].parameters(), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,18 @@ def test_dropout_is_of_step_layer_and_microbatch(recompute: bool) -> None:
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(run(3, 0, 0), wanted, strict=True))
     assert not torch.equal(run(1, 1, 0)[0], wanted[0]) and not torch.equal(run(1, 0, 1)[0], wanted[0])
+
+
+def test_an_accelerator_draws_by_the_same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its generator is its own: a micro-batch that is computed again in the backward would drop other elements."""
+    seeds, on_device = list[int](), torch.ones(2, device="meta")
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(manual_seed_all=seeds.append))
+    part = make_part({"a": nn.Dropout(0.5), "b": nn.Dropout(0.5)}, 0, 0, False, CPU, None)
+    for x in (on_device, torch.ones(2), on_device):
+        with part.seeded(0, 0):
+            part(x)
+            assert x is not on_device or seeds[-1] == torch.initial_seed(), "and that of the host's"
+    assert len(set(seeds)) == 2 and seeds == seeds[:2] * 2
 
 
 def test_two_layers_draw_other_random_numbers() -> None:

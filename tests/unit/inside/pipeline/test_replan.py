@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import structlog
+import torch.distributed as dist
 import yaml
 from typer.testing import CliRunner
 
 from dips.cli import cli
+from dips.client.rank.agent_client import JobCollectives
 from dips.errors import ConfigError
 from dips.inside.pipeline import pipeline, replan
 from dips.inside.pipeline.orders import read_gears, read_pipeline
@@ -159,6 +161,25 @@ def test_a_search_ends_in_time_and_with_the_pipeline(plan: Path) -> None:
         ends()
         assert process.poll() is not None and replanner._process is None
         assert names(plan) == {"profile.yaml", "model.yaml", "plan.yaml"}
+
+
+def test_a_closed_pipeline_searches_no_more_and_gives_its_groups_back(plan: Path) -> None:
+    """A search took a core for minutes beside the next job; a group holds its connections. It may be closed twice."""
+    data = yaml.safe_load(plan.read_text())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = len(dist.distributed_c10d._world.pg_map)
+        gears = read_gears(data, read_pipeline(data, "plan"), "plan")[1]
+        rank = SimpleNamespace(_closed=False, _alone=dist.new_group([0]), _between=dist.new_group([0]))
+        rank._replacement, rank._collectives = PlanReplacement(plan, data, gears, Adapting.ASK, 0), JobCollectives(9.0)
+        for transfers in windows(plan, SAGGED):
+            rank._replacement.take_transfers(transfers, 0.0)
+        search_of_it = rank._replacement._replanner._process
+        for _ in range(2):
+            pipeline.Pipeline.close(rank)  # type: ignore[arg-type]
+            assert search_of_it.poll() is not None and len(dist.distributed_c10d._world.pg_map) == groups
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
