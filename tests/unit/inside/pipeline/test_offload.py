@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -151,13 +152,17 @@ def test_host_memory_is_that_of_one_shape() -> None:
     """Batches of many lengths took host memory for each length, pinned and never given back."""
     plan = PipelinePlan("m", 1, (("a.0",),), ((0, 1),), False, False, {}, {}, offload=True)
     device = RankDevice(plan, "a.0", CPU, EmulatedDevice(), {}, {})
-    for length in (3, 5, 5, 4):
-        device.begin_step((), True, length)
+    for before, length in pairwise((3, 3, 5, 5, 4)):
+        device.begin_step((torch.ones(length),), True, length)
+        assert list(device._saved) == ([0] if length == before == 5 else []), "activations of another shape are others"
         device._saved[0] = 0
         device._activations.keep((0, 0), [torch.ones(length)])
         device.prepare(RankAction(Op.OFFLOAD, 0, 0))
         device._activations.drop((0, 0))
         assert [memory.nbytes for of in device._engine._unused.values() for memory in of] == [4 * length]
+        device.account.hold(HostCategory.BORDERS, 0, 9)
+        device.end_step()
+        assert device.account.held[HostCategory.BORDERS] == 0 and not device._given, "nothing is on its way any more"
 
 
 def test_a_host_that_is_ahead_frees_what_left_before() -> None:
