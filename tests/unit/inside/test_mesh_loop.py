@@ -378,15 +378,20 @@ def test_a_checkpoint_names_layers_and_momentum(mesh: DeviceMesh) -> None:
 
 
 def test_syncs_and_what_they_correct_are_in_the_log(mesh: DeviceMesh) -> None:
-    """A layer in which no replica counts is rolled back, and a replica with a NaN is replaced."""
+    """A layer in which no replica counts is rolled back, and a replica with a NaN is replaced: its moments, which would
+    bring the NaN back, too.
+    """
     of = MeshTrained(mesh, steps=1)
+    of.optimizer.param_groups[0]["momentum"] = 0.9
     with capture_logs() as logs:
         of.step()
         of.train()
+        assert any(of.optimizer.state.values())
         with torch.no_grad():
             of.model.scale.to_local().fill_(float("nan"))
         of.loop.step()
         of.loop.sync()
+    assert not any(of.optimizer.state.values())
     assert [(line["log_level"], line["what"]) for line in logs] == [
         ("info", "sync"), ("info", "sync"), ("warning", "rollback"), ("warning", "replaced")
     ]  # fmt: skip
