@@ -109,6 +109,20 @@ def test_a_megatron_index_that_is_wrong(tmp_path: Path, at: int) -> None:
         find_tokens(path, None, None)
 
 
+@pytest.mark.parametrize(
+    ("at", "words", "left"),
+    [(0, b"", 17), (0, b"", 33), (26, bytes(8), None), (34 + 12 * 40, struct.pack("<q", 1), None)],
+    ids=["half of its header", "all but a byte of it", "no documents", "documents that begin later"],
+)
+def test_a_megatron_index_that_names_too_little(tmp_path: Path, at: int, words: bytes, left: int | None) -> None:
+    """By a sentence, not by a traceback; sequences before the first document would be trained by nobody."""
+    path = megatron(tmp_path / "corpus").with_suffix(".idx")
+    raw = path.read_bytes()
+    path.write_bytes((raw[:at] + words + raw[at + len(words) :])[:left])
+    with pytest.raises(ConfigError, match=r"corpus.idx"):
+        find_tokens(path, None, None)
+
+
 def test_tokens_of_another_type_than_they_were_written_with_are_refused(tmp_path: Path) -> None:
     """Tokens above 32,767 that are read as int16 are below 0, where no embedding is; a type that is none is named."""
     np.array([1, 40_000, 0], np.uint16).tofile(tmp_path / "t.bin")

@@ -11,6 +11,7 @@ import pytest
 from dips.data import DataSet, reader
 from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.data.deal import shuffle_numbers
+from dips.errors import ConfigError
 from tests.open_files import list_open_files
 
 SEED, LENGTH = 3, 16
@@ -43,6 +44,17 @@ def test_sequences_are_cut_from_the_tokens_of_the_range(data: DataSet, number: i
     assert np.array_equal(found, expected) and found.dtype == tokens.dtype and found.dtype.kind in "iu"
     some = np.array([5, 0, 5])
     assert np.array_equal(data.read_sequences(number, LENGTH, some), expected[some])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sequences": 0}, {"length": 0}, {"world": 0}, {"rank": 2}, {"rank": -1}, {"start": -1}],
+    ids=lambda wrong: " ".join(f"{key} {value}" for key, value in wrong.items()),
+)
+def test_batches_of_a_rank_that_cannot_be_are_refused(data: DataSet, wrong: dict[str, int]) -> None:
+    """A rank beyond the last, or a cursor before the begin, would train what other ranks or batches train."""
+    with pytest.raises(ConfigError, match="expected at least one sequence of at least one token, and a rank below"):
+        next(data.batches(0, **{"sequences": 2, "length": LENGTH, "rank": 1, "world": 2, "start": 0, **wrong}))
 
 
 def test_no_range_is_loaded_for_a_batch(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
