@@ -100,6 +100,7 @@ def test_any_flipped_bit_is_refused(bit):
         (with_bytes(5, b"\0"), "kind"),
         (with_bytes(5, b"\x0a"), "kind"),
         (with_bytes(6, b"\1"), "type"),
+        (with_bytes(6, b"\xff"), "type"),  # a dtype that is none
         (with_bytes(7, b"\1"), "type"),
         (with_bytes(8, bytes(4)), "run"),
         (with_bytes(40, b"\1"), "counter"),
