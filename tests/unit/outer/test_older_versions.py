@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dips.errors import Busy
 from dips.ids import GENESIS, PullId, VersionId
 from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
@@ -42,6 +43,19 @@ def test_a_load_of_what_is_read_leaves_its_readers_where_they_are(flips: int) ->
     )
     versions.unpin_version(reader)
     assert versions.served_version == GENESIS and not versions.held.pins
+
+
+def test_a_load_waits_only_for_readers_of_what_it_replaces() -> None:
+    """A rollback that a reader of an older version held up would wait for it; one of the head, beside it, has to."""
+    versions, old, new = made(pinned=0), PullId("a", 1, 1), PullId("a", 1, 2)
+    versions.held.pin_version(old, GENESIS)
+    (head,) = flip(versions, 1)
+    versions.held.pin_version(new, head)
+    with pytest.raises(Busy, match="v2@r2 cannot be loaded: older versions are still read by"):
+        versions.begin_load(VersionId(2, 2))
+    versions.unpin_version(new)
+    load_version(versions, VersionId(2, 2), lambda theta, m: fill(theta, 1.0) or fill(m, 0.5))
+    assert versions.served_version == VersionId(2, 2) and versions.held.older_versions == (GENESIS,)
 
 
 def test_a_version_whose_readers_move_is_none() -> None:
