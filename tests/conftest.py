@@ -207,13 +207,15 @@ def no_thread_outlives_its_test() -> Iterator[None]:
 
 
 LEFT_TASKS = list[str]()  # of this test
+ENDING_S = 2.0  # gRPC's handlers end a moment after the server has stopped
 _cancel_all_tasks = asyncio.runners._cancel_all_tasks
 
 
 def _note_and_cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     """What `asyncio.run` does with tasks at its end; a thread of Di-PS may leave its own to it."""
-    if threading.current_thread() is threading.main_thread():
-        LEFT_TASKS.extend(str(task.get_coro()) for task in asyncio.all_tasks(loop))
+    if threading.current_thread() is threading.main_thread() and (left := asyncio.all_tasks(loop)):
+        _, left = loop.run_until_complete(asyncio.wait(left, timeout=ENDING_S))
+        LEFT_TASKS.extend(str(task.get_coro()) for task in left)
     _cancel_all_tasks(loop)
 
 
