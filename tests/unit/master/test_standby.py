@@ -470,6 +470,15 @@ def test_a_standby_that_leaves_or_dies_binds_nobody_any_more(
     master.end()
 
 
+def test_a_term_that_a_standby_has_claimed_counts_from_its_claim(tmp_path: Path) -> None:
+    """Before it is renewed for the first time: a restore that fails is tried again as long as the term lasts."""
+    (a,), clock = begun(tmp_path, f"memory://{tmp_path}/mirror", "a"), StandbyClock()
+    claimed = LeaseKeeper(
+        mirror(a), "r", 2, "a", a.master.directory, LOG, bound=True, claimed_at=clock.now - 3.0, clock=clock
+    )
+    assert claimed.left_s() == pytest.approx(SERVE_S - 3.0)
+
+
 def test_a_master_that_was_bound_waits_for_its_store(tmp_path: Path, ended: list[Any]) -> None:
     """A standby may have taken over while it was away: it does not serve before it has a lease. One that was not bound
     serves."""
