@@ -21,7 +21,7 @@ from dips.transport.endpoints import master_peer
 from tests.integration import cluster_harness as harness
 from tests.integration.train_constant import tensors
 from tests.traces import check_chrome, check_otlp
-from tests.waiting import until
+from tests.waiting import is_alive, until
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
@@ -156,17 +156,13 @@ def test_ranks_whose_agent_and_torchrun_were_killed_end_by_themselves(run: Any, 
     torchrun = marks(run, "west", "trainer_start")[0]["pid"]
     os.kill(torchrun, signal.SIGSTOP)  # it cannot learn that its agent died, and so not end its workers
     west.kill()
-    run.until(lambda: not any(alive(pid) for pid in pids(tmp_path)), joining.GRACE_S + 20, "the ranks ended")
+    run.until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)), joining.GRACE_S + 20, "the ranks ended")
     os.kill(torchrun, signal.SIGKILL)
     assert west.log.read_text().count("is gone: this rank ends") == 2
 
 
 def pids(tmp_path: Path) -> list[int]:
     return [int(line) for line in (tmp_path / "out").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -340,7 +336,7 @@ def test_a_trainer_does_not_outlive_its_agent(run: Any) -> None:
     run.until(lambda: "up" in west.log.read_text() and marks(run, "west", "trainer_start"), 30, "the trainer runs")
     pid = marks(run, "west", "trainer_start")[0]["pid"]
     west.kill()
-    run.until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 10, "the trainer ended")
+    run.until(lambda: not is_alive(pid), 10, "the trainer ended")
 
 
 def test_a_second_agent_in_the_same_directory_is_refused(run: Any) -> None:

@@ -49,9 +49,8 @@ from dips.transport.endpoints import master_peer
 from dips.wire.chunks import encode_body
 from tests.enrolled import Enrolled
 from tests.typed import type_dips
-from tests.unit.master.test_on_version import is_alive
 from tests.unit.view.views import make_run as make_view
-from tests.waiting import eventually
+from tests.waiting import eventually, is_alive
 
 RUN = "july"
 

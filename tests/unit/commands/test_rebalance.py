@@ -414,17 +414,13 @@ def test_what_fails_leaves_nothing(
     assert len(host.calls) == calls and host.entries() == [str(V1), str(V2)]
 
 
-def test_what_stays_where_it_is_is_read(host: Host) -> None:
+def test_what_stays_where_it_is_is_read(host: Host, pulled: rebalancing._HostCopy) -> None:
     """A damaged version is found before the older ones, its only substitutes, are given up."""
-    config: Any = SimpleNamespace(shared=SimpleNamespace(run="r"), slaves=())
-    section: Any = SimpleNamespace(name="s", directory=host.root)
-    master, asking = master_peer("127.0.0.1:1", None), asyncio.Semaphore()
-    copied = rebalancing._HostCopy(config, section, master, 1.0, print, asking)
     path, planned = host.root / str(V2), RebalancePlanned(V2, BEFORE, 9)
-    assert asyncio.run(copied._stage_layers(planned)) == read_manifest(path).digest
+    assert asyncio.run(pulled._stage_layers(planned)) == read_manifest(path).digest
     flip_bit(path, "momentum.")
     with pytest.raises(CorruptSnapshot, match=r"s/v2@r3/\d+\.safetensors: momentum\."):
-        asyncio.run(copied._stage_layers(planned))
+        asyncio.run(pulled._stage_layers(planned))
 
 
 @pytest.fixture(name="pulled")

@@ -16,7 +16,7 @@ from dips.local import run
 from dips.local.run import LocalProcesses, ProcessEnded
 from dips.transport.endpoints import Endpoint
 from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands  # noqa: F401  forks
-from tests.waiting import until
+from tests.waiting import is_alive, until
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
 SAVE = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.05), sys.exit(7)))"
@@ -34,14 +34,6 @@ PARENT = [sys.executable, "-c", CHILD_AND_SELF]
 
 def until_told(log: Path, word: str) -> None:
     until(lambda: log.exists() and word in log.read_text(), lambda: f"{log} says {word!r}: {log.read_text()}", 20)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_leaving_the_house_ends_everything(tmp_path: Path) -> None:
@@ -65,8 +57,8 @@ def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None
         until_told(tmp_path / "a", "child gone")
         assert len(killed) == 1
         assert process.exit_code() is None
-        assert not alive(killed[0])
-    assert not [pid for pid in set(list_descendants(os.getpid())) - before if alive(pid)]
+        assert not is_alive(killed[0])
+    assert not [pid for pid in set(list_descendants(os.getpid())) - before if is_alive(pid)]
 
 
 def test_who_does_not_end_in_time_is_killed_with_what_it_started(
@@ -81,7 +73,7 @@ def test_who_does_not_end_in_time_is_killed_with_what_it_started(
         below = list_descendants(process.pid)
         assert below
     assert process.exit_code() == -signal.SIGKILL
-    until(lambda: not any(alive(pid) for pid in below))  # SIGKILL was sent; the kernel takes its time
+    until(lambda: not any(is_alive(pid) for pid in below))  # SIGKILL was sent; the kernel takes its time
 
 
 def test_what_a_process_shows_is_logged_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

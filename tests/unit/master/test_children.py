@@ -14,7 +14,7 @@ import pytest
 
 from dips.master.supervisor import Child, truncate_log
 from tests.open_files import nothing_left_open
-from tests.unit.master.test_on_version import is_alive
+from tests.waiting import is_alive
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 DEAF = [

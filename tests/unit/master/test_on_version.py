@@ -51,7 +51,7 @@ from dips.store.files import write_version
 from dips.telemetry import logs
 from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands  # noqa: F401  forks
 from tests.run_files import write_run_file
-from tests.waiting import eventually, until
+from tests.waiting import eventually, is_alive, until
 
 RESULT_S = 30.0  # a process that hangs must have been killed before
 
@@ -396,14 +396,6 @@ def test_it_dies_with_a_master_that_is_killed(make_place: MakePlace, tmp_path: P
     master.kill()
     master.wait()
     until(lambda: not any(is_alive(pid) for pid in pids))
-
-
-def is_alive(pid: int) -> bool:
-    """It runs: neither gone nor a zombie that its reaper has not seen yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("whose", ["nobody", "another version", "another slave", "another run"])
